@@ -1,0 +1,95 @@
+"""Reading and writing the files a user names: capped, safe, and with errors that say which file and where."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exeplan.errors import InputError
+
+MAX_BYTES = 256 * 1024 * 1024
+_PLANS = Path(__file__).parent / "plans"
+
+
+def shipped(kind: str, name: str) -> Path:
+    """The path of a shipped file, such as `shipped("models", "demo")`."""
+    return _PLANS / kind / f"{name}.yaml"
+
+
+def shipped_names(kind: str) -> list[str]:
+    """Names of the files under `plans/<kind>`, sorted."""
+    return sorted(path.stem for path in (_PLANS / kind).glob("*.yaml"))
+
+
+def read_text(path: Path) -> str:
+    """The whole file as UTF-8. Raises InputError when it is missing, a directory, too large, or not text."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"{path} is larger than {MAX_BYTES >> 20} MiB")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise InputError(f"no file {path}") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a directory, not a file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises InputError with the line of a syntax error."""
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
+    except RecursionError:
+        raise InputError(f"{path} is not valid JSON: nested too deeply") from None
+    return _mapping(value, path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping, read with the safe loader; aliases are refused because they can expand without limit."""
+    import yaml
+
+    text = read_text(path)
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
+                raise InputError(f"{path} uses YAML aliases, which are not accepted")
+            value = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise InputError(f"{path} is not valid YAML{where}") from None
+    except RecursionError:
+        raise InputError(f"{path} is not valid YAML: nested too deeply") from None
+    return _mapping(value, path)
+
+
+def _mapping(value: object, path: Path) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{path} must hold a mapping of names to values, found {type(value).__name__}")
+    return dict(value)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file in one step, so that a reader never sees half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        os.unlink(name)
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,96 @@
+"""What a run did, from the timestamps of its requests: one definition for the replay, the engine and the server.
+
+    ttft      first token - start of its prefill
+    tpot      (last token - first token) / (output tokens - 1), mean over requests with at least two tokens
+    e2e       last token - start of its prefill; with the wait for a slot, last token - arrival
+    latency   p99-length: mean time from the start until the n-th token, n the planned 99th-percentile length, over the
+              requests that have so many; p99-requests: the 99th percentile of e2e
+    throughput   requests/s: output tokens a second over the mean output length
+
+The steady window opens when a whole generation of requests has passed (nobody of the first, synchronised batch is left,
+or a quarter of all tokens is out, whichever is earlier) and closes when the queue has run dry, because a batch that fills
+up or drains is not what a plan under a backlog predicts. Rates count what falls inside it; times count requests that
+start inside it (for p99-length also reach the n-th token inside it), or all requests where there are none. With no backlog
+the window is the whole run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.plan import Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One finished request: sizes in tokens, times in seconds on one clock."""
+
+    input_tokens: int
+    arrival: float
+    start: float
+    """When its first prefill began."""
+    token_times: tuple[float, ...]
+    """When each output token was there, rising."""
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.token_times)
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    *,
+    p99_output: int,
+    bound_about: str = "p99-length",
+    backlog: bool = True,
+    kv_tokens: float = 0.0,
+    memory_bytes: float = 0.0,
+) -> Estimate:
+    """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window."""
+    opens, closes = window(records, backlog)
+    inside = [r for r in records if opens <= r.start < closes] or records
+    e2e = np.array([r.token_times[-1] - r.start for r in inside])
+    rate = _token_rate(records, opens, closes)
+    return Estimate(
+        throughput=float(rate / np.mean([r.output_tokens for r in records])),
+        token_throughput=rate,
+        ttft=float(np.mean([r.token_times[0] - r.start for r in inside])),
+        tpot=_tpot(inside),
+        latency=_length_latency(records, p99_output, opens, closes)
+        if bound_about == "p99-length"
+        else float(np.quantile(e2e, 0.99)),
+        latency_p50=float(np.quantile(e2e, 0.5)),
+        latency_p99=float(np.quantile(e2e, 0.99)),
+        kv_tokens=kv_tokens,
+        memory_bytes_per_gpu=memory_bytes,
+    )
+
+
+def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, float]:
+    """Seconds at which the steady window opens and closes: starts of a prefill, or the whole run."""
+    times = np.sort(np.concatenate([r.token_times for r in records]))
+    starts = np.unique([r.start for r in records])
+    if backlog and len(starts) > 2:
+        first_batch_gone = max(r.token_times[-1] for r in records if r.start == starts[0])
+        warm = min(first_batch_gone, times[len(times) // 4])
+        opens = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)]
+        return float(opens), float(starts[-1])
+    return min(r.arrival for r in records), float(times[-1])
+
+
+def _token_rate(records: Sequence[RequestRecord], opens: float, closes: float) -> float:
+    """Output tokens a second."""
+    times = np.concatenate([r.token_times for r in records])
+    return float(np.count_nonzero((times > opens) & (times <= closes)) / (closes - opens))
+
+
+def _tpot(records: Sequence[RequestRecord]) -> float:
+    gaps = [(r.token_times[-1] - r.token_times[0]) / (r.output_tokens - 1) for r in records if r.output_tokens > 1]
+    return float(np.mean(gaps)) if gaps else 0.0
+
+
+def _length_latency(records: Sequence[RequestRecord], length: int, opens: float, closes: float) -> float | None:
+    reached = [r for r in records if r.output_tokens >= length]
+    inside = [r for r in reached if r.start >= opens and r.token_times[length - 1] <= closes] or reached
+    return float(np.mean([r.token_times[length - 1] - r.start for r in inside])) if inside else None

@@ -1,0 +1,154 @@
+"""Profile: what one layer costs on one device, as measurements; one readable JSON file.
+
+A measurement is one row: `attention` and `rest` are one layer each, `embed`, `head` and `overhead` one iteration each.
+
+    op         phase    axes                        meaning
+    attention  prefill  num_seqs, num_tokens        KV store and attention of num_seqs prompts, num_tokens in all
+    attention  decode   num_seqs, context_tokens    one new token a sequence, context_tokens in the cache in all
+    rest       (both)   num_tokens                  the layer without its attention
+    embed      (both)   num_tokens                  token and position embedding
+    head       (both)   num_seqs                    final norm, output head and sampling of num_seqs rows
+    overhead   decode   num_seqs                    scheduling, batch preparation and bookkeeping of an iteration
+    overhead   prefill  num_seqs, num_tokens        the same for a prefill
+
+Times are medians in seconds. Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from exeplan.errors import InputError
+from exeplan.files import read_json, write_text
+from exeplan.model import ModelSpec, model_spec
+
+OPS = ("attention", "rest", "embed", "head", "overhead")
+PHASES = ("prefill", "decode", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What was measured. Rates are ceilings measured on the device itself; they bound every believable row."""
+
+    name: str
+    kind: str
+    """`cpu` or `cuda`."""
+    memory_bytes: int
+    num_threads: int = 1
+    copy_bytes_per_second: float
+    flops_per_second: float
+    cache_bytes: int = 0
+    """The last-level cache; weights and keys that fit it may be read faster than they are copied in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One timed point; axes that do not apply are 0."""
+
+    op: str
+    phase: str = ""
+    num_seqs: int = 0
+    num_tokens: int = 0
+    context_tokens: int = 0
+    seconds: float
+    spread: float = 0.0
+    """Half the interquartile range over the median."""
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All measurements of one model shape on one device in one dtype."""
+
+    model: ModelSpec
+    dtype: str
+    device: Device
+    weight_bytes: int
+    """Resident bytes of the weights as the engine holds them."""
+    workspace_bytes: int
+    """Peak bytes of activations at the largest measured prefill."""
+    measurements: tuple[Measurement, ...] = field(repr=False)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created: str = ""
+    complete: bool = True
+    """False while a run is interrupted; `exeplan profile` with the same file resumes it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides a prediction."""
+        rows = [asdict(m) for m in self.measurements]
+        body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, rows]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Writes the profile as JSON, one measurement a line."""
+    head = {
+        "exeplan_profile": 1,
+        "model": {"name": profile.model.name, "fingerprint": profile.model.fingerprint, "config": profile.model.config},
+        **{
+            name: getattr(profile, name) for name in ("dtype", "weight_bytes", "workspace_bytes", "created", "complete")
+        },
+        "device": asdict(profile.device),
+        "versions": dict(profile.versions),
+    }
+    rows = ",\n".join(
+        f"    {json.dumps({k: v for k, v in asdict(m).items() if v not in ('', 0)})}" for m in profile.measurements
+    )
+    text = json.dumps(head, indent=2, default=str)
+    write_text(path, f'{text[:-2]},\n  "measurements": [\n{rows}\n  ]\n}}\n')
+
+
+def load_profile(path: Path) -> Profile:
+    """Reads and checks a profile. Raises InputError naming the row or field that is wrong."""
+    body = read_json(path)
+    if body.get("exeplan_profile") != 1:
+        raise InputError(f"{path} is not an exeplan profile; make one with `exeplan profile MODEL -o {path}`")
+    try:
+        rows = tuple(_measurement(row, index, path) for index, row in enumerate(body["measurements"], start=1))
+        profile = Profile(
+            model=model_spec(body["model"]["config"], name=body["model"]["name"]),
+            device=Device(**body["device"]),
+            measurements=rows,
+            **{
+                f.name: body[f.name]
+                for f in fields(Profile)
+                if f.name not in ("model", "device", "measurements") and f.name in body
+            },
+        )
+    except KeyError as error:
+        raise InputError(f"{path} is not a whole profile: it lacks {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a profile: {error}") from None
+    if body["model"].get("fingerprint") != profile.model.fingerprint:
+        raise InputError(
+            f"{path}: the model's config does not match its fingerprint, so the file was edited or damaged"
+        )
+    for op in OPS:
+        if not any(m.op == op for m in rows):
+            raise InputError(f"{path} holds no '{op}' measurement; run `exeplan profile` again")
+    return profile
+
+
+def _measurement(row: Any, index: int, path: Path) -> Measurement:
+    try:
+        m = Measurement(**row)
+    except TypeError as error:
+        raise InputError(f"{path}: measurement {index} is malformed: {error}") from None
+    if m.op not in OPS or m.phase not in PHASES:
+        raise InputError(f"{path}: measurement {index} has unknown op '{m.op}' or phase '{m.phase}'")
+    axes = (m.num_seqs, m.num_tokens, m.context_tokens)
+    if any(isinstance(a, bool) or not isinstance(a, int) or a < 0 for a in axes):
+        raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
+    if (
+        isinstance(m.seconds, bool)
+        or not isinstance(m.seconds, int | float)
+        or not math.isfinite(m.seconds)
+        or m.seconds <= 0
+    ):
+        raise InputError(f"{path}: measurement {index} has seconds {m.seconds!r}, which must be a positive number")
+    return m

@@ -1,0 +1,90 @@
+"""Closed form: a schedule's steady state and the Estimate that follows from it (DESIGN 4.1 to 4.3)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.plan import Estimate, Schedule
+from exeplan.policies import Cycle, Floats, load_policy
+from exeplan.profile import Profile
+from exeplan.scheduling import BLOCK_SIZE
+from exeplan.simulator.cost import CostModel
+from exeplan.workload import Workload
+
+KV_SIGMAS = 3.0
+"""Standard deviations of the KV cache's occupancy that a plan leaves room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """A schedule's cycle with the time of each of its passes."""
+
+    schedule: Schedule
+    workload: Workload
+    cycle: Cycle
+    pass_seconds: Floats
+
+    @property
+    def throughput(self) -> float:
+        """Requests a second."""
+        return self.cycle.completions / float(self.cycle.probability @ self.pass_seconds)
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens of KV cache to provide: the mean, its spread, and half a block lost in each resident's last block."""
+        return self.cycle.kv_tokens + KV_SIGMAS * self.cycle.kv_tokens_std + self.cycle.num_seqs * BLOCK_SIZE / 2
+
+    def latency(self, output_tokens: Floats) -> Floats:
+        """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
+        policy = load_policy(self.schedule.policy)
+        return policy.latency(self.schedule, self.cycle, self.pass_seconds, output_tokens)
+
+    def bound_latency(self, bound_about: str) -> float:
+        """The latency that a bound about `bound_about`."""
+        if bound_about == "p99-length":
+            return float(self.latency(np.array([float(self.workload.output_quantile(0.99))]))[0])
+        law = self.workload.output_law
+        return _quantile(self.latency(law.tokens.astype(float)), law.weights, 0.99)
+
+
+def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
+    """The steady state of a schedule under a backlog of this workload."""
+    cycle = load_policy(schedule.policy).cycle(schedule, workload)
+    return SteadyState(schedule, workload, cycle, cost.pass_seconds(cycle))
+
+
+def estimate(steady: SteadyState, profile: Profile, bound_about: str = "p99-length") -> Estimate:
+    """Throughput, latencies and memory of a steady state on the profiled device."""
+    law = steady.workload.output_law
+    lengths, weights = law.tokens.astype(float), law.weights
+    latencies = steady.latency(lengths)
+    ttft = float(steady.latency(np.ones(1))[0])
+    return Estimate(
+        throughput=steady.throughput,
+        token_throughput=steady.throughput * steady.workload.mean_output,
+        ttft=ttft,
+        tpot=_tpot(lengths, weights, latencies - ttft),
+        latency=steady.bound_latency(bound_about),
+        latency_p50=_quantile(latencies, weights, 0.5),
+        latency_p99=_quantile(latencies, weights, 0.99),
+        kv_tokens=steady.kv_tokens,
+        memory_bytes_per_gpu=memory_bytes(profile, steady.kv_tokens),
+    )
+
+
+def memory_bytes(profile: Profile, kv_tokens: float) -> float:
+    """Weights, KV cache and workspace on the one device."""
+    return profile.weight_bytes + profile.workspace_bytes + kv_tokens * profile.model.kv_bytes_per_token(profile.dtype)
+
+
+def _tpot(lengths: Floats, weights: Floats, decode_seconds: Floats) -> float:
+    many = lengths > 1
+    if not many.any():
+        return 0.0
+    return float(np.average(decode_seconds[many] / (lengths[many] - 1.0), weights=weights[many]))
+
+
+def _quantile(values: Floats, weights: Floats, q: float) -> float:
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, q * reached[-1]).clip(max=len(values) - 1)])

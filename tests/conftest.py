@@ -1,0 +1,44 @@
+"""A small made-up device whose times can be checked in the head."""
+
+import pytest
+
+from exeplan.model import load_model_spec
+from exeplan.profile import Device, Measurement, Profile
+from exeplan.simulator.cost import CostModel
+
+
+@pytest.fixture(scope="session")
+def profile() -> Profile:
+    """Affine times: a layer costs 40 us + 20 us a token, a decode row's attention 8 us + 20 ns a token of context."""
+    rows = [
+        Measurement(op=op, num_tokens=n, seconds=fixed + slope * n)
+        for op, fixed, slope in (("rest", 40e-6, 20e-6), ("embed", 5e-6, 0.1e-6))
+        for n in (1, 8, 64, 512, 4096)
+    ]
+    for b in (1, 4, 16, 64):
+        rows.append(Measurement(op="head", num_seqs=b, seconds=50e-6 + b * 15e-6))
+        rows.append(Measurement(op="overhead", phase="decode", num_seqs=b, seconds=100e-6 + b * 5e-6))
+        rows.append(Measurement(op="overhead", phase="prefill", num_seqs=b, seconds=120e-6 + b * 8e-6))
+        rows += [
+            Measurement(op="attention", phase="decode", num_seqs=b, context_tokens=b * c, seconds=b * (8e-6 + c * 2e-8))
+            for c in (16, 256, 1024)
+        ]
+        rows += [
+            Measurement(op="attention", phase="prefill", num_seqs=b, num_tokens=b * n, seconds=b * (2e-5 + n * n * 2e-9))
+            for n in (16, 64, 128, 256, 512)
+        ]
+    return Profile(
+        model=load_model_spec("demo"),
+        dtype="float32",
+        device=Device(
+            name="affine", kind="cpu", memory_bytes=8 << 30, copy_bytes_per_second=1e10, flops_per_second=1e11
+        ),
+        weight_bytes=20 << 20,
+        workspace_bytes=1 << 20,
+        measurements=tuple(rows),
+    )
+
+
+@pytest.fixture(scope="session")
+def cost(profile: Profile) -> CostModel:
+    return CostModel(profile)

@@ -11,5 +11,5 @@ class InputError(ValueError):
     """What a user gave is wrong. The message names what, where, and the nearest thing that works."""
 
 
-class Infeasible(InputError):
+class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
     """Correct input that no schedule can satisfy."""

@@ -79,7 +79,9 @@ def _mapping(value: object, path: Path) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file in one step, so that a reader never sees half of it."""
+    """Replaces the file in one step, so that a reader never sees half of it. Raises InputError when it cannot."""
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a directory")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -8,10 +8,10 @@
     throughput   requests/s: output tokens a second over the mean output length
 
 The steady window opens when a whole generation of requests has passed (nobody of the first, synchronised batch is left,
-or a quarter of all tokens is out, whichever is earlier) and closes when the queue has run dry, because a batch that fills
-up or drains is not what a plan under a backlog predicts. Rates count what falls inside it; times count requests that
-start inside it (for p99-length also reach the n-th token inside it), or all requests where there are none. With no backlog
-the window is the whole run.
+or a quarter of all tokens is out, whichever is earlier) and closes when the queue has run dry, because a batch that
+fills up or drains is not what a plan under a backlog predicts. Rates count what falls inside it; times count requests
+that start inside it (for p99-length also reach the n-th token inside it), or all requests where there are none. With no
+backlog the window is the whole run.
 """
 
 from collections.abc import Sequence

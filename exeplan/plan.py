@@ -1,6 +1,7 @@
 """Plan: schedule + placement + the estimate it was chosen on + fingerprints of its inputs, as one YAML file.
 
-A plan may be written by hand: model, policy with its variables, and placement suffice; `exeplan simulate` adds the rest.
+A plan may be written by hand: model, policy with its variables, and placement suffice; `exeplan simulate` adds the
+rest.
 """
 
 import math
@@ -11,9 +12,19 @@ from typing import Any
 
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, write_text
+from exeplan.model import DTYPE_BYTES
 
 BOUND_ABOUT = ("p99-length", "p99-requests")
 """What a latency bound is about: an output of the 99th-percentile length, or 99 % of all requests."""
+_TEXTS = (
+    "model",
+    "workload",
+    "profile",
+    "device",
+    "dtype",
+    *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
+)
+_COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +64,18 @@ class Bound:
     about: str = "p99-length"
 
     def __post_init__(self) -> None:
-        if math.isnan(self.seconds) or self.seconds <= 0:
-            raise InputError(f"a latency bound must be a positive number of seconds, found {self.seconds:g}")
+        if not is_number(self.seconds) or math.isnan(self.seconds) or self.seconds <= 0:
+            raise InputError(f"a latency bound must be a positive number of seconds, found {self.seconds!r}")
         if self.about not in BOUND_ABOUT:
             raise InputError(f"a bound can be on {' or '.join(BOUND_ABOUT)}, not on '{self.about}'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a schedule does: predicted by the closed form or the replay, or measured. Requests/s, seconds, tokens, bytes.
+    """What a schedule does: predicted by closed form or replay, or measured. Requests/s, seconds, tokens, bytes.
 
-    Times count from the start of a request's prefill. `latency` is the one the bound is about; where a measurement holds
-    no request that long it is None.
+    Times count from the start of a request's prefill. `latency` is the one the bound is about; where a measurement
+    holds no request that long it is None.
     """
 
     throughput: float
@@ -75,7 +86,7 @@ class Estimate:
     latency_p50: float
     latency_p99: float
     kv_tokens: float
-    """Tokens in the KV cache: mean plus the spread that the plan leaves room for (predicted), or the peak (measured)."""
+    """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
     memory_bytes_per_gpu: float
 
 
@@ -118,7 +129,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: `schedule` is flat, its policy beside its variables (DESIGN: contracts for programs)."""
+    """The plan as plain values: `schedule` is flat, its policy beside its variables."""
     body = asdict(plan)
     body["schedule"] = {"policy": plan.schedule.policy, **plan.schedule.variables}
     body["placement"] = [
@@ -134,26 +145,46 @@ def load_plan(path: Path) -> Plan:
     if body.pop("exeplan", 1) != 1:
         raise InputError(f"{path} is a plan of a newer exeplan")
     known = {f.name for f in fields(Plan)}
-    if unknown := sorted(set(body) - known):
+    if unknown := sorted({str(name) for name in body} - known):
         raise InputError(f"{path}: unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
+    body = {name: value for name, value in body.items() if value is not None}
     for name in ("model", "schedule", "placement"):
         if name not in body:
             raise InputError(f"{path}: a plan needs '{name}'")
     try:
-        return Plan(
-            **{
-                **body,
-                "schedule": _schedule(body["schedule"]),
-                "placement": tuple(_stage(stage) for stage in body["placement"]),
-                "bound": Bound(**body["bound"]) if body.get("bound") else None,
-                "estimate": _estimate(body.get("estimate")),
-                "replay": _estimate(body.get("replay")),
-            }
+        _check_values(body)
+        body.update(
+            schedule=_schedule(body["schedule"]),
+            placement=_placement(body["placement"]),
+            bound=_bound(body["bound"]) if "bound" in body else None,
         )
+        body.update({name: _estimate(name, body[name]) for name in ("estimate", "replay") if name in body})
+        return Plan(**body)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is not a plan: {error}") from None
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a number; Python counts booleans among them, a plan does not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    for name in _TEXTS:
+        if not isinstance(body.get(name, ""), str):
+            raise InputError(f"{name} must be text, found {body[name]!r}")
+    for name in _COUNTS:
+        value = body.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a positive integer, found {value!r}")
+    if body.get("dtype", "float32") not in DTYPE_BYTES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, found '{body['dtype']}'")
+    if not isinstance(body.get("fit_context", False), bool):
+        raise InputError(f"fit_context must be true or false, found {body['fit_context']!r}")
+    if not is_number(body.get("drift_headroom", 0.0)):
+        raise InputError(f"drift_headroom must be a number, found {body['drift_headroom']!r}")
+    if not isinstance(body.get("search", {}), Mapping):
+        raise InputError(f"search must be a mapping, found {body['search']!r}")
 
 
 def _schedule(body: Any) -> Schedule:
@@ -166,15 +197,38 @@ def _schedule(body: Any) -> Schedule:
     return schedule
 
 
+def _placement(body: Any) -> Placement:
+    if not isinstance(body, list) or not body:
+        raise InputError("placement must list at least one stage, such as {devices: [0], layers: [0, 6]}")
+    return tuple(_stage(stage) for stage in body)
+
+
 def _stage(body: Any) -> Stage:
     if not isinstance(body, Mapping) or not {"devices", "layers"} <= set(body):
-        raise InputError("each stage of a placement needs devices and layers")
-    first, last = body["layers"]
-    devices = tuple(body["devices"])
-    if not devices or not all(isinstance(n, int) and n >= 0 for n in (*devices, first, last)) or first >= last:
-        raise InputError(f"a stage cannot hold layers {first} to {last} on devices {list(devices)}")
-    return Stage(devices=devices, layers=(first, last))
+        raise InputError(f"each stage of a placement needs devices and layers, found {body!r}")
+    devices, layers = body["devices"], body["layers"]
+    if not _counts(devices) or not _counts(layers) or len(layers) != 2 or layers[0] >= layers[1]:
+        raise InputError(
+            f"a stage needs devices such as [0] and layers [first, last exclusive], found {devices!r} and {layers!r}"
+        )
+    return Stage(devices=tuple(devices), layers=(layers[0], layers[1]))
 
 
-def _estimate(body: Any) -> Estimate | None:
-    return Estimate(**body) if body else None
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _bound(body: Any) -> Bound:
+    if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about"}:
+        raise InputError(f"a bound has seconds and about, found {body!r}")
+    return Bound(**body)
+
+
+def _estimate(name: str, body: Any) -> Estimate:
+    names = [f.name for f in fields(Estimate)]
+    if not isinstance(body, Mapping) or set(body) != set(names):
+        raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
+    for key, value in body.items():
+        if not is_number(value) and not (key == "latency" and value is None):
+            raise InputError(f"{name}: {key} must be a number, found {value!r}")
+    return Estimate(**body)

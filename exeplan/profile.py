@@ -16,7 +16,6 @@ Times are medians in seconds. Not here: interpolation (`simulator/cost.py`) and 
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -24,10 +23,22 @@ from typing import Any
 
 from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
-from exeplan.model import ModelSpec, model_spec
+from exeplan.model import DTYPE_BYTES, ModelSpec, model_spec
 
 OPS = ("attention", "rest", "embed", "head", "overhead")
 PHASES = ("prefill", "decode", "")
+_AXES = {
+    ("attention", "prefill"): ("num_seqs", "num_tokens"),
+    ("attention", "decode"): ("num_seqs", "context_tokens"),
+    ("rest", ""): ("num_tokens",),
+    ("embed", ""): ("num_tokens",),
+    ("head", ""): ("num_seqs",),
+    ("overhead", "decode"): ("num_seqs",),
+    ("overhead", "prefill"): ("num_seqs",),
+}
+"""The measurements that a profile must hold, and the axes that each of their rows needs."""
+_LARGEST = 1e30
+"""Above any bytes, seconds or rates there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +135,40 @@ def load_profile(path: Path) -> Profile:
         raise InputError(f"{path} is not a whole profile: it lacks {error}") from None
     except (TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a profile: {error}") from None
+    _check_values(profile, path)
     if body["model"].get("fingerprint") != profile.model.fingerprint:
         raise InputError(
             f"{path}: the model's config does not match its fingerprint, so the file was edited or damaged"
         )
-    for op in OPS:
-        if not any(m.op == op for m in rows):
-            raise InputError(f"{path} holds no '{op}' measurement; run `exeplan profile` again")
+    for op, phase in _AXES:
+        if not any(m.op == op and phase in ("", m.phase) for m in rows):
+            what = f"{op} {phase}".strip()
+            raise InputError(f"{path} holds no '{what}' measurement; run `exeplan profile` again")
     return profile
+
+
+def _check_values(profile: Profile, path: Path) -> None:
+    device = profile.device
+    positive = {
+        "weight_bytes": profile.weight_bytes,
+        "workspace_bytes": profile.workspace_bytes,
+        **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
+        "num_threads": device.num_threads,
+    }
+    for name, value in positive.items():
+        if not _is_positive(value):
+            raise InputError(f"{path}: {name} must be a positive number, found {value!r}")
+    if profile.dtype not in DTYPE_BYTES:
+        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
+    for name, text in (("model name", profile.model.name), ("device name", device.name), ("device kind", device.kind)):
+        if not isinstance(text, str):
+            raise InputError(f"{path}: {name} must be text, found {text!r}")
+
+
+def _is_positive(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < _LARGEST
 
 
 def _measurement(row: Any, index: int, path: Path) -> Measurement:
@@ -144,11 +181,9 @@ def _measurement(row: Any, index: int, path: Path) -> Measurement:
     axes = (m.num_seqs, m.num_tokens, m.context_tokens)
     if any(isinstance(a, bool) or not isinstance(a, int) or a < 0 for a in axes):
         raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
-    if (
-        isinstance(m.seconds, bool)
-        or not isinstance(m.seconds, int | float)
-        or not math.isfinite(m.seconds)
-        or m.seconds <= 0
-    ):
+    for (op, phase), needed in _AXES.items():
+        if m.op == op and phase in ("", m.phase) and any(getattr(m, axis) < 1 for axis in needed):
+            raise InputError(f"{path}: measurement {index} ({op}) needs {' and '.join(needed)} of at least 1")
+    if not _is_positive(m.seconds):
         raise InputError(f"{path}: measurement {index} has seconds {m.seconds!r}, which must be a positive number")
     return m

@@ -5,8 +5,8 @@ next, who is admitted, who is preempted and who leaves is decided here and in `e
 
 Life of a sequence: `add` puts it into `waiting`; a prefill batch moves it to `running` and yields its first token; each
 decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows).
-When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later, its
-tokens kept; the oldest is never preempted, so there is always progress.
+When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later,
+its tokens kept; the oldest is never preempted, so there is always progress.
 
 Not here: which blocks (the runner's KV cache places them) and what tokens mean.
 """

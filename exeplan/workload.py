@@ -78,6 +78,12 @@ class Workload:
     def mean_output(self) -> float:
         return self.output_law.mean
 
+    @cached_property
+    def total_std(self) -> float:
+        """Standard deviation of input + output."""
+        total = self.inputs + self.outputs
+        return float(np.sqrt(np.square(total - self.weights @ total) @ self.weights))
+
     @property
     def max_input(self) -> int:
         return self.input_law.max

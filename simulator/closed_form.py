@@ -1,4 +1,4 @@
-"""Closed form: a schedule's steady state and the Estimate that follows from it (DESIGN 4.1 to 4.3)."""
+"""Closed form: a schedule's steady state and the Estimate that follows from it."""
 
 from dataclasses import dataclass
 

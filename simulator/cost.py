@@ -1,10 +1,11 @@
 """Cost model: a Profile turned into seconds for one pass over the model.
 
-    pass = overhead(rows) + embed(tokens) + layers * (rest(tokens) + attention(prefill) + attention(decode)) + head(rows)
+    pass = overhead(rows) + embed(tokens) + head(rows)
+         + layers * (rest(tokens) + attention(prefill) + attention(decode))
 
-Ragged batches cost by total context, not by batch * max (DESIGN 4.2). Between measured points times are interpolated
-linearly, so an estimate never leaves the values of its measured neighbours; beyond the last point the last slope goes on,
-and `beyond` names every axis on which an estimate did that.
+Ragged batches cost by total context, not by batch * max. Between measured points times are interpolated linearly, so an
+estimate never leaves the values of its measured neighbours; beyond the last point the last slope goes on, and `beyond`
+names every axis on which an estimate did that.
 
 Not here: measuring (`profiler/`) and what happens when (`closed_form.py`, `replay.py`).
 """
@@ -74,7 +75,7 @@ class Surface:
         return self.blend(n, heights)
 
     def at_num_seqs(self, num_seqs: int) -> "Curve":
-        """The curve over tokens a sequence at one number of sequences; exact, as all curves are joined at their points."""
+        """The curve over tokens a sequence at one number of sequences; exact, as it has the points of all curves."""
         x = np.unique(np.concatenate([curve.x for curve in self.curves]))
         x = np.append(x, x[-1] * 2)  # Beyond the last point each curve has its own slope.
         return Curve(x, self(float(num_seqs), x))

@@ -103,7 +103,7 @@ def _requests(inputs: np.ndarray, outputs: np.ndarray, arrivals: Floats | None) 
 
 
 def _produce(batch: Batch, start: float, end: float) -> int:
-    """Every row yields a token at the end of the pass, but for finished rows that are only kept. Returns who finished."""
+    """Every row but finished ones, which are only kept, yields a token at the end of the pass. Returns who finished."""
     num_finished = 0
     for row in (*batch.prefill, *batch.decode):
         assert isinstance(row, _Request)

@@ -24,7 +24,9 @@ def profile() -> Profile:
             for c in (16, 256, 1024)
         ]
         rows += [
-            Measurement(op="attention", phase="prefill", num_seqs=b, num_tokens=b * n, seconds=b * (2e-5 + n * n * 2e-9))
+            Measurement(
+                op="attention", phase="prefill", num_seqs=b, num_tokens=b * n, seconds=b * (2e-5 + n * n * 2e-9)
+            )
             for n in (16, 64, 128, 256, 512)
         ]
     return Profile(

@@ -77,7 +77,7 @@ def test_static_keeps_finished_rows_and_pads_to_the_longest_prompt() -> None:
 def test_preemption_loses_nothing_and_spares_the_oldest() -> None:
     # Two requests that grow to 4 blocks each share 6: the younger one is computed again later.
     batches = run_batches(Schedule("rra", {"prefill_batch": 2, "decode_steps": 4}), [(17, 40), (17, 40)], num_blocks=6)
-    produced = {rid: 0 for rid in "01"}
+    produced = dict.fromkeys("01", 0)
     for batch in batches:
         for row in (*batch.prefill, *batch.decode):
             produced[row.request_id] += 1

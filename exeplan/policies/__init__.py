@@ -1,7 +1,7 @@
 """Policies: how work is ordered. One file each, found by its name; nobody else compares policy names.
 
-A policy module offers what `Policy` lists: what the search may turn, its steady state for the closed form, and what runs
-next for the replay and the runner. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
+A policy module offers what `Policy` lists: what the search may turn, its steady state for the closed form, and what
+runs next for the replay and the runner. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
 becomes `--policy <name>`, underscores read as hyphens.
 """
 

@@ -1,7 +1,7 @@
 """Iteration-level scheduling: every iteration, finished requests leave and waiting ones take their slots.
 
-Source: ORCA (OSDI 2022) section 4.2, Algorithm 1: first come first served, at most `max_num_seqs` requests in a batch, KV
-slots reserved by max_tokens at admission, so that nobody is preempted and nothing can deadlock. The prefill of a new
+Source: ORCA (OSDI 2022) section 4.2, Algorithm 1: first come first served, at most `max_num_seqs` requests in a batch,
+KV slots reserved by max_tokens at admission, so that nobody is preempted and nothing can deadlock. The prefill of a new
 request rides in the same pass as the decodes of the others (selective batching).
 
 In the steady state under a backlog the batch is always full: each of its B slots starts a new request with probability
@@ -30,8 +30,8 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 def cycle(schedule: Schedule, workload: Workload) -> Cycle:
     """One iteration, split by how many of its rows are prefills.
 
-    After that come, for `latency` only, the iterations that a request on board sees: its own row, which first prefills and
-    then decodes, beside k ~ Binomial(B - 1, 1/mu) prefills of the others.
+    After that come, for `latency` only, the iterations that a request on board sees: its own row, which first prefills
+    and then decodes, beside k ~ Binomial(B - 1, 1/mu) prefills of the others.
     """
     slots, mu = schedule["max_num_seqs"], workload.mean_output
     prefills, probability = _binomial(slots, 1.0 / mu)
@@ -80,17 +80,18 @@ def _resident_tokens(workload: Workload) -> tuple[float, float]:
     law = workload.decode_law()
     k = np.arange(1, len(law.survival) + 1)
     tokens = workload.mean_input + float(law.input_sum.sum() + (k * law.survival).sum())
-    square = float(workload.weights @ workload.inputs.astype(float) ** 2)
+    square = workload.input_law.std**2 + workload.mean_input**2
     square += float((law.input_square + 2 * k * law.input_sum + k**2 * law.survival).sum())
     return tokens / workload.mean_output, square / workload.mean_output
 
 
 def _binomial(trials: int, chance: float) -> tuple[Floats, Floats]:
     """Values and probabilities of Binomial(trials, chance), the negligible ones left out."""
-    from scipy.special import gammaln, xlog1py, xlogy
-
     k = np.arange(trials + 1, dtype=float)
-    log_choose = gammaln(trials + 1) - gammaln(k + 1) - gammaln(trials - k + 1)
-    probability = np.exp(log_choose + xlogy(k, chance) + xlog1py(trials - k, -chance))
+    if chance >= 1.0:
+        return k[-1:], np.ones(1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(k[1:]))])
+    log_choose = log_factorial[-1] - log_factorial - log_factorial[::-1]
+    probability = np.exp(log_choose + k * np.log(chance) + (trials - k) * np.log1p(-chance))
     kept = probability > 1e-9
     return k[kept], probability[kept] / probability[kept].sum()

@@ -1,7 +1,8 @@
 """Round-robin allocation: prefill `prefill_batch` requests once, then run `decode_steps` decode iterations; repeat.
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1 and 6. B_E is `prefill_batch`, N_D is `decode_steps`. The steady state is the
-survival comb of DESIGN 4.1, exact for any length law, not the paper's P_D(U), which forgets that long requests stay longer.
+survival comb (`exeplan.length_law`), exact for any length law, not the paper's P_D(U), which forgets that long requests
+stay longer.
 
 A cycle whose batch runs empty before its last decode iteration goes on to the next prefill at once; the closed form
 therefore weighs every decode iteration with the probability that somebody is still there.

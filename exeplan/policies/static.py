@@ -1,4 +1,4 @@
-"""Static batching: take a batch, prefill it padded to its longest prompt, decode until its longest output; then the next.
+"""Static batching: prefill a batch padded to its longest prompt, decode until its longest output; then the next one.
 
 Source: FasterTransformer as ExeGPT section 2 describes it: batch sizes are fixed and nobody leaves early, so a finished
 request's row is computed until the whole batch is done. A request's own tokens are delivered as they come.
@@ -32,9 +32,6 @@ def cycle(schedule: Schedule, workload: Workload) -> Cycle:
     # A finished row stays at its own length: its context is the prompt and min(k - 1, D) generated tokens.
     generated = np.concatenate([[0.0], np.cumsum(law.survival)[:-1]])
     context = batch * (workload.mean_input + generated)
-    tokens = workload.inputs + workload.outputs
-    mean = float(workload.weights @ tokens)
-    variance = float(workload.weights @ (tokens - mean) ** 2)
     first = np.array([1.0])
     return Cycle(
         completions=float(batch),
@@ -44,8 +41,8 @@ def cycle(schedule: Schedule, workload: Workload) -> Cycle:
         context_tokens=np.concatenate([first * 0, context]),
         prompt_law=workload.input_law.longest_of(batch),
         padded=True,
-        kv_tokens=batch * mean,
-        kv_tokens_std=float(np.sqrt(batch * variance)),
+        kv_tokens=batch * (workload.mean_input + workload.mean_output),
+        kv_tokens_std=float(np.sqrt(batch) * workload.total_std),
         num_seqs=float(batch),
     )
 

@@ -1,0 +1,259 @@
+"""Plays a load against the engine in this process or against a server, and records every token's time.
+
+Three kinds of load: everything at once (a backlog, what a plan's throughput is about), a closed loop at a given
+concurrency, and an open loop at a Poisson rate or at a trace's own arrival times. Prompts are random token ids of the
+drawn lengths, outputs are forced to theirs, so that the work is the workload's whatever the model says.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exeplan.errors import InputError
+from exeplan.metrics import RequestRecord
+from exeplan.policies import Floats
+from exeplan.workload import Workload
+
+if TYPE_CHECKING:
+    import httpx
+
+    from exeplan.runner.engine import Engine
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The requests of one run, in order of arrival."""
+
+    input_tokens: Ints
+    output_tokens: Ints
+    arrivals: Floats | None = None
+    """Seconds from the start; None: all at once, or as `concurrency` lets them."""
+    concurrency: int | None = None
+    seed: int = 0
+
+    @property
+    def backlog(self) -> bool:
+        """Whether somebody is always waiting, as far as the load goes."""
+        return self.arrivals is None
+
+    def prompt(self, index: int, vocab_size: int) -> list[int]:
+        """Random token ids; a vocabulary's first ones are often special, so they are left out where there is room."""
+        low = min(100, vocab_size // 2)
+        rng = np.random.default_rng([self.seed, index])
+        return rng.integers(low, vocab_size, int(self.input_tokens[index])).tolist()
+
+
+def draw_load(
+    workload: Workload,
+    num_requests: int,
+    *,
+    seed: int = 0,
+    concurrency: int | None = None,
+    rate: float | None = None,
+    trace_arrivals: bool = False,
+) -> Load:
+    """A stratified sample of the workload; with `trace_arrivals`, the first requests of its trace when they came.
+
+    Raises InputError when the workload has no such times.
+    """
+    if trace_arrivals:
+        trace = workload.trace
+        if trace is None or trace.arrival_s is None:
+            raise InputError(f"workload '{workload.name}' has no arrival times; give a rate or a concurrency instead")
+        n = min(num_requests, len(trace.inputs))
+        times = trace.arrival_s[:n] - trace.arrival_s[0]
+        return Load(input_tokens=trace.inputs[:n], output_tokens=trace.outputs[:n], arrivals=times, seed=seed)
+    inputs, outputs = workload.sample(num_requests, seed=seed)
+    arrivals = None
+    if rate is not None:
+        arrivals = np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, num_requests))
+    return Load(input_tokens=inputs, output_tokens=outputs, arrivals=arrivals, concurrency=concurrency, seed=seed)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way; times in seconds."""
+
+    arrival: float
+    start: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """A load played in this process. On a machine that others use too, the two clocks tell their share from ours."""
+
+    records: list[RequestRecord]
+    """By the wall clock, in order of arrival."""
+    wall: Floats
+    cpu: Floats
+    """The wall clock and this thread's CPU clock after every step, seconds from the start."""
+
+    @property
+    def cpu_share(self) -> float:
+        """How much of one core the run got while it had work: about 1 on a quiet machine with one compute thread."""
+        return float(self.cpu[-1] / self.wall[-1])
+
+    def on_cpu_clock(self) -> list[RequestRecord]:
+        """The records as they would be had nobody else used the core. For a backlog, where the engine never sleeps."""
+        return [
+            replace(
+                r,
+                arrival=float(np.interp(r.arrival, self.wall, self.cpu)),
+                start=float(np.interp(r.start, self.wall, self.cpu)),
+                token_times=tuple(np.interp(r.token_times, self.wall, self.cpu).tolist()),
+            )
+            for r in self.records
+        ]
+
+
+def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
+    """Runs the load on an engine in this process."""
+    from exeplan.runner.engine import Request
+    from exeplan.runner.sampling import SamplingParams
+
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=load.prompt(index, vocab_size),
+            sampling=SamplingParams(temperature=0.0, max_tokens=int(output), ignore_eos=True),
+        )
+        for index, output in enumerate(load.output_tokens)
+    ]
+    under_way: dict[str, _Open] = {}
+    done: dict[int, RequestRecord] = {}
+    arrived, began, cpu_began = 0, time.perf_counter(), time.thread_time()
+    clocks = [(0.0, 0.0)]
+    while len(done) < len(requests):
+        now = time.perf_counter() - began
+        while arrived < len(requests) and _may_arrive(load, arrived, now, len(under_way)):
+            due = now if load.arrivals is None else float(load.arrivals[arrived])
+            under_way[str(arrived)] = _Open(arrival=due)
+            engine.add(requests[arrived])
+            arrived += 1
+        if not engine.has_work and load.arrivals is not None:
+            time.sleep(max(0.0, float(load.arrivals[arrived]) - (time.perf_counter() - began)))
+            continue
+        for output in engine.step():
+            request = under_way[output.request_id]
+            request.start = output.start - began
+            request.token_times += [output.time - began] * len(output.token_ids)
+            if output.finish_reason is not None:
+                done[int(output.request_id)] = _record(load, int(output.request_id), under_way.pop(output.request_id))
+        clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
+    wall, cpu = np.array(clocks).T
+    return EngineRun(records=[done[index] for index in range(len(requests))], wall=wall, cpu=cpu)
+
+
+async def play_url(
+    url: str, load: Load, *, model: str, vocab_size: int, api_key: str | None = None
+) -> list[RequestRecord]:
+    """Runs the load against an OpenAI-compatible server, streaming; raises InputError when it does not answer as one.
+
+    The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`; for
+    other servers it is the arrival, waiting included.
+    """
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    gate = asyncio.Semaphore(load.concurrency or len(load.input_tokens))
+    began = time.perf_counter()
+
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits, trust_env=False) as client:
+
+        async def one(index: int) -> RequestRecord:
+            if load.arrivals is not None:
+                await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
+            async with gate:
+                body = _completion(load, index, model=model, vocab_size=vocab_size)
+                return await _stream(client, body, load, index, began)
+
+        try:
+            return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
+        except httpx.HTTPError as error:
+            raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
+
+
+def _may_arrive(load: Load, index: int, now: float, under_way: int) -> bool:
+    if load.concurrency is not None and under_way >= load.concurrency:
+        return False
+    return load.arrivals is None or float(load.arrivals[index]) <= now
+
+
+def _completion(load: Load, index: int, *, model: str, vocab_size: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": load.prompt(index, vocab_size),
+        "max_tokens": int(load.output_tokens[index]),
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+async def _stream(
+    client: "httpx.AsyncClient", body: dict[str, Any], load: Load, index: int, began: float
+) -> RequestRecord:
+    request = _Open(arrival=time.perf_counter() - began)
+    prefill_seconds: float | None = None
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            text = (await response.aread()).decode(errors="replace")
+            raise InputError(f"request {index} was answered {response.status_code}: {text[:200]}")
+        async for event in _events(response):
+            if "error" in event:
+                raise InputError(f"request {index} failed: {event['error'].get('message', event['error'])}")
+            if event.get("choices"):
+                request.token_times.append(time.perf_counter() - began)
+            if timing := event.get("timing"):
+                prefill_seconds = timing["ttft_s"] - timing["queue_s"]
+    request.start = request.arrival
+    if prefill_seconds is not None and request.token_times:
+        request.start = request.token_times[0] - prefill_seconds
+    return _record(load, index, request)
+
+
+async def _events(response: "httpx.Response") -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line[6:])
+
+
+def _record(load: Load, index: int, request: _Open) -> RequestRecord:
+    return RequestRecord(
+        input_tokens=int(load.input_tokens[index]),
+        arrival=request.arrival,
+        start=request.start,
+        token_times=tuple(_spread(request.token_times, int(load.output_tokens[index]))),
+    )
+
+
+def _spread(times: Sequence[float], num_tokens: int) -> Sequence[float]:
+    """One time a token: a server that sends several tokens a chunk has them spread evenly between its chunks."""
+    if len(times) == num_tokens:
+        return times
+    if not times:
+        raise InputError("a request was answered without any token")
+    return np.interp(np.linspace(0, 1, num_tokens), np.linspace(0, 1, len(times)), times).tolist()
+
+
+def served_model(url: str, api_key: str | None = None) -> str:
+    """The name of the model that a server serves. Raises InputError when it does not say."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10, trust_env=False)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:
+        raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None

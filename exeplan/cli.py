@@ -1,0 +1,80 @@
+"""The command line: `exeplan <command>`. One file a command under `commands/`, found by its name.
+
+A command module has a docstring (its help), `add_arguments(parser)` and `run(args) -> int`. Heavy imports live in
+`run`, so that `exeplan --help` is instant.
+
+Exit status: 0 done, 2 the request cannot be met or the input is wrong, 1 a fault of ours, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from exeplan import __version__
+from exeplan.errors import InputError
+
+COMMANDS = ("profile", "optimize", "simulate", "serve", "bench", "demo")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    args = _parser().parse_args(list(_joined(sys.argv[1:] if argv is None else argv)))
+    try:
+        return int(args.run(args))
+    except InputError as error:
+        print(f"exeplan {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"exeplan {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # The reader of our output went away, as `head` does.
+        sys.stderr.close()
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def _joined(argv: Sequence[str]) -> Iterator[str]:
+    """`--latency-bound -1s` as `--latency-bound=-1s`: argparse would take the value for an option it does not know."""
+    option = None
+    for word in argv:
+        if option and re.match(r"-\.?(\d|inf|nan)", word):
+            yield f"{option}={word}"
+            option = None
+            continue
+        if option:
+            yield option
+        option = word if word.startswith("--") and "=" not in word else None
+        if option is None:
+            yield word
+    if option:
+        yield option
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="exeplan",
+        description="Finds the execution schedule that best serves a language model under a latency bound; runs it.",
+    )
+    parser.add_argument("--version", action="version", version=f"exeplan {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"exeplan.commands.{name}")
+        summary, _, rest = (module.__doc__ or "").partition("\n")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary}\n{rest}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,187 @@
+"""play a workload against a plan or a server, predicted beside measured
+
+Without --url the plan's engine runs in this process. The load is a backlog (everything at once) unless --concurrency
+(closed loop), --rate (Poisson) or --trace-arrivals (the trace's own times) says otherwise.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exeplan.bench import EngineRun, Load
+    from exeplan.metrics import RequestRecord
+    from exeplan.model import ModelSpec
+    from exeplan.plan import Estimate, Plan
+    from exeplan.simulator.replay import Run
+    from exeplan.workload import Workload
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help="not needed with --url and --workload")
+    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument("--workload", metavar="W", help="instead of the plan's own")
+    parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
+    parser.add_argument("--requests", type=int, metavar="N", help="default: what the plan does in --duration")
+    parser.add_argument("--duration", default="30s", metavar="TIME", help="aim for a run of this length (default 30s)")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: so many requests under way")
+    load.add_argument("--rate", type=float, metavar="R", help="open loop: Poisson arrivals, requests/s")
+    load.add_argument("--trace-arrivals", action="store_true", help="open loop: the trace's own arrival times")
+    parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
+    parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write the predicted passes (.json, .png, .svg, .pdf)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from exeplan.errors import InputError
+
+    for name in ("requests", "concurrency", "rate", "vocab_size"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"--{name.replace('_', '-')} must be above zero, found {value}")
+    if args.seed < 0:
+        raise InputError(f"--seed must be at least 0, found {args.seed}")
+    if args.plan is None:
+        return _bench_url_only(args)
+    return _bench_plan(args)
+
+
+def _bench_plan(args: argparse.Namespace) -> int:
+    from exeplan.inputs import plan_model, plan_workload, read_plan
+    from exeplan.metrics import summarize
+
+    plan = read_plan(args.plan)
+    spec = plan_model(plan)
+    workload = plan_workload(plan, spec, args.workload)
+    load = _load(args, workload, throughput=plan.estimate.throughput if plan.estimate else None)
+    prediction = _prediction(args, plan, load)
+    records, shared = _play(args, plan, spec, load)
+    about = plan.bound.about if plan.bound else "p99-length"
+    p99 = workload.output_quantile(0.99)
+    measured = summarize(records, p99_output=p99, bound_about=about, backlog=load.backlog)
+    replayed = None
+    if prediction is not None:
+        replayed = summarize(prediction.requests, p99_output=p99, bound_about=about, backlog=load.backlog)
+        if args.timeline:
+            from exeplan.simulator.timeline import write_timeline
+
+            write_timeline(prediction, args.timeline, title=f"{plan.schedule} on {workload.name}, predicted")
+    on_cpu_clock = None
+    if shared is not None:
+        quiet = shared.on_cpu_clock()
+        on_cpu_clock = summarize(quiet, p99_output=p99, bound_about=about, backlog=load.backlog)
+    _print(args, plan, workload, load, measured=measured, replayed=replayed, on_cpu_clock=on_cpu_clock)
+    return 0
+
+
+def _load(args: argparse.Namespace, workload: "Workload", *, throughput: float | None) -> "Load":
+    from exeplan.bench import draw_load
+    from exeplan.units import seconds
+
+    rate = args.rate or throughput or 10.0
+    num_requests = args.requests or max(50, min(5000, round(rate * seconds(args.duration, "--duration"))))
+    return draw_load(
+        workload,
+        num_requests,
+        seed=args.seed,
+        concurrency=args.concurrency,
+        rate=args.rate,
+        trace_arrivals=args.trace_arrivals,
+    )
+
+
+def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | None":
+    """The replay of these very requests; None for a plan without a profile."""
+    from exeplan.inputs import engine_blocks, plan_model, profile_for
+    from exeplan.profile import load_profile
+    from exeplan.simulator.cost import CostModel
+    from exeplan.simulator.replay import replay
+
+    reference = args.profile or plan.profile
+    if reference is None:
+        return None
+    spec = plan_model(plan)
+    cost = CostModel(profile_for(spec, load_profile(Path(reference))))
+    return replay(
+        plan.schedule,
+        cost,
+        input_tokens=load.input_tokens,
+        output_tokens=load.output_tokens,
+        num_blocks=engine_blocks(plan, spec),
+        arrivals=load.arrivals,
+        concurrency=load.concurrency,
+    )
+
+
+def _play(
+    args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", load: "Load"
+) -> "tuple[list[RequestRecord], EngineRun | None]":
+    """The records and, where the CPU clock means something (one thread that never waits), the whole run."""
+    import asyncio
+
+    from exeplan.bench import play_engine, play_url, served_model
+
+    if args.url:
+        model = served_model(args.url, args.api_key)
+        play = play_url(args.url, load, model=model, vocab_size=spec.vocab_size, api_key=args.api_key)
+        return asyncio.run(play), None
+    from exeplan.runner.launch import build_engine
+
+    engine = build_engine(plan, spec, dummy_weights=args.weights == "dummy")
+    played = play_engine(engine, load, vocab_size=spec.vocab_size)
+    comparable = load.backlog and plan.num_threads == 1 and (plan.device or "cpu") == "cpu"
+    return played.records, played if comparable else None
+
+
+def _bench_url_only(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from exeplan.bench import play_url, served_model
+    from exeplan.errors import InputError
+    from exeplan.metrics import summarize
+    from exeplan.workload_files import load_workload
+
+    if not (args.url and args.workload):
+        raise InputError("give a PLAN, or --url and --workload")
+    workload = load_workload(args.workload)
+    load = _load(args, workload, throughput=None)
+    model = served_model(args.url, args.api_key)
+    records = asyncio.run(play_url(args.url, load, model=model, vocab_size=args.vocab_size, api_key=args.api_key))
+    measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)
+    _print(args, None, workload, load, measured=measured, replayed=None)
+    return 0
+
+
+def _print(
+    args: argparse.Namespace,
+    plan: "Plan | None",
+    workload: "Workload",
+    load: "Load",
+    *,
+    measured: "Estimate",
+    replayed: "Estimate | None",
+    on_cpu_clock: "Estimate | None" = None,
+) -> None:
+    from exeplan.plan import as_json
+    from exeplan.report import json_line, predicted_and_measured
+
+    predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
+    if args.json:
+        body = as_json(plan) if plan else {}
+        estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
+        print(json_line({**body, **{k: asdict(e) if e else None for k, e in estimates.items()}}))
+        return
+    what = str(plan.schedule) if plan else args.url
+    print(f"{what} on {workload.name}, {len(load.input_tokens)} requests\n")
+    print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
+    if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
+        share = measured.throughput / on_cpu_clock.throughput
+        print(f"\nothers used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n")
+        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=on_cpu_clock))

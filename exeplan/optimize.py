@@ -1,0 +1,364 @@
+"""From a profile, a workload and a bound to a plan: the closed form searches, the replay has the final word.
+
+Every policy is searched on its own; the highest throughput that keeps the bound wins. If the winner's replay breaks
+the bound, the search is repeated under a bound tightened by the overshoot, so that what is promised has been replayed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from exeplan.errors import Infeasible, InputError
+from exeplan.metrics import summarize
+from exeplan.plan import Bound, Estimate, Placement, Plan, Schedule, Stage
+from exeplan.plan import as_json as plan_json
+from exeplan.policies import load_policy, policy_names
+from exeplan.profile import Profile
+from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
+from exeplan.search import Outcome, Result, Trial, search
+from exeplan.simulator.closed_form import estimate, memory_bytes, steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import Run, replay
+from exeplan.units import show_bytes, show_seconds
+from exeplan.workload import Workload
+
+MEMORY_UTILIZATION = 0.9
+"""Share of the device's memory that weights, KV cache and workspace may take."""
+KV_SLACK = 1.5
+"""The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
+_REPLAY_REQUESTS = (300, 2000)
+_HEADROOM_LIMIT = 4.0
+_RETRIES = 8
+_LONG_REQUESTS = 4
+"""Requests of the 99th-percentile length that a replay should hold at least: it is their latency that is promised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The best schedule of one policy, or why it has none."""
+
+    policy: str
+    schedule: Schedule | None
+    estimate: Estimate | None
+    search: Result
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """The winner as a plan, the best of every policy, and what to know about the prediction."""
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    beyond: tuple[str, ...]
+    """Where the winner's estimate left the measured range."""
+    run: Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is optimized: one model on one profiled device under one workload and bound."""
+
+    profile: Profile
+    workload: Workload
+    bound: Bound
+    cost: CostModel
+    memory: float
+    """Bytes that weights, KV cache and workspace may take together."""
+    max_seqs: int
+    """Residents that the engine may hold at once."""
+
+    def evaluate(self, schedule: Schedule) -> Outcome:
+        """One point of the search; `memory` is the share of the tighter of the two capacities, bytes and residents."""
+        steady = steady_state(schedule, self.workload, self.cost)
+        share = max(
+            memory_bytes(self.profile, steady.kv_tokens) / self.memory, steady.cycle.num_seqs / (self.max_seqs + 1e-9)
+        )
+        return Outcome(throughput=steady.throughput, latency=steady.bound_latency(self.bound.about), memory=share)
+
+    def estimate(self, schedule: Schedule) -> Estimate:
+        """The closed form's Estimate of a schedule."""
+        return estimate(steady_state(schedule, self.workload, self.cost), self.profile, self.bound.about)
+
+
+def make_problem(
+    profile: Profile, workload: Workload, bound: Bound, *, memory: float | None = None, max_seqs: int | None = None
+) -> Problem:
+    """Checks that the model fits the device and the workload the model's context."""
+    available = memory if memory is not None else profile.device.memory_bytes * MEMORY_UTILIZATION
+    longest = int((workload.inputs + workload.outputs).max())
+    if longest > profile.model.max_context:
+        raise InputError(
+            f"workload '{workload.name}' has requests of {longest} tokens, the context of "
+            f"{profile.model.name} is {profile.model.max_context}; scale it down with --fit-context"
+        )
+    one_request = memory_bytes(profile, float(num_blocks_for(longest) * BLOCK_SIZE))
+    if one_request > available:
+        raise Infeasible(
+            f"{profile.model.name} needs {show_bytes(one_request)} for weights, workspace and one request of "
+            f"{longest} tokens; {profile.device.name} has {show_bytes(available)} for it"
+        )
+    cost = CostModel(profile)
+    measured = int(cost.decode_attention.num_seqs[-1])
+    return Problem(
+        profile=profile,
+        workload=workload,
+        bound=bound,
+        cost=cost,
+        memory=available,
+        max_seqs=max_seqs or measured,
+    )
+
+
+def optimize(
+    problem: Problem, *, policies: tuple[str, ...], method: str = "branch-and-bound", seed: int = 0
+) -> Optimum:
+    """The best plan under the bound. Raises Infeasible saying what binds and the tightest bound that is possible."""
+    candidates = {policy: _candidate(problem, policy, method) for policy in policies}
+    limits = dict.fromkeys(policies, problem.bound.seconds)
+    for attempt in range(_RETRIES):
+        kept = [c for c in candidates.values() if c.schedule is not None]
+        if not kept:
+            break
+        winner = max(kept, key=lambda c: c.estimate.throughput if c.estimate else 0.0)
+        assert winner.schedule is not None
+        run, replayed = replay_estimate(problem, winner.schedule, seed=seed)
+        if replayed.latency is None or replayed.latency <= problem.bound.seconds:
+            return _optimum(problem, winner, candidates, method=method, run=run, replayed=replayed)
+        # A margin that doubles ends this soon, whatever chance does to the few long requests of a replay.
+        limits[winner.policy] *= (1 - 0.005 * 2**attempt) * problem.bound.seconds / replayed.latency
+        candidates[winner.policy] = _candidate(problem, winner.policy, method, winner.search, limits[winner.policy])
+    return _last_resort(problem, candidates, method=method, seed=seed)
+
+
+def _last_resort(problem: Problem, candidates: dict[str, Candidate], *, method: str, seed: int) -> Optimum:
+    """The gentlest schedule of all, if it keeps the bound; what it needs is the tightest bound that is possible."""
+    fitting = [c for c in candidates.values() if "memory" not in c.search.what_binds]
+    if not fitting:
+        refusals = "; ".join(c.refusal for c in candidates.values())
+        raise Infeasible(f"no schedule fits {show_bytes(problem.memory)} of memory: {refusals}")
+    best = min(fitting, key=lambda c: c.search.gentlest.outcome.latency)
+    schedule = Schedule(best.policy, dict(best.search.gentlest.point))
+    run, replayed = replay_estimate(problem, schedule, seed=seed)
+    needed = max(best.search.gentlest.outcome.latency, replayed.latency or 0.0)
+    if needed > problem.bound.seconds:
+        raise Infeasible(_why_not(problem, schedule, needed))
+    winner = replace(best, schedule=schedule, estimate=problem.estimate(schedule), refusal="")
+    candidates = {**candidates, best.policy: winner}
+    return _optimum(problem, winner, candidates, method=method, run=run, replayed=replayed)
+
+
+def _optimum(
+    problem: Problem,
+    winner: Candidate,
+    candidates: dict[str, Candidate],
+    *,
+    method: str,
+    run: Run,
+    replayed: Estimate,
+) -> Optimum:
+    schedule = winner.schedule
+    assert schedule is not None
+    model = problem.profile.model
+    everyone = tuple(candidates.values())
+    plan = Plan(
+        model=str(model.directory or model.name),
+        schedule=schedule,
+        placement=single_device(model.num_layers),
+        bound=problem.bound,
+        dtype=problem.profile.dtype,
+        device=problem.profile.device.kind,
+        num_threads=problem.profile.device.num_threads,
+        kv_cache_tokens=kv_cache_tokens(problem, schedule),
+        max_seqs=problem.max_seqs,
+        model_fingerprint=model.fingerprint,
+        workload_fingerprint=problem.workload.fingerprint,
+        profile_fingerprint=problem.profile.fingerprint,
+        estimate=winner.estimate,
+        replay=replayed,
+        drift_headroom=drift_headroom(problem, schedule),
+        search=search_summary(everyone, method),
+    )
+    steady = steady_state(schedule, problem.workload, problem.cost)
+    return Optimum(plan=plan, candidates=everyone, beyond=problem.cost.beyond(steady.cycle), run=run)
+
+
+def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 24) -> Result:
+    """The candidate's search with its frontier filled in: the best points under bounds around the one asked for.
+
+    A single search tries few points away from its bound, so on its own it shows little of the frontier.
+    """
+    gentlest = candidate.search.gentlest.outcome.latency
+    widest = min(3 * problem.bound.seconds, 100 * gentlest)
+    if widest <= gentlest:
+        return candidate.search
+    trials = list(candidate.search.frontier)
+    for seconds in np.geomspace(gentlest, widest, num_bounds):
+        looser = replace(problem, bound=replace(problem.bound, seconds=float(seconds)))
+        trials += _candidate(looser, candidate.policy, "branch-and-bound").search.frontier
+    return replace(candidate.search, frontier=_pareto(trials))
+
+
+def _pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Those that no other beats in both latency and throughput, latency rising; their searches checked the memory."""
+    kept: list[Trial] = []
+    for trial in sorted(trials, key=lambda t: (t.outcome.latency, -t.outcome.throughput)):
+        if not kept or trial.outcome.throughput > kept[-1].outcome.throughput:
+            kept.append(trial)
+    return tuple(kept)
+
+
+def single_device(num_layers: int) -> Placement:
+    """All layers on device 0."""
+    return (Stage(devices=(0,), layers=(0, num_layers)),)
+
+
+def resolve_policies(text: str) -> tuple[str, ...]:
+    """`auto` is every policy; otherwise the one that is named."""
+    if text == "auto":
+        return tuple(policy_names())
+    load_policy(text)
+    return (text,)
+
+
+def replay_estimate(
+    problem: Problem, schedule: Schedule, *, seed: int, num_requests: int | None = None, kv_tokens: int | None = None
+) -> tuple[Run, Estimate]:
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` is the KV cache, if it is set."""
+    steady = steady_state(schedule, problem.workload, problem.cost)
+    low, high = _REPLAY_REQUESTS
+    # Long enough that the longest of the planned requests live through it whole, several generations of them.
+    generations = 4 * steady.throughput * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
+    n = num_requests or int(min(max(low, generations), high))
+    p99 = problem.workload.output_quantile(0.99)
+    inputs, outputs = problem.workload.sample(n, seed=seed)
+    while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
+        n = min(2 * n, high)
+        inputs, outputs = problem.workload.sample(n, seed=seed)
+    num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
+    run = replay(schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=num_blocks)
+    return run, summarize(
+        run.requests,
+        p99_output=p99,
+        bound_about=problem.bound.about,
+        kv_tokens=float(run.peak_kv_tokens),
+        memory_bytes=memory_bytes(problem.profile, float(run.peak_kv_tokens)),
+    )
+
+
+def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
+    """Tokens of KV cache that the engine gets: what the plan needs with slack, within the memory there is."""
+    needed = (
+        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
+    )
+    per_token = problem.profile.model.kv_bytes_per_token(problem.profile.dtype)
+    room = (problem.memory - memory_bytes(problem.profile, 0.0)) / per_token
+    return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
+    """The share by which the mean output may rise, all lengths in proportion, before the bound breaks.
+
+    None without a finite bound; never more than 400 %.
+    """
+    if math.isinf(problem.bound.seconds):
+        return None
+
+    def keeps(rise: float) -> bool:
+        drifted = replace(problem, workload=problem.workload.scale(1.0 + rise))
+        return drifted.evaluate(schedule).latency <= problem.bound.seconds
+
+    low, high = 0.0, _HEADROOM_LIMIT
+    if keeps(high):
+        return high
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, Any]:
+    """What the search cost: `points` evaluated, `seconds`, and the largest `gap` left to an upper bound."""
+    return {
+        "method": method,
+        "points": sum(c.search.num_points for c in candidates),
+        "seconds": round(sum(c.search.seconds for c in candidates), 4),
+        "gap": max((c.search.gap for c in candidates if c.search.gap is not None), default=None),
+    }
+
+
+def as_json(optimum: Optimum) -> dict[str, Any]:
+    """The contract for programs: schedule, placement, estimate, replay, search; and every policy as a candidate."""
+    body = plan_json(optimum.plan)
+    others = [
+        {
+            "policy": c.policy,
+            "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
+            "estimate": asdict(c.estimate) if c.estimate else None,
+            "points": c.search.num_points,
+            "refusal": c.refusal or None,
+        }
+        for c in optimum.candidates
+    ]
+    return {**body, "candidates": others, "extrapolated": list(optimum.beyond)}
+
+
+def _candidate(
+    problem: Problem, policy: str, method: str, before: Result | None = None, bound: float | None = None
+) -> Candidate:
+    """The best schedule of a policy under the bound, or a tighter one; what a search `before` cost is added."""
+
+    def evaluate(point: Mapping[str, int]) -> Outcome:
+        return problem.evaluate(Schedule(policy, dict(point)))
+
+    knobs = load_policy(policy).knobs(problem.workload, problem.max_seqs)
+    result = search(knobs, evaluate, bound=bound or problem.bound.seconds, capacity=1.0, method=method)
+    if before is not None:
+        points, seconds = before.num_points + result.num_points, before.seconds + result.seconds
+        result = replace(result, num_points=points, seconds=seconds)
+    if result.best is None:
+        refusal = _refusal(problem, policy, result)
+        return Candidate(policy=policy, schedule=None, estimate=None, search=result, refusal=refusal)
+    schedule = Schedule(policy, dict(result.best.point))
+    return Candidate(policy=policy, schedule=schedule, estimate=problem.estimate(schedule), search=result)
+
+
+def _refusal(problem: Problem, policy: str, result: Result) -> str:
+    outcome = result.gentlest.outcome
+    if "memory" in result.what_binds:
+        return f"{policy} needs {show_bytes(outcome.memory * problem.memory)} at its gentlest"
+    return f"{policy} needs {show_seconds(outcome.latency)} at its gentlest"
+
+
+def _why_not(problem: Problem, gentlest: Schedule, needed: float) -> str:
+    """What binds, and the tightest bound that is possible."""
+    length = problem.workload.output_quantile(0.99)
+    what = (
+        f"an output of the 99th-percentile length ({length} tokens)"
+        if problem.bound.about == "p99-length"
+        else "99 % of requests"
+    )
+    return (
+        f"latency bound {show_seconds(problem.bound.seconds)}, but the gentlest schedule, {gentlest}, needs "
+        f"{show_seconds(needed)} for {what}: {_floor(problem, length)}; "
+        f"the tightest bound that is possible is {_round_up(needed)}"
+    )
+
+
+def _floor(problem: Problem, length: int) -> str:
+    """Where the time of the gentlest schedule goes: one row through all layers, once a token."""
+    cost, layers = problem.cost, problem.profile.model.num_layers
+    layer = float(cost.rest(1.0)) + float(cost.decode_attention(1.0, problem.workload.mean_input + length / 2))
+    around = float(cost.embed(1.0) + cost.head(1.0) + cost.overhead(1.0))
+    return (
+        f"what binds is one row alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "
+        f"them, {length} times"
+    )
+
+
+def _round_up(value: float) -> str:
+    digits = 2 - math.floor(math.log10(value))
+    return show_seconds(math.ceil(value * 10**digits) / 10**digits)

@@ -1,0 +1,84 @@
+"""A file that a user names is read whole or refused in one sentence that says which file and where; writing replaces it
+in one step."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exeplan import files
+from exeplan.errors import InputError
+from exeplan.files import read_json, read_text, read_yaml, shipped, shipped_names, write_text
+
+
+def test_reads_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "a.json"
+    write_text(path, json.dumps({"grüße": [1, 2]}))
+    assert read_json(path) == {"grüße": [1, 2]}
+    assert read_yaml(path) == {"grüße": [1, 2]}
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
+
+
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfhello")
+    assert read_text(tmp_path / "a") == "hello"
+
+
+@pytest.mark.parametrize(
+    ("content", "read", "message"),
+    [
+        (b"\xff\xfe\x00", read_text, "is not UTF-8 text (byte 0)"),
+        (b'{"a": 1,\n"b"', read_json, "is not valid JSON: Expecting ':' delimiter at line 2"),
+        (b"[1]", read_json, "must hold a mapping of names to values, found list"),
+        (b"[" * 100_000, read_json, "is not valid JSON: nested too deeply"),
+        (b"a: [1,\nb: {", read_yaml, "is not valid YAML at line 2"),
+        (b"", read_yaml, "must hold a mapping of names to values, found NoneType"),
+        (b"a: &x [1]\nb: *x", read_yaml, "uses YAML aliases, which are not accepted"),
+        (b"a: !!python/object/apply:os.getcwd []", read_yaml, "is not valid YAML at line 1"),
+        (b"a: " + b"[" * 1_000, read_yaml, "is not valid YAML: nested too deeply"),
+        (b"a: \x00", read_yaml, "is not valid YAML"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_name(
+    tmp_path: Path, content: bytes, read: Callable[[Path], Any], message: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as refusal:
+        read(path)
+    assert str(refusal.value) == f"{path} {message}"
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no file .*nothing"):
+        read_text(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"is a directory, not a file$"):
+        read_text(tmp_path)
+    with pytest.raises(InputError, match=r"^cannot read .*: File name too long$"):
+        read_text(tmp_path / ("x" * 300))
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    with path.open("wb") as file:
+        file.truncate(files.MAX_BYTES + 1)  # Sparse: takes no room.
+    with pytest.raises(InputError, match=r"huge is larger than 256 MiB$"):
+        read_text(path)
+
+
+def test_what_cannot_be_written_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^cannot write .*: it is a directory$"):
+        write_text(tmp_path, "x")
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(InputError, match=r"^cannot write .*a/b: (File exists|Not a directory)$"):
+        write_text(tmp_path / "a" / "b", "x")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("kind", ["models", "workloads"])
+def test_shipped_names_are_files(kind: str) -> None:
+    assert shipped_names(kind)
+    assert all(shipped(kind, name).is_file() for name in shipped_names(kind))

@@ -1,0 +1,209 @@
+"""EngineClient: the front end's side of the engine process; asyncio, and no torch.
+
+The engine runs in a process of its own, so that neither HTTP nor JSON ever delays an iteration. Events are read as fast
+as they come and wait in the job they belong to, so a slow HTTP client holds nothing but its own tokens.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from exeplan.errors import InputError
+from exeplan.runner.wire import HEADER, Event, Stats, frame
+
+STOP_SECONDS = 5.0
+"""How long the engine process may take to end before it is killed."""
+
+
+class EngineError(Exception):
+    """The engine did not do what was asked: the message says why, `status` is the HTTP status that fits."""
+
+    def __init__(self, message: str, *, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """The sequences of one HTTP request, as far as they are unfinished, and what the engine said about them."""
+
+    job_id: str
+    request_ids: tuple[str, ...]
+    open: set[str]
+    """Sequences that have not finished."""
+    waiting: set[str]
+    """Those of them whose prefill has not begun."""
+    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
+
+    async def next_events(self) -> list[Event]:
+        """All events that are there, waiting for the first. Raises InputError or EngineError where one comes first."""
+        events: list[Event] = []
+        while not events or not self.events.empty():
+            found = await self.events.get()
+            if isinstance(found, Event):
+                events.append(found)
+                continue
+            if not events:
+                raise found
+            self.events.put_nowait(found)  # For the next call; what came after an error is of no use.
+            break
+        return events
+
+
+class EngineClient:
+    """Starts, feeds and ends one engine process. `failure` says why it can no longer be used, None while it can."""
+
+    def __init__(self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
+        self.failure: str | None = None
+        self.stats = Stats()
+        self.num_blocks = 0
+        self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
+        self._process = process
+        self._reader, self._writer = streams
+        self._jobs: dict[str, Job] = {}
+        self._numbers = itertools.count(1)
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, setup: Mapping[str, Any]) -> "EngineClient":
+        """Starts the engine process and waits until the model is loaded.
+
+        Raises InputError when the model cannot be loaded, EngineError when the process failed.
+        """
+        ours, theirs = socket.socketpair()
+        # The child looks modules up exactly where this process does, and not in the working directory besides.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = (sys.executable, "-P", "-m", "exeplan.runner.process", str(theirs.fileno()))
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        client = cls(process, await asyncio.open_unix_connection(sock=ours))
+        client._writer.write(frame(setup))
+        try:
+            await client._until_ready()
+        except BaseException:
+            await client.close()
+            raise
+        client._reading = asyncio.create_task(client._read_on())
+        return client
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences whose prefill has not begun, also those that are still being tokenized."""
+        return sum(len(job.waiting) for job in self._jobs.values())
+
+    def reserve(self, count: int) -> Job:
+        """A job of so many sequences, which has its places in the queue from now on."""
+        job_id = str(next(self._numbers))
+        request_ids = tuple(f"{job_id}-{index}" for index in range(count))
+        self._jobs[job_id] = Job(job_id, request_ids, set(request_ids), set(request_ids))
+        return self._jobs[job_id]
+
+    def submit(self, job: Job, requests: Sequence[Mapping[str, Any]]) -> None:
+        """Hands the job's sequences over: `{prompt_token_ids, sampling}` each, in the order of `request_ids`."""
+        if self.failure:
+            raise EngineError(self.failure)
+        rows = [{"request_id": name, **request} for name, request in zip(job.request_ids, requests, strict=True)]
+        self._writer.write(frame({"kind": "submit", "job": job.job_id, "requests": rows}))
+
+    def release(self, job: Job) -> None:
+        """Ends a job. What is unfinished of it is dropped and its blocks are free at the next iteration."""
+        if self._jobs.pop(job.job_id, None) and job.open and not self.failure:
+            self._writer.write(frame({"kind": "abort", "request_ids": sorted(job.open)}))
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends every job with this error."""
+        for job in self._jobs.values():
+            job.events.put_nowait(error)
+
+    async def close(self) -> int | None:
+        """Ends the engine process; returns its exit status."""
+        self.failure = self.failure or "the engine was closed"
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        if self._reading:
+            await self._reading
+        return self._process.returncode
+
+    async def _until_ready(self) -> None:
+        try:
+            message = await self._read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EngineError(await self._how_it_ended()) from None
+        if message["kind"] == "refused":
+            raise InputError(message["message"])
+        if message["kind"] == "broken":
+            raise EngineError(message["message"])
+        self.num_blocks = message["num_blocks"]
+        self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
+
+    async def _read(self) -> dict[str, Any]:
+        header = await self._reader.readexactly(HEADER.size)
+        return json.loads(await self._reader.readexactly(HEADER.unpack(header)[0]))
+
+    async def _read_on(self) -> None:
+        reason = None
+        try:
+            while reason is None:
+                message = await self._read()
+                reason = self._take(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            reason = await self._how_it_ended()
+        self.failure = self.failure or reason
+        self.fail_all(EngineError(self.failure))
+
+    def _take(self, message: Mapping[str, Any]) -> str | None:
+        """Passes a message on; returns why the engine is ending, if it says so."""
+        if message["kind"] == "broken":
+            return message["message"]
+        if message["kind"] == "refused":
+            if job := self._jobs.get(message["job"]):
+                job.open.clear()
+                job.events.put_nowait(InputError(message["message"]))
+            return None
+        self.stats = Stats(*message["stats"])
+        events = [Event.of(values) for values in message["events"]]
+        # An event may have been on its way when its job was released.
+        self.on_step([event for event in events if self._deliver(event)], self.stats)
+        return None
+
+    def _deliver(self, event: Event) -> bool:
+        """Whether there still is a job that the event belongs to."""
+        job = self._jobs.get(event.request_id.partition("-")[0])
+        if job is None:
+            return False
+        job.waiting.discard(event.request_id)
+        if event.finish_reason:
+            job.open.discard(event.request_id)
+        failed = EngineError(
+            "the model gave no usable numbers for this request; the server's log says more", status=500
+        )
+        job.events.put_nowait(failed if event.finish_reason == "error" else event)
+        return True
+
+    async def _how_it_ended(self) -> str:
+        status = await self._process.wait()
+        return f"the engine process ended unexpectedly ({f'signal {-status}' if status < 0 else f'status {status}'})"

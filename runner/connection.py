@@ -1,0 +1,177 @@
+"""The border to the network: caps, timeouts and the key, before anything of a request is looked at.
+
+uvicorn takes headers and bodies of any size and waits for them for ever; here a header may have 16 KiB and 10 seconds,
+a body 2 MiB, 10 seconds between parts and 30 in all. Answers are OpenAI's error objects throughout.
+Not here: TLS, which belongs to a proxy in front.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import sys
+import time
+
+import h11
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from exeplan.runner.protocol import RequestError
+
+MAX_HEADER_BYTES = 16 * 1024
+MAX_BODY_BYTES = 2 * 1024 * 1024
+HEADER_SECONDS = 10.0
+BODY_PAUSE_SECONDS = 10.0
+BODY_SECONDS = 30.0
+LINGER_SECONDS = 2.0
+OPEN_PATHS = ("/health",)
+"""What needs no key: probes carry none."""
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 with a limit on how long a header may take, and errors that say which limit it was."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._header_came()
+        elif self.conn.trailing_data[0]:
+            self._expect_header()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn while it handles the parser's exception, which knows the status that fits."""
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        if status == 431:
+            msg = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
+        self._close_with(RequestError(msg, status=status))
+
+    def _expect_header(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._header_late)
+
+    def _header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_late(self) -> None:
+        if self.conn.trailing_data[0]:
+            self._close_with(RequestError(f"no complete header within {HEADER_SECONDS:g} s", status=408))
+        else:  # Opened ahead of use and never used: there is nothing to answer.
+            self.transport.close()
+
+    def _close_with(self, error: RequestError) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error.body()).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class Gate:
+    """ASGI middleware: large headers get 431, and everything but `OPEN_PATHS` needs the key, if there is one."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+        self.app = app
+        self._digest = None if api_key is None else _digest(api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._objection(scope)):
+            await error_response(error)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _objection(self, scope: Scope) -> RequestError | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = (
+            len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
+        )
+        if size > MAX_HEADER_BYTES:
+            return RequestError(f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB", status=431)
+        if self._digest is None or scope["path"] in OPEN_PATHS:
+            return None
+        given = [value for name, value in headers if name == b"authorization"]
+        kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # Digests have one length, so that the comparison tells nothing about the key.
+        if kind.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
+            return None
+        return RequestError("a valid API key is needed (Authorization: Bearer KEY)", status=401, code="invalid_api_key")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that stays away."""
+    if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
+        raise _too_large()
+    parts = bytearray()
+    deadline = time.monotonic() + BODY_SECONDS
+    stream = request.stream()
+    try:
+        while True:
+            pause = min(BODY_PAUSE_SECONDS, deadline - time.monotonic())
+            parts += await asyncio.wait_for(anext(stream), pause)
+            if len(parts) > MAX_BODY_BYTES:
+                raise _too_large()
+    except StopAsyncIteration:
+        return bytes(parts)
+    except TimeoutError:
+        raise RequestError("the body did not come in time", status=408) from None
+
+
+def _too_large() -> RequestError:
+    return RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
+
+
+class ClosingResponse(JSONResponse):
+    """An error to a request that is not read to its end: sent whole, then what still comes is thrown away for a while.
+
+    Closing at once would reset the connection, and the client might never see the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """The answer for an error."""
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413, 431):
+        headers["connection"] = "close"
+    kind = ClosingResponse if error.status in (413, 431) else JSONResponse
+    return kind(error.body(), status_code=error.status, headers=headers)

@@ -1,0 +1,158 @@
+"""KVCache: the keys and values of all sequences, in blocks, placed so that a sequence is few runs of adjacent blocks.
+
+Letters: L layers, K key/value heads, S slots (tokens), R = K * S rows, D head_dim.
+
+Storage is one table of keys and one of values a layer, `[R, D]`: attention and the store work on row numbers,
+without views, gathers or copies. Head by head the tokens of adjacent blocks are adjacent rows, which memory streams
+at twice the rate of scattered blocks. So a new sequence is placed with a hint of how long it may grow, and others
+keep out of that room as long as there is other room.
+
+How many blocks a sequence may hold is decided by `exeplan.scheduling`; here they only get their place.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from exeplan.model import ModelSpec
+from exeplan.scheduling import BLOCK_SIZE
+
+
+@dataclass(slots=True)
+class _Holding:
+    """The blocks of one sequence, as runs [first block, blocks]."""
+
+    number: int
+    runs: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
+class KVCache:
+    """Room for `num_blocks` blocks over all layers of a model."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.num_kv_heads = spec.num_kv_heads
+        self.num_slots = num_blocks * BLOCK_SIZE
+        shape = (spec.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
+        self._tables = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = self._tables.flatten(1, 2).unbind(0)
+        self._held = np.zeros(num_blocks, dtype=bool)
+        # Which holding a block is kept for, to grow into; 0 for none. Others take it when all else is full.
+        self._keeper = np.zeros(num_blocks, dtype=np.int64)
+        self._holdings: dict[str, _Holding] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tables.nbytes
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one table: a slot of every key/value head."""
+        return self.num_kv_heads * self.num_slots
+
+    @property
+    def device(self) -> torch.device:
+        return self._tables.device
+
+    @property
+    def free_blocks(self) -> int:
+        return self.num_blocks - int(self._held.sum())
+
+    def table(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, `[R, D]` each; slot s of head k is row `k * num_slots + s`."""
+        keys_RD, values_RD = self._tables[layer]
+        return keys_RD, values_RD
+
+    def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
+        """Writes keys and values `[N, 2K, D]` of N tokens into the rows that `store_rows` gave for their slots."""
+        self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
+
+    def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
+        """For every token the rows of its 2K keys and values, flattened."""
+        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.num_slots
+        return torch.from_numpy((slot_N[:, None] + heads).ravel()).to(self.device)
+
+    def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
+        """The slots of tokens `start .. stop` of a sequence, in order."""
+        pieces, position = [], 0
+        for first, blocks in self._holdings[request_id].runs:
+            low, high = max(position, start), min(position + blocks * BLOCK_SIZE, stop)
+            if low < high:
+                shift = first * BLOCK_SIZE - position
+                pieces.append(np.arange(low + shift, high + shift))
+            position += blocks * BLOCK_SIZE
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def rows(self, slot_C: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows `[K, C]` of those slots in the key table, and as well in the value table."""
+        heads = np.arange(self.num_kv_heads, dtype=np.int64) * self.num_slots
+        return heads[:, None] + slot_C
+
+    def resize(self, request_id: str, num_blocks: int, hint_blocks: int) -> None:
+        """Grows a sequence to so many blocks; `hint_blocks` is how many it may come to need."""
+        holding = self._holdings.get(request_id)
+        if holding is None:
+            holding = self._holdings[request_id] = _Holding(next(self._numbers))
+        while (missing := num_blocks - holding.num_blocks) > 0:
+            if not self._extend(holding, missing):
+                self._place(holding, missing, max(missing, hint_blocks - holding.num_blocks))
+
+    def free(self, request_id: str) -> None:
+        """Frees all blocks of a sequence; one that holds none is fine."""
+        holding = self._holdings.pop(request_id, None)
+        if holding is None:
+            return
+        for first, length in holding.runs:
+            self._held[first : first + length] = False
+        self._keeper[self._keeper == holding.number] = 0
+
+    def _extend(self, holding: _Holding, missing: int) -> bool:
+        """Grows the last run in place by what is free right behind it; False when nothing is."""
+        if not holding.runs:
+            return False
+        run = holding.runs[-1]
+        end = run[0] + run[1]
+        keeper = self._keeper[end : end + missing]
+        barred = self._held[end : end + missing] | ((keeper != 0) & (keeper != holding.number))
+        free = int(barred.argmax()) if barred.any() else len(barred)
+        self._held[end : end + free] = True
+        run[1] += free
+        return free > 0
+
+    def _place(self, holding: _Holding, missing: int, hint: int) -> None:
+        """Starts a new run where there is room for the hint, and keeps that room."""
+        self._keeper[self._keeper == holding.number] = 0
+        start, room = self._choose(hint)
+        taken = min(missing, room)
+        self._held[start : start + taken] = True
+        self._keeper[start : start + min(hint, room)] = holding.number
+        holding.runs.append([start, taken])
+
+    def _choose(self, hint: int) -> tuple[int, int]:
+        """First block and length of a free run: the tightest that fits the hint, else the largest, else half a kept one."""
+        starts, lengths = _free_runs(self._held | (self._keeper != 0))
+        if len(lengths):
+            fits = np.flatnonzero(lengths >= hint)
+            best = fits[lengths[fits].argmin()] if len(fits) else lengths.argmax()
+            return int(starts[best]), int(lengths[best])
+        starts, lengths = _free_runs(self._held)
+        if not len(lengths):
+            raise RuntimeError("more KV blocks were granted than the cache has")
+        best = lengths.argmax()
+        half = int(lengths[best]) // 2  # The owner of the room keeps the part next to it.
+        return int(starts[best]) + half, int(lengths[best]) - half
+
+
+def _free_runs(taken: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Starts and lengths of the runs of False."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], taken, [True])).astype(np.int8)))
+    return edges[::2], edges[1::2] - edges[::2]

@@ -1,0 +1,246 @@
+"""What model families are made of: norms, linear layers by checkpoint name, feed-forward blocks, self-attention.
+
+Letters: N tokens of the flat batch, E hidden size, M = H + 2K heads of queries, keys and values together, D head_dim.
+What is particular to a family is in `runner/models/<family>.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
+from torch import Tensor
+
+from exeplan.errors import InputError
+from exeplan.kernels.linear import Linear, packs
+from exeplan.model import ModelSpec
+from exeplan.runner.checkpoint import Weights
+from exeplan.runner.rotary import Angles
+
+_ROWS = 512
+"""Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What the attention of one layer needs to know besides its tensors."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """A token sees so many tokens up to and with itself; None for all."""
+
+
+Attend = Callable[[AttentionShape, Tensor], Tensor]
+"""Stores keys and values and attends: from `[N, M, D]`, queries before keys before values, to `[N, H * D]`."""
+
+
+class Layer(Protocol):
+    """One transformer layer; `attend` is passed in, so that a profiler can time attention and rest apart."""
+
+    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor: ...
+
+
+class Model(Protocol):
+    """What a family file builds from a spec and weights."""
+
+    layers: list[Layer]
+
+    def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
+        """The hidden states `[N, E]` that enter the first layer."""
+
+    def angles(self, position_N: Tensor, length_N: Tensor) -> Angles | None:
+        """What all layers share about positions; None for a family without rotary embedding."""
+
+    def head(self, hidden_RE: Tensor) -> Tensor:
+        """Logits `[R, V]` of the rows that need them, final norm included."""
+
+
+class RMSNorm:
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self.weight, self.eps, self.shape = weights.take(f"{name}.weight", size), eps, (size,)
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return F.rms_norm(x_NE, self.shape, self.weight, self.eps)
+
+
+class LayerNorm:
+    """`affine` is False where the checkpoint has neither weight nor bias."""
+
+    def __init__(self, weights: Weights, name: str, size: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        self.weight = weights.take(f"{name}.weight", size) if affine else None
+        self.bias = weights.take(f"{name}.bias", size) if affine else None
+        self.eps, self.shape = eps, (size,)
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return F.layer_norm(x_NE, self.shape, self.weight, self.bias, self.eps)
+
+
+def linear(weights: Weights, outputs: Mapping[str, int], num_inputs: int, *, bias: bool) -> Linear:
+    """One product for all the named layers, whose outputs stand side by side in that order."""
+    weight = torch.cat([weights.take(f"{name}.weight", size, num_inputs) for name, size in outputs.items()])
+    return Linear(
+        weight, torch.cat([weights.take(f"{name}.bias", size) for name, size in outputs.items()]) if bias else None
+    )
+
+
+def output_head(weights: Weights, name: str, table_VE: Tensor, *, tied: bool) -> Linear:
+    """The output head; a tied one is the embedding table, of which packing makes a second copy."""
+    if not tied:
+        return Linear(weights.take(name, *table_VE.shape))
+    if packs(table_VE.device, table_VE.dtype):
+        weights.num_bytes += table_VE.nbytes
+    return Linear(table_VE)
+
+
+class SelfAttention:
+    """Queries, keys and values in one product, rotation, attention, and the output product."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        qkv: Linear,
+        output: Linear,
+        *,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> None:
+        self.shape, self.qkv, self.output, self.norms = shape, qkv, output, norms
+
+    def __call__(self, x_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        shape = self.shape
+        qkv_NMD = self.qkv(x_NE).view(x_NE.shape[0], -1, shape.head_dim)
+        if self.norms is not None:
+            queries, keys = self.norms
+            heads, last = shape.num_heads, shape.num_heads + shape.num_kv_heads
+            qkv_NMD[:, :heads] = queries(qkv_NMD[:, :heads])
+            qkv_NMD[:, heads:last] = keys(qkv_NMD[:, heads:last])
+        if angles is not None:
+            angles.rotate(qkv_NMD[:, : shape.num_heads + shape.num_kv_heads])
+        return self.output(attend(shape, qkv_NMD))
+
+
+def attention_shape(
+    spec: ModelSpec, layer: int, *, scale: float | None = None, window: int | None = None
+) -> AttentionShape:
+    """Of a layer whose scores are scaled by `head_dim ** -0.5`, unless said otherwise."""
+    return AttentionShape(
+        layer=layer,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.head_dim**-0.5 if scale is None else scale,
+        window=window,
+    )
+
+
+def projections(
+    weights: Weights, spec: ModelSpec, name: str, *, qkv_bias: bool, output_bias: bool, output: str = "o_proj"
+) -> tuple[Linear, Linear]:
+    """The products `q_proj`, `k_proj`, `v_proj` as one, and the output product, of an attention by its name."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    outputs = {f"{name}.q_proj": queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
+    return (
+        linear(weights, outputs, spec.hidden_size, bias=qkv_bias),
+        linear(weights, {f"{name}.{output}": spec.hidden_size}, queries, bias=output_bias),
+    )
+
+
+def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
+    """The window of a layer in a Qwen config: off unless switched on, then by `layer_types` or from a layer on."""
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return None
+    kinds = config.get("layer_types")
+    slides = kinds[layer % len(kinds)] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
+    return config["sliding_window"] if slides else None
+
+
+class GatedMLP:
+    """`down(activation(gate(x)) * up(x))`, gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return over_rows(self._rows, x_NE)
+
+    def _rows(self, x_NE: Tensor) -> Tensor:
+        gate_NF, up_NF = self.gate_up(x_NE).chunk(2, -1)
+        return self.down(self.activation(gate_NF).mul_(up_NF))
+
+
+class MLP:
+    """`down(activation(up(x)))`."""
+
+    def __init__(self, up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+        self.up, self.down, self.activation = up, down, activation
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return over_rows(self._rows, x_NE)
+
+    def _rows(self, x_NE: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x_NE)))
+
+
+def gated_mlp(weights: Weights, spec: ModelSpec, name: str, *, bias: bool = False) -> GatedMLP:
+    """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""
+    inner = integer(spec.config, "intermediate_size", 4 * spec.hidden_size)
+    return GatedMLP(
+        linear(weights, {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, spec.hidden_size, bias=bias),
+        linear(weights, {f"{name}.down_proj": spec.hidden_size}, inner, bias=bias),
+        activation(spec.config.get("hidden_act", "silu")),
+    )
+
+
+def over_rows(block: Callable[[Tensor], Tensor], x_NE: Tensor) -> Tensor:
+    """The block applied to a limited number of rows at a time."""
+    if x_NE.shape[0] <= _ROWS:
+        return block(x_NE)
+    return torch.cat([block(x_NE[start : start + _ROWS]) for start in range(0, x_NE.shape[0], _ROWS)])
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation of a Hugging Face name; the result may be written to. Raises InputError listing what there is."""
+    if name not in _ACTIVATIONS:
+        raise InputError(f"no activation '{name}'; there are {', '.join(sorted(_ACTIVATIONS))}")
+    return _ACTIVATIONS[name]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_accurate": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_new": _gelu_tanh,
+    "gelu_python": F.gelu,
+    "gelu_python_tanh": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "hardswish": F.hardswish,
+    "leaky_relu": F.leaky_relu,
+    "linear": torch.clone,
+    "mish": F.mish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "relu6": F.relu6,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+def integer(config: Mapping[str, Any], name: str, default: int) -> int:
+    """A positive integer of the config. Raises InputError naming it."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"config: {name} must be a positive integer, found {value!r}")
+    return value

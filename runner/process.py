@@ -1,0 +1,173 @@
+"""The engine in a process of its own: `python -m exeplan.runner.process FD`, FD being one end of a socket pair.
+
+A thread reads commands, so that none waits for an iteration to be received and time-stamped; the main thread applies
+them between iterations and runs the engine. When the other end closes, for whatever reason, this process ends at once:
+it cannot outlive the server. Signals are the server's business, which lets running requests finish.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from exeplan.errors import InputError
+from exeplan.model import model_spec
+from exeplan.plan import Schedule
+from exeplan.runner.wire import Event, Logprob, Stats, frame, read_frame
+
+if TYPE_CHECKING:
+    from exeplan.runner.engine import Engine, Output, Request
+
+Command = tuple[float, dict[str, Any]]
+"""When it came, on the engine's clock, and what it says."""
+clock = time.perf_counter
+
+
+def main(descriptor: int) -> int:
+    """Runs until the server is gone, which ends the process at once, or the engine fails. Returns an exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, commands), daemon=True).start()
+    try:
+        engine = _load(commands.get()[1])
+        connection.sendall(frame({"kind": "ready", "num_blocks": engine.num_blocks}))
+        _run(engine, connection, commands)
+    except InputError as error:
+        connection.sendall(frame({"kind": "refused", "job": None, "message": str(error)}))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        connection.sendall(frame({"kind": "broken", "message": f"the engine failed: {type(error).__name__}: {error}"}))
+        return 1
+
+
+def _read(connection: socket.socket, commands: "queue.SimpleQueue[Command]") -> None:
+    try:
+        while (message := read_frame(connection)) is not None:
+            commands.put((clock(), message))
+    except OSError:
+        pass
+    os._exit(0)
+
+
+def _load(setup: Mapping[str, Any]) -> "Engine":
+    """Raises InputError when the model cannot be loaded."""
+    from pathlib import Path
+
+    import torch
+
+    from exeplan.runner.engine import Engine
+    from exeplan.runner.launch import warm_up
+    from exeplan.runner.model_runner import ModelRunner
+    from exeplan.runner.tokenizer import Tokenizer
+
+    model, options = setup["model"], setup["engine"]
+    directory = model["directory"] and Path(model["directory"])
+    spec = model_spec(model["config"], name=model["name"], directory=directory)
+    torch.set_num_threads(setup["num_threads"])
+    runner = ModelRunner(spec, **options)
+    schedule = Schedule(setup["schedule"]["policy"], setup["schedule"]["variables"])
+    num_blocks = options["num_blocks"]
+    engine = Engine(runner, schedule, tokenizer=Tokenizer.load(spec), num_blocks=num_blocks, clock=clock)
+    warm_up(engine)
+    return engine
+
+
+def _run(engine: "Engine", connection: socket.socket, commands: "queue.SimpleQueue[Command]") -> NoReturn:
+    arrivals: dict[str, float] = {}
+    while True:
+        for arrival, message in _pending(commands, wait=not engine.has_work):
+            if refusal := _apply(engine, message, arrival, arrivals):
+                connection.sendall(frame(refusal))
+        outputs = engine.step() if engine.has_work else []
+        events = [_event(output, arrivals[output.request_id]) for output in outputs]
+        for event in events:
+            if event.finish_reason:
+                del arrivals[event.request_id]
+        connection.sendall(frame({"kind": "step", "events": events, "stats": _stats(engine, ran=bool(outputs))}))
+
+
+def _pending(commands: "queue.SimpleQueue[Command]", *, wait: bool) -> Iterator[Command]:
+    """Everything that has come; with `wait`, at least one."""
+    if wait:
+        yield commands.get()
+    while not commands.empty():
+        yield commands.get()
+
+
+def _apply(
+    engine: "Engine", message: Mapping[str, Any], arrival: float, arrivals: dict[str, float]
+) -> dict[str, Any] | None:
+    """Carries a command out. Returns the refusal of a job of which a request is wrong; none of it runs then."""
+    if message["kind"] == "abort":
+        for request_id in message["request_ids"]:
+            if arrivals.pop(request_id, None) is not None:
+                engine.abort(request_id)
+        return None
+    added: list[str] = []
+    try:
+        for request in [_request(row, arrival) for row in message["requests"]]:
+            engine.add(request)
+            added.append(request.request_id)
+    except InputError as error:
+        for request_id in added:
+            engine.abort(request_id)
+        return {"kind": "refused", "job": message["job"], "message": str(error)}
+    arrivals.update(dict.fromkeys(added, arrival))
+    return None
+
+
+def _request(row: Mapping[str, Any], arrival: float) -> "Request":
+    from exeplan.runner.engine import Request
+    from exeplan.runner.sampling import SamplingParams
+
+    fields = dict(row["sampling"])
+    fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return Request(
+        request_id=row["request_id"],
+        prompt_token_ids=row["prompt_token_ids"],
+        sampling=SamplingParams(**fields),
+        arrival=arrival,
+    )
+
+
+def _event(output: "Output", arrival: float) -> Event:
+    return Event(
+        request_id=output.request_id,
+        token_ids=output.token_ids,
+        text=output.text,
+        finish_reason=output.finish_reason,
+        first=output.first,
+        arrival=arrival,
+        start=output.start,
+        time=output.time,
+        num_prompt_tokens=output.num_prompt_tokens,
+        logprobs=_logprobs(output),
+    )
+
+
+def _logprobs(output: "Output") -> Sequence[Logprob]:
+    return [Logprob(t.token_id, t.logprob, t.top_logprobs) for t in output.logprobs if t.logprob is not None]
+
+
+def _stats(engine: "Engine", *, ran: bool) -> Stats:
+    return Stats(
+        num_waiting=engine.num_waiting,
+        num_running=engine.num_running,
+        free_blocks=engine.free_blocks,
+        num_blocks=engine.num_blocks,
+        num_preemptions=engine.num_preemptions,
+        iteration_tokens=engine.last_step.num_new_tokens if ran and engine.last_step else 0,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,147 @@
+"""Service: one plan being served. Who is let in, with how many tokens, and what the engine is asked to do.
+
+In this order, cheapest first: is the server up, is the model the one, is there room in the queue; then tokenization;
+the engine checks the rest. A batch of prompts is admitted or refused as one.
+Not here: HTTP (`server`), the wording of requests (`protocol`) and of answers (`answers`).
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import lru_cache
+
+from exeplan.model import ModelSpec
+from exeplan.plan import Plan
+from exeplan.runner.answers import Answer, ChatAnswer, CompletionAnswer
+from exeplan.runner.client import EngineClient, Job
+from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
+from exeplan.runner.sampling import SamplingParams
+from exeplan.runner.serve_metrics import ServeMetrics
+from exeplan.runner.tokenizer import Tokenizer
+from exeplan.scheduling import BLOCK_SIZE
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        plan: Plan,
+        spec: ModelSpec,
+        model_name: str,
+        max_queue: int,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.plan, self.spec, self.model_name, self.max_queue = plan, spec, model_name, max_queue
+        self.max_context = min(spec.max_context, engine.num_blocks * BLOCK_SIZE)
+        self.draining = False
+        self.metrics = ServeMetrics(model_name=model_name, plan=plan)
+        engine.on_step = self.metrics.step
+        self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
+        # One thread: tokenization gives up the interpreter lock, and must not take the engine's cores.
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+
+    @property
+    def down(self) -> str | None:
+        """Why nothing can be answered now, None when it can."""
+        return self.engine.failure or ("the server is shutting down" if self.draining else None)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds in which the plan expects to work off what is waiting, 1 to 60."""
+        estimate = self.plan.replay or self.plan.estimate
+        throughput = estimate.throughput if estimate else 1.0
+        return min(max(math.ceil(self.engine.num_waiting / throughput) if throughput > 0 else 60, 1), 60)
+
+    def admit(self, request: GenerationRequest) -> Job:
+        """Places in the queue for all of a request's sequences, to be given back with `release`.
+
+        Raises RequestError 404 for another model, 429 when the queue is full, 503 when the server is going or broken.
+        """
+        if self.down:
+            raise RequestError(self.down, status=503, code="unavailable", retry_after=self.retry_after)
+        if request.model not in (None, self.model_name):
+            message = f"no model '{request.model:.80}'; this server has '{self.model_name}'"
+            raise RequestError(message, status=404, param="model", code="model_not_found")
+        count = request.n * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
+        if count > self.max_queue:
+            raise RequestError(f"{count} sequences in one request, the queue holds {self.max_queue}", param="n")
+        if self.engine.num_waiting + count > self.max_queue:
+            self.metrics.rejected["queue_full"] += 1
+            message = (
+                f"{self.engine.num_waiting} sequences are waiting, the queue holds {self.max_queue}; try again later"
+            )
+            raise RequestError(message, status=429, code="queue_full", retry_after=self.retry_after)
+        return self.engine.reserve(count)
+
+    async def start(self, job: Job, request: GenerationRequest, params: SamplingParams) -> list[list[int]]:
+        """Tokenizes, and hands the job to the engine, which checks it. Returns the prompts as token ids.
+
+        Raises InputError for a text that cannot be tokenized; what the engine refuses comes as the job's first event.
+        """
+        prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
+        rows = []
+        for prompt in prompts:
+            for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
+                seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
+                rows.append({"prompt_token_ids": prompt, "sampling": asdict(replace(params, seed=seed))})
+        self.engine.submit(job, rows)
+        return prompts
+
+    def answer(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> Answer:
+        """The empty answer to an accepted request."""
+        common = {
+            "model": self.model_name,
+            "num_prompt_tokens": sum(len(prompt) for prompt in prompts),
+            "num_choices": request.n * len(prompts),
+            "wants_logprobs": request.num_logprobs is not None,
+        }
+        if isinstance(request, ChatRequest):
+            return ChatAnswer(self.token_text, **common)
+        assert isinstance(request, CompletionRequest)
+        given = zip(request.prompt, prompts, strict=True)
+        texts = [p if isinstance(p, str) else self.tokenizer.decode(ids) for p, ids in given] if request.echo else []
+        return CompletionAnswer(self.token_text, [text for text in texts for _ in range(request.n)], **common)
+
+    def release(self, job: Job) -> None:
+        """Gives the places back; what is unfinished is dropped."""
+        for request_id in job.request_ids:
+            self.metrics.dropped(request_id)
+        self.engine.release(job)
+
+    def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            messages = [message.plain() for message in request.messages]
+            self.tokenizer.check_length("".join(message["content"] for message in messages), self.max_context)
+            return [self.tokenizer.encode_chat(messages)]
+        assert isinstance(request, CompletionRequest)
+        return [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in request.prompt]
+
+    def _encode(self, prompt: str) -> list[int]:
+        self.tokenizer.check_length(prompt, self.max_context)
+        return self.tokenizer.encode(prompt)
+
+
+def default_max_queue(plan: Plan) -> int:
+    """Four times the residents that the plan expects (by Little's law, where it does not say), and never below 64."""
+    residents = plan.max_seqs or 0
+    if plan.estimate and not residents:
+        residents = math.ceil(plan.estimate.throughput * plan.estimate.latency_p50)
+    return max(64, 4 * residents)
+
+
+def summary(service: Service, url: str) -> str:
+    """What is served, in one line."""
+    plan = service.plan
+    parts = [f"{service.model_name} with {plan.schedule}"]
+    if estimate := plan.replay or plan.estimate:
+        latency = estimate.latency if estimate.latency is not None else estimate.latency_p99
+        bound = f" (bound {plan.bound.seconds:g} s)" if plan.bound else ""
+        parts.append(f"predicted {estimate.throughput:.3g} requests/s, latency {latency:.3g} s{bound}")
+    parts.append(f"{service.engine.num_blocks * BLOCK_SIZE} KV tokens")
+    return f"serving {', '.join(parts)} at {url}"

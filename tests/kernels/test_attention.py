@@ -1,0 +1,47 @@
+"""Both attentions equal a softmax written out, for every grouping of heads, ragged contexts and windows."""
+
+import numpy as np
+import pytest
+import torch
+
+from exeplan.kernels.attention import CachedRows, decode_attention, prefill_attention
+
+HEADS = [(4, 4), (4, 2), (6, 1)]
+
+
+def attention_reference(q_THD, k_CKD, v_CKD, *, scale, window=None):
+    """The last T of C positions attend to what lies before them."""
+    num_queries, context, group = len(q_THD), len(k_CKD), q_THD.shape[1] // k_CKD.shape[1]
+    k_CHD, v_CHD = k_CKD.repeat_interleave(group, 1), v_CKD.repeat_interleave(group, 1)
+    scores_HTC = torch.einsum("thd,chd->htc", q_THD, k_CHD) * scale
+    distance_TC = torch.arange(context - num_queries, context)[:, None] - torch.arange(context)
+    seen_TC = (distance_TC >= 0) & (distance_TC < (window or context))
+    weights_HTC = scores_HTC.masked_fill(~seen_TC, float("-inf")).softmax(-1)
+    return torch.einsum("htc,chd->thd", weights_HTC, v_CHD)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 300, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_prefill_equals_the_reference(heads, kv_heads, window):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 600, heads, 16), torch.randn(1, 600, kv_heads, 16), torch.randn(1, 600, kv_heads, 16)
+    expected = attention_reference(q[0], k[0], v[0], scale=0.3, window=window)
+    torch.testing.assert_close(prefill_attention(q, k, v, scale=0.3, window=window)[0], expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_decode_equals_the_reference_for_ragged_contexts_in_any_rows(heads, kv_heads, dtype, tolerance):
+    torch.manual_seed(0)
+    num_rows, contexts = 400, [1, 17, 17, 40, 3]
+    keys_RD, values_RD = torch.randn(2, num_rows, 8).to(dtype)
+    q_BHD = torch.randn(len(contexts), heads, 8).to(dtype)
+    generator = np.random.default_rng(0)
+    rows = [generator.permutation(num_rows)[: kv_heads * c].reshape(kv_heads, c) for c in contexts]
+    cached = CachedRows(rows, heads, num_rows, keys_RD)
+    for _ in range(2):  # What is worked out once serves every layer.
+        outputs = decode_attention(q_BHD, keys_RD, values_RD, cached, scale=0.25)
+    for q_HD, rows_KC, out_HD in zip(q_BHD, rows, outputs, strict=True):
+        k_CKD, v_CKD = (table[torch.from_numpy(rows_KC)].transpose(0, 1).float() for table in (keys_RD, values_RD))
+        expected = attention_reference(q_HD[None].float(), k_CKD, v_CKD, scale=0.25)[0]
+        torch.testing.assert_close(out_HD.float(), expected, rtol=tolerance, atol=tolerance)

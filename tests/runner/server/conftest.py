@@ -1,0 +1,186 @@
+"""Real servers of a tiny model, each a process of its own, and the means to talk to them."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CONTEXT = 4096
+KV_TOKENS = 16384
+API_KEY = "correct horse"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LINES = ["the quick brown fox jumps over the lazy dog", "a schedule that keeps its promise", "<|user|> <|assistant|>"]
+SERVE = """
+import json, sys
+from pathlib import Path
+from exeplan.errors import InputError
+from exeplan.model import load_model_spec
+from exeplan.plan import load_plan
+from exeplan.runner.server import serve
+
+plan = load_plan(Path(sys.argv[1]))
+told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
+try:
+    sys.exit(serve(plan, load_model_spec(plan.model), on_ready=told, **json.loads(sys.argv[2])))
+except InputError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+class Reply(NamedTuple):
+    status: int
+    text: str
+    headers: dict[str, str]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        error = json.loads(self.text)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+@dataclass
+class Running:
+    """A server that answers at `url`; `lines` is what it printed until then."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    lines: list[str]
+    api_key: str = "none"
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+
+    def call(self, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> Reply:
+        """One request with the server's key: a POST where there is a body, else a GET."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {self.api_key}", **headers}
+        with contextlib.closing(connection):
+            connection.request("GET" if content is None else "POST", path, body=content, headers=headers)
+            response = connection.getresponse()
+            return Reply(response.status, response.read().decode(), dict(response.getheaders()))
+
+    def complete(self, body: bytes | dict[str, Any]) -> Reply:
+        return self.call("/v1/completions", body)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's values over its labels."""
+        rows = re.findall(rf"^exeplan:{name}(?:{{.*}})? (\S+)$", self.call("/metrics").text, re.MULTILINE)
+        assert rows, f"no metric {name}"
+        return sum(float(value) for value in rows)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the shape of a two-layer Llama, a BPE tokenizer and a chat template; no weights."""
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", **sizes, "vocab_size": tokenizer.get_vocab_size(), "rms_norm_eps": 1e-5}
+    config |= {"max_position_embeddings": CONTEXT, "eos_token_id": 0, "hidden_act": "silu", "rope_theta": 10000.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    chat = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(chat))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def launch(checkpoint: Path) -> Callable[..., Any]:
+    """`launch(schedule, **options)` starts a server; leaving the context ends it."""
+
+    def plan_file(schedule: str) -> Path:
+        path = checkpoint / f"{schedule.partition(',')[0].rpartition(' ')[2]}.yaml"
+        lines = [
+            f"model: {checkpoint}",
+            f"schedule: {{{schedule}}}",
+            "placement: [{devices: [0], layers: [0, 2]}]",
+            "bound: {seconds: 2.0}",
+            "estimate: {throughput: 0.5, token_throughput: 64, ttft: 0.1, tpot: 0.02, latency: 1.5, latency_p50: 1.0,",
+            "  latency_p99: 1.9, kv_tokens: 4000, memory_bytes_per_gpu: 1000000}",
+        ]
+        path.write_text("\n".join(lines))
+        return path
+
+    @contextlib.contextmanager
+    def run(schedule: str = "policy: rra, prefill_batch: 4, decode_steps: 4", **options: Any) -> Iterator[Running]:
+        given = {
+            "port": 0,
+            "num_blocks": KV_TOKENS // 16,
+            "dummy_weights": True,
+            "served_model_name": "tiny",
+            **options,
+        }
+        command = [sys.executable, "-c", SERVE, str(plan_file(schedule)), json.dumps(given)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout
+            try:
+                lines = [process.stdout.readline(), process.stdout.readline()]
+                assert lines[1].startswith("ready http"), lines
+                yield Running(process, lines[1].split()[1], lines, given.get("api_key", "none"))
+            finally:
+                process.kill()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def server(launch: Callable[..., Any]) -> Iterator[Running]:
+    """The server that most tests share."""
+    with launch() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., None]:
+    """`eventually(claim, seconds)` waits until the claim holds, and fails when it does not in time."""
+
+    def wait(claim: Callable[[], bool], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not claim():
+            assert time.monotonic() < deadline, "it did not come true in time"
+            time.sleep(0.02)
+
+    return wait

@@ -1,0 +1,197 @@
+"""Who leaves is dropped, a full queue says so, and both processes end when and how they should."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+LONG = {"prompt": "the quick", "max_tokens": 4000, "ignore_eos": True}
+API_KEY = "correct horse"
+
+
+@contextlib.contextmanager
+def request(server, **fields):
+    """A connection on which a long request has been sent; it is closed in the end."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    with contextlib.closing(connection):
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        connection.request("POST", "/v1/completions", json.dumps({**LONG, **fields}), headers)
+        yield connection
+
+
+@contextlib.contextmanager
+def streaming(server, **fields):
+    """A stream of which the first token has come; it is left in the end."""
+    with request(server, stream=True, **fields) as connection, connection.getresponse() as response:
+        assert response.status == 200
+        assert response.readline().startswith(b"data: {")
+        yield response
+
+
+def is_idle(server):
+    running, used = server.metric("num_requests_running"), server.metric("kv_cache_usage_perc")
+    return running == used == server.metric("num_requests_waiting") == 0
+
+
+def test_says_what_it_serves_in_one_line_and_without_torch(server):
+    line = server.lines[0]
+    for words in (
+        "serving tiny with rra(prefill_batch=4, decode_steps=4)",
+        "0.5 requests/s",
+        "latency 1.5 s (bound 2 s)",
+    ):
+        assert words in line
+    assert "16384 KV tokens" in line
+    assert server.url in line
+    assert server.lines[1].endswith("torch=False\n")
+
+
+def test_listens_on_loopback_only(server):
+    with pytest.raises(OSError, match="refused"), socket.socket() as probe:
+        probe.connect(("127.0.0.2", server.port))
+
+
+def test_shows_the_plan_and_its_promises(server):
+    plan = json.loads(server.call("/plan").text)
+    assert plan["schedule"] == {"policy": "rra", "prefill_batch": 4, "decode_steps": 4}
+    assert server.metric("plan_predicted_throughput") == 0.5
+    assert server.metric("plan_predicted_latency_seconds") == 1.5
+
+
+def test_metrics_count_what_was_generated(server):
+    before = {name: server.metric(name) for name in ("prompt_tokens_total", "generation_tokens_total")}
+    server.complete({"prompt": [1, 2, 3], "max_tokens": 5, "n": 2, "ignore_eos": True})
+    assert server.metric("prompt_tokens_total") - before["prompt_tokens_total"] == 6
+    assert server.metric("generation_tokens_total") - before["generation_tokens_total"] == 10
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        assert server.metric(f"{name}_count") > 0
+
+
+def test_a_stream_that_is_left_is_dropped(server, eventually):
+    with streaming(server, n=3):
+        assert server.metric("num_requests_running") == 3
+    eventually(lambda: is_idle(server), 2)
+
+
+def test_a_whole_answer_that_nobody_waits_for_is_dropped(server, eventually):
+    with request(server):
+        eventually(lambda: server.metric("num_requests_running") == 1, 2)
+    eventually(lambda: is_idle(server), 2)
+
+
+def test_a_client_that_does_not_read_delays_nobody(server, eventually):
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", server.port))
+        body = json.dumps({**LONG, "max_tokens": 500, "n": 3, "logprobs": 20, "stream": True}).encode()
+        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        assert server.complete({"prompt": "a", "max_tokens": 20}).status == 200
+        eventually(lambda: server.metric("num_requests_running") == 0, 20)
+    eventually(lambda: is_idle(server), 2)
+
+
+def test_port_in_use_is_one_sentence_and_status_2(server, launch, capfd):
+    with pytest.raises(AssertionError), launch(port=server.port) as second:
+        pytest.fail(f"two servers on one port: {second.url}")
+    assert capfd.readouterr().err.startswith(f"cannot serve on 127.0.0.1:{server.port}: Address already in use")
+
+
+def test_unloadable_checkpoint_is_one_sentence_and_status_2(launch, capfd):
+    with pytest.raises(AssertionError), launch(dummy_weights=False):
+        pytest.fail("served without weights")
+    assert "safetensors" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def guarded(launch):
+    """A server with a key that runs one request at a time and lets two wait; it is told to stop by the last test."""
+    with launch("policy: orca, max_num_seqs: 1", api_key=API_KEY, max_queue=2) as running:
+        yield running
+
+
+def test_everything_but_health_needs_the_key(guarded):
+    for path in ("/v1/models", "/metrics", "/plan", "/v1/nothing"):
+        for header in ("", "Bearer", "Bearer wrong", f"Basic {API_KEY}", f"Bearer {API_KEY}x"):
+            reply = guarded.call(path, authorization=header)
+            assert reply.status == 401
+            assert reply.error["code"] == "invalid_api_key"
+    assert guarded.call("/health", authorization="").status == 200
+    assert guarded.call("/v1/models").status == 200
+
+
+def test_openai_client_reports_the_wrong_key(guarded):
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded, eventually):
+    with streaming(guarded), request(guarded):
+        with request(guarded):
+            eventually(lambda: guarded.metric("num_requests_waiting") == 2)
+            refused = guarded.complete({"prompt": "a"})
+            assert refused.status == 429
+            assert refused.headers["retry-after"] == "4"  # 2 are waiting, and the plan does 0.5 a second.
+        eventually(lambda: guarded.metric("num_requests_waiting") == 1)
+        assert guarded.complete({"prompt": ["a", "b"]}).status == 429
+    eventually(lambda: is_idle(guarded))
+
+
+def test_one_bad_prompt_refuses_the_batch(guarded):
+    generated = guarded.metric("generation_tokens_total")
+    assert guarded.complete({"prompt": [[1], [5000]], "max_tokens": 5}).status == 400
+    assert guarded.complete({"prompt": [1], "max_tokens": 1}).status == 200
+    assert guarded.metric("generation_tokens_total") == generated + 1
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(guarded):
+    with streaming(guarded, max_tokens=1500) as response:
+        guarded.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        refused = guarded.complete({"prompt": "a"})
+        assert refused.status == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert guarded.call("/health").status == 503
+        rest = response.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert rest.count(b"data: {") == 1499
+    assert guarded.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, launch):
+    with launch(drain_seconds=0.3 if signals == 1 else 60) as server, streaming(server) as response:
+        for _ in range(signals):
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        last, done = response.read().decode().split("\n\n")[-3:-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server has shut down"
+        assert done == "data: [DONE]"
+        assert server.process.wait(5) == 0
+
+
+def test_killed_engine_turns_health_to_503_and_fails_what_was_pending(launch):
+    reason = "the engine process ended unexpectedly (signal 9)"
+    with launch() as server, streaming(server) as response:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert reason in response.read().decode()
+        health = server.call("/health")
+        assert (health.status, json.loads(health.text)["status"]) == (503, reason)
+        assert server.complete({"prompt": "a"}).error["message"] == reason
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 1
+
+
+def test_engine_does_not_outlive_a_killed_server(launch, eventually):
+    with launch() as server, streaming(server):
+        engine = Path(f"/proc/{server.engine_pid}/stat")
+        server.process.kill()
+        server.process.wait(5)
+        eventually(lambda: not engine.exists() or engine.read_text().split()[2] == "Z", 1)

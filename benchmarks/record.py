@@ -1,0 +1,51 @@
+"""What every benchmark writes beside its table: the figures with command, commit, versions and hardware, as JSON."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parent / "records"
+
+
+def write_record(name: str, figures: dict[str, Any]) -> Path:
+    """Writes `records/<name>.json` and returns its path."""
+    RECORDS.mkdir(exist_ok=True)
+    body = {
+        "benchmark": name,
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},
+        "versions": {package: _version(package) for package in ("exeplan", "torch", "numpy", "transformers")},
+        "python": platform.python_version(),
+        **figures,
+    }
+    path = RECORDS / f"{name}.json"
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    return path
+
+
+def _commit() -> str:
+    answer = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,112 @@
+"""Branch and bound against trying everything: the same optimum, and with how many evaluations.
+
+    python benchmarks/search.py --profile FILE [--max-num-seqs 64]
+
+For each workload, policy and bound (2, 4, 8 and 16 times what one request alone needs, and none): the optimum of both
+methods, their evaluations, and the time of a whole `exeplan optimize` as a process. Writes records/search.json.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+from record import write_record
+
+from exeplan.inputs import fitted
+from exeplan.optimize import Problem, make_problem
+from exeplan.plan import Bound, Schedule
+from exeplan.policies import load_policy, policy_names
+from exeplan.profile import load_profile
+from exeplan.report import table
+from exeplan.search import Outcome, Result, search
+from exeplan.workload_files import load_workload
+
+WORKLOADS = ("alpaca", "wmt17-ende", "S")
+FACTORS = (2.0, 4.0, 8.0, 16.0, float("inf"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    args = parser.parse_args()
+    profile = load_profile(args.profile)
+    rows = []
+    for name in WORKLOADS:
+        workload = fitted(load_workload(name), profile.model, fit=True)
+        problem = make_problem(profile, workload, Bound(seconds=float("inf")), max_seqs=args.max_num_seqs)
+        alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
+        for policy in policy_names():
+            tried: dict[tuple[int, ...], Outcome] = {}
+            for factor in FACTORS:
+                rows.append(_compare(problem, name, policy, factor * alone, tried))
+                print("  ".join(_cells(rows[-1])), flush=True)
+    seconds = [_optimize_seconds(args.profile, name) for name in WORKLOADS for _ in range(3)]
+    print(f"\n{table(_HEADER, [_cells(row) for row in rows])}")
+    different = [row for row in rows if row["loss"] > 0]
+    large = [row["points"] / row["grid"] for row in rows if row["grid"] >= 5000]
+    print(f"\n{len(rows)} cases, {len(different)} with another throughput than the best there is")
+    print(f"grids of 5,000 points and more: median {100 * median(large):.2g} %, at most {100 * max(large):.2g} % tried")
+    print(f"exeplan optimize, start-up included: median {median(seconds):.2f} s, at most {max(seconds):.2f} s")
+    print(f"record: {write_record('search', {'rows': rows, 'optimize_seconds': seconds})}")
+
+
+_HEADER = ("case", "bound", "best", "found", "loss", "grid", "points", "share")
+
+
+def _compare(problem: Problem, workload: str, policy: str, bound: float, tried: dict[tuple[int, ...], Outcome]) -> dict:
+    """Both methods on one case; `tried` keeps the outcomes, which do not depend on the bound, for the referee."""
+    knobs = load_policy(policy).knobs(problem.workload, problem.max_seqs)
+
+    def evaluate(point: Mapping[str, int]) -> Outcome:
+        return problem.evaluate(Schedule(policy, dict(point)))
+
+    def remembered(point: Mapping[str, int]) -> Outcome:
+        key = tuple(point.values())
+        if key not in tried:
+            tried[key] = evaluate(point)
+        return tried[key]
+
+    def run(method: str, outcome: object) -> Result:
+        return search(knobs, outcome, bound=bound, capacity=1.0, method=method)
+
+    best, found = run("exhaustive", remembered), run("branch-and-bound", evaluate)
+    top = best.best.outcome.throughput if best.best else 0.0
+    got = found.best.outcome.throughput if found.best else 0.0
+    return {
+        "case": f"{workload} {policy}",
+        "bound": bound,
+        "best": top,
+        "found": got,
+        "loss": 1 - got / top if top else 0.0,
+        "grid": best.grid_size,
+        "points": found.num_points,
+    }
+
+
+def _optimize_seconds(profile: Path, workload: str) -> float:
+    began = time.perf_counter()
+    command = ["optimize", "--profile", str(profile), "--workload", workload, "--latency-bound", "5s"]
+    subprocess.run([sys.executable, "-m", "exeplan", *command], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def _cells(row: dict) -> list[str]:
+    return [
+        row["case"],
+        f"{row['bound']:.2f} s",
+        f"{row['best']:.3f}",
+        f"{row['found']:.3f}",
+        f"{100 * row['loss']:.3f} %",
+        str(row["grid"]),
+        str(row["points"]),
+        f"{100 * row['points'] / row['grid']:.2g} %",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Rig: runs the real model runner and scheduler at one point and takes the times of their parts.
+
+A visit is a few passes at one point; its value for each part is their median. On a CPU with one thread a pass is
+believed when wall clock and the thread's CPU time agree; where none does, because something else is using the machine,
+the parts are taken from the CPU clock instead, and the visit says so. A long pass, of which there is no time for
+several, is scaled by the share of the CPU that it got.
+
+Not here: which points, how often, and what to make of the values.
+"""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from exeplan.model import ModelSpec
+from exeplan.plan import Schedule
+from exeplan.profiler.device import synchronize
+from exeplan.profiler.points import Point, Work, ragged
+from exeplan.profiler.probe import PassTimes, Probe
+from exeplan.profiler.samples import Key
+from exeplan.runner import engine as engine_module
+from exeplan.runner.engine import Engine, Request
+from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.sampling import GREEDY, Row, SampledToken, SamplingParams, sample
+from exeplan.runner.tokenizer import Tokenizer
+from exeplan.scheduling import BLOCK_SIZE, Batch, num_blocks_for
+from exeplan.scheduling import Sequence as SequenceState
+
+_LEAST_OWN_SHARE = 0.95
+_PASSES = 3
+_TRIES = 6
+_LONG_PASS_SECONDS = 0.15
+_ENGINE_STEPS = 8
+_PROMPTS = 16
+"""Different random prompts; more sequences share them."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """What one visit found, in seconds."""
+
+    values: dict[Key, float]
+    seconds: float
+    """How long it took."""
+    disturbed: bool
+    """Another process was using the machine all the while."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GreedyRow:
+    """A row that sampling takes the most likely token for."""
+
+    sampling: SamplingParams = GREEDY
+    plain: bool = True
+    seed: int = 0
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    banned_token_ids: Sequence[int] = ()
+
+
+class Rig:
+    """A model of `copies` layers with random keys and values in its cache."""
+
+    def __init__(
+        self, spec: ModelSpec, *, dtype: str, device: str, copies: int, num_blocks: int, dummy_weights: bool
+    ) -> None:
+        self.num_layers, self.copies = spec.num_layers, copies
+        self.runner = ModelRunner(
+            replace(spec, num_layers=copies),
+            dtype=dtype,
+            device=device,
+            num_blocks=num_blocks,
+            dummy_weights=dummy_weights,
+        )
+        self.place = self.runner.device
+        self.probe = Probe(self.runner.model, self.place)
+        self.runner.model = self.probe
+        self._checks_cpu = self.place.type == "cpu" and torch.get_num_threads() == 1
+        draw = random.Random(0)
+        self.longest = spec.max_context
+        self._prompts = [[draw.randrange(spec.vocab_size) for _ in range(self.longest)] for _ in range(_PROMPTS)]
+        self._tokenizer = Tokenizer.load(spec)
+        self._seen: set[Point] = set()
+        self._long: set[Point] = set()
+        self._written = [0] * copies
+
+    def visit(self, point: Point, work: Work) -> Visit:
+        """Measures a point."""
+        started = time.perf_counter()
+        layers = self.copies if point.kind == "engine" else work.layers_needed(point, self.copies)
+        self.probe.use_layers(layers)
+        self._write(layers, point)
+        measure = self._engine if point.kind == "engine" else self._passes
+        found = measure(point)
+        disturbed = len(found) < (2 if point.kind == "engine" else 1)  # An engine visit has a prefill and decodes.
+        if disturbed:
+            with self._cpu_clock():
+                found = measure(point) | found
+        values = {key: statistics.median(seconds) for key, seconds in found.items()}
+        return Visit(values=values, seconds=time.perf_counter() - started, disturbed=disturbed)
+
+    @torch.inference_mode()
+    def _write(self, layers: int, point: Point) -> None:
+        """Gives the slots of a decode memory of their own; unwritten they are one page of zeros, always cached."""
+        cache = self.runner.cache
+        slots = min(cache.num_slots, point.num_seqs * BLOCK_SIZE * (num_blocks_for(point.tokens + 1) + 1))
+        for layer in range(layers if point.kind == "decode" else 0):
+            for table_RD in cache.table(layer):
+                table_RD.view(cache.num_kv_heads, cache.num_slots, -1)[:, self._written[layer] : slots] = 0.01
+            self._written[layer] = max(slots, self._written[layer])
+
+    def batch(self, point: Point) -> tuple[Batch, dict[str, list[int]]]:
+        """The sequences of a prefill or decode point, and their tokens."""
+        one = 1 if point.kind == "decode" else 0
+        lengths = ragged(point.num_seqs, point.tokens, self.longest - one)
+        rows = tuple(
+            SequenceState(
+                request_id=f"{index}",
+                num_prompt_tokens=length + one,
+                max_output_tokens=1,
+                num_blocks=num_blocks_for(length + one),
+            )
+            for index, length in enumerate(lengths)
+        )
+        token_ids = {row.request_id: self._prompts[index % _PROMPTS] for index, row in enumerate(rows)}
+        return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), token_ids
+
+    @contextmanager
+    def placed(self, point: Point) -> Iterator[Callable[[], Tensor]]:
+        """A function that runs one pass at a point; its KV blocks are freed in the end."""
+        batch, token_ids = self.batch(point)
+        try:
+            yield lambda: self.runner.forward(batch, token_ids)
+        finally:
+            for request_id in token_ids:
+                self.runner.free(request_id)
+
+    def _passes(self, point: Point) -> dict[Key, list[float]]:
+        found: dict[Key, list[float]] = defaultdict(list)
+        with self.placed(point) as forward:
+            for _ in range(self._num_warm(point)):
+                _, seconds, _ = self._timed(forward)
+                if seconds > _LONG_PASS_SECONDS:
+                    self._long.add(point)
+                    break
+            long = point in self._long
+            accepted = 0
+            for _ in range(_TRIES):
+                logits_RV, _, own_share = self._timed(forward)
+                if own_share < _LEAST_OWN_SHARE and not long:
+                    continue
+                times, sampling = self.probe.times(), self._sampling_seconds(logits_RV)
+                for key, seconds in self._parts(point, times, sampling).items():
+                    found[key].append(seconds * own_share)
+                accepted += 1
+                if long or accepted >= _PASSES:
+                    break
+        return found
+
+    def _num_warm(self, point: Point) -> int:
+        """Passes before the timed ones: they fill the caches, and the first lets libraries prepare for the shape."""
+        if point in self._seen:
+            return 0 if point in self._long or self._on_cpu_clock else 1
+        self._seen.add(point)
+        return 2
+
+    def _parts(self, point: Point, times: PassTimes, sampling: float) -> dict[Key, float]:
+        """The parts of one pass, by the measurement that they belong to."""
+        seqs, tokens = point.num_seqs, point.total_tokens
+        layer, attention = times.layer(self.num_layers), times.attention(self.num_layers)
+        if point.kind == "decode":
+            return {
+                ("layer", "decode", seqs, 0, tokens): layer,
+                ("attention", "decode", seqs, 0, tokens): attention,
+                ("embed", "", 0, seqs, 0): times.embed,
+                ("head", "", seqs, 0, 0): times.head + sampling,
+            }
+        return {
+            ("layer", "prefill", seqs, tokens, 0): layer,
+            ("attention", "prefill", seqs, tokens, 0): attention,
+            ("rest", "", 0, tokens, 0): layer - attention,
+            ("embed", "", 0, tokens, 0): times.embed,
+        }
+
+    def _engine(self, point: Point) -> dict[Key, list[float]]:
+        """What whole iterations take beyond the model and the sampling in them."""
+        engine = self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs}))
+        for index in range(point.num_seqs):
+            prompt = self._prompts[index % _PROMPTS][: point.tokens]
+            engine.add(self.request(f"{index}", prompt, min(_ENGINE_STEPS + 2, self.longest - point.tokens)))
+        found: dict[Key, list[float]] = defaultdict(list)
+        prefill: Key = ("overhead", "prefill", point.num_seqs, point.total_tokens, 0)
+        decode: Key = ("overhead", "decode", point.num_seqs, 0, 0)
+        for key in (prefill, *[decode] * _ENGINE_STEPS):
+            if not engine.has_work:
+                break
+            with self._timed_sampling() as sampling:
+                _, seconds, own_share = self._timed(engine.step)
+            if own_share == 1.0:
+                found[key].append(max(seconds - self.probe.times().total - sum(sampling), 1e-7))
+        for index in range(point.num_seqs):
+            engine.abort(f"{index}")
+        return found
+
+    def engine(self, schedule: Schedule) -> Engine:
+        """A whole engine over this rig's model."""
+        return Engine(self.runner, schedule, tokenizer=self._tokenizer, num_blocks=self.runner.cache.num_blocks)
+
+    def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
+        """A greedy request that runs to its full length."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+
+    def _sampling_seconds(self, logits_RV: Tensor) -> float:
+        """How long it takes to sample greedily from fresh logits."""
+        clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
+        start = clock()
+        sample(logits_RV, [_GreedyRow()] * len(logits_RV))
+        return (clock() - start) * 1e-9
+
+    @contextmanager
+    def _timed_sampling(self) -> Iterator[list[float]]:
+        """Seconds that the engine spends in sampling, an entry a call; they belong to the head."""
+        seconds: list[float] = []
+        clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
+
+        def timed(logits_RV: Tensor, rows: Sequence[Row]) -> list[SampledToken | None]:
+            start = clock()
+            tokens = sample(logits_RV, rows)
+            seconds.append((clock() - start) * 1e-9)
+            return tokens
+
+        setattr(engine_module, "sample", timed)  # noqa: B010 - the engine imports it, it does not export it
+        try:
+            yield seconds
+        finally:
+            setattr(engine_module, "sample", sample)  # noqa: B010
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float, float]:
+        """The result, the seconds it took, and the share of them in which this thread had its CPU."""
+        cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+        result = work()
+        synchronize(self.place)
+        wall = time.perf_counter_ns() - wall
+        cpu = time.thread_time_ns() - cpu
+        if self._on_cpu_clock:
+            return result, cpu * 1e-9, 1.0
+        share = min(cpu / wall, 1.0) if self._checks_cpu else 1.0
+        return result, wall * 1e-9, share if share < _LEAST_OWN_SHARE else 1.0
+
+    @property
+    def _on_cpu_clock(self) -> bool:
+        return self.probe.clock is time.thread_time_ns
+
+    @contextmanager
+    def _cpu_clock(self) -> Iterator[None]:
+        clock, self.probe.clock = self.probe.clock, time.thread_time_ns
+        try:
+            yield
+        finally:
+            self.probe.clock = clock

@@ -1,0 +1,143 @@
+"""profile_model(): measures a model on a device until interpolation is good enough or the budget is spent.
+
+Here: what is to be measured, how far the profile reaches, and which unfinished profile it goes on from. The measuring
+itself is in `session.py`.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from exeplan.errors import InputError
+from exeplan.model import ModelSpec
+from exeplan.profile import Device, Profile, load_profile
+from exeplan.profiler.device import check_device, device_name, measure_device, versions
+from exeplan.profiler.measure import Rig
+from exeplan.profiler.memory import tensor_bytes
+from exeplan.profiler.points import Work, choose_range
+from exeplan.profiler.progress import Progress
+from exeplan.profiler.session import Goal, Session
+from exeplan.runner.model_runner import load_model
+
+_CPU_SEQS, _CUDA_SEQS = 64, 256
+_KV_SHARE_OF_MEMORY = 0.25
+_CACHES_OF_WEIGHTS = 4
+_LEAST_CONTEXT = 16
+_PASS_SHARE = 1 / 40
+"""Of the budget, at most, for one pass of the coarse grid."""
+
+
+def profile_model(
+    spec: ModelSpec,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    output: Path,
+    budget_seconds: float = 60.0,
+    target_error: float = 0.03,
+    max_num_seqs: int | None = None,
+    max_context: int | None = None,
+    dummy_weights: bool = False,
+    num_threads: int = 1,
+    progress: bool = True,
+) -> Profile:
+    """Measures the model and writes the profile to `output`, after every round and at the end.
+
+    An unfinished profile in `output` is resumed when it was made for the same model, dtype, device and versions. Raises
+    InputError for what cannot be measured, and KeyboardInterrupt with a sentence when it is stopped by hand.
+    """
+    started = time.monotonic()
+    _check(
+        spec,
+        budget_seconds=budget_seconds,
+        target_error=target_error,
+        max_num_seqs=max_num_seqs,
+        max_context=max_context,
+    )
+    place = check_device(device)
+    torch.set_num_threads(num_threads)
+    with Progress(f"profile {spec.name}", shown=progress) as bar:
+        bar.update(0.0, budget_seconds, "measuring the device")
+        before = _unfinished(spec, dtype=dtype, place=place, output=output, bar=bar)
+        found = before.device if before else measure_device(device, getattr(torch, dtype))
+        layer_bytes = _layer_bytes(spec, dtype=dtype, device=device)
+        work = Work(spec=spec, dtype=dtype, device=found, layer_bytes=layer_bytes)
+        copies = min(spec.num_layers, max(2, -(-_CACHES_OF_WEIGHTS * found.cache_bytes // layer_bytes)))
+        reach = choose_range(
+            work,
+            copies=copies,
+            max_num_seqs=max_num_seqs or (_CUDA_SEQS if place.type == "cuda" else _CPU_SEQS),
+            max_context=min(max_context or spec.max_context, spec.max_context),
+            memory_bytes=int(found.memory_bytes * _KV_SHARE_OF_MEMORY),
+            pass_seconds=budget_seconds * _PASS_SHARE,
+        )
+        rig = Rig(
+            spec,
+            dtype=dtype,
+            device=device,
+            copies=copies,
+            num_blocks=reach.num_blocks,
+            dummy_weights=dummy_weights,
+        )
+        goal = Goal(started=started, budget_seconds=budget_seconds, target_error=target_error)
+        return Session(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
+
+
+def _check(
+    spec: ModelSpec, *, budget_seconds: float, target_error: float, max_num_seqs: int | None, max_context: int | None
+) -> None:
+    if not budget_seconds > 0:
+        raise InputError(f"a budget must be above zero seconds, found {budget_seconds:g}")
+    if not 0 < target_error < 1:
+        raise InputError(f"a target error is a share between 0 and 1, found {target_error:g}")
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_context", max_context)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, found {value}")
+    context = spec.max_context if max_context is None else max_context
+    if context < _LEAST_CONTEXT:
+        raise InputError(
+            f"a profile needs a context of at least {_LEAST_CONTEXT} tokens, {spec.name} is given {context}"
+        )
+    if max_context is not None and max_context > spec.max_context:
+        raise InputError(f"max_context {max_context} is beyond the {spec.max_context} tokens that {spec.name} can hold")
+
+
+def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> int:
+    """Bytes of one layer's weights as the engine holds them."""
+    with torch.inference_mode():
+        model, _ = load_model(replace(spec, num_layers=1), dtype=dtype, device=device, dummy_weights=True)
+    return max(1, tensor_bytes(model.layers[0]))
+
+
+def _unfinished(spec: ModelSpec, *, dtype: str, place: torch.device, output: Path, bar: Progress) -> Profile | None:
+    """The profile to go on with; None, saying why, when there is none or it was made for something else."""
+    if not output.exists():
+        return None
+    try:
+        profile = load_profile(output)
+    except InputError as error:
+        raise InputError(
+            f"{output} is there but cannot be resumed ({error}); remove it or choose another file"
+        ) from None
+    if profile.complete:
+        bar.note(f"{output} is a finished profile; measuring anew")
+        return None
+    threads = torch.get_num_threads() if place.type == "cpu" else 1
+    pairs = {
+        "model": (profile.model.fingerprint, spec.fingerprint),
+        "dtype": (profile.dtype, dtype),
+        "device": (_shown(profile.device), f"{device_name(place)}, {threads} thread(s)"),
+        "versions": (dict(profile.versions), versions()),
+    }
+    for what, (old, new) in pairs.items():
+        if old != new:
+            bar.note(f"{output} was made for another {what} ({old}, now {new}); measuring anew")
+            return None
+    bar.note(f"resuming {output} with its {len(profile.measurements)} measurements")
+    return profile
+
+
+def _shown(device: Device) -> str:
+    return f"{device.name}, {device.num_threads} thread(s)"

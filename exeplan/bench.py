@@ -158,8 +158,8 @@ async def play_url(
 ) -> list[RequestRecord]:
     """Runs the load against an OpenAI-compatible server, streaming; raises InputError when it does not answer as one.
 
-    The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`; for
-    other servers it is the arrival, waiting included.
+    The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`;
+    for other servers it is the arrival, waiting included.
     """
     import httpx
 

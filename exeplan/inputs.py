@@ -7,8 +7,8 @@ from pathlib import Path
 
 from exeplan.errors import InputError
 from exeplan.model import ModelSpec, load_model_spec
-from exeplan.optimize import Problem, make_problem
 from exeplan.plan import Bound, Plan, load_plan
+from exeplan.problem import Problem, make_problem
 from exeplan.profile import Profile, load_profile
 from exeplan.scheduling import BLOCK_SIZE
 from exeplan.workload import Workload

@@ -9,19 +9,10 @@ import numpy as np
 import pytest
 
 from exeplan.errors import Infeasible, InputError
-from exeplan.optimize import (
-    Optimum,
-    Problem,
-    drift_headroom,
-    kv_cache_tokens,
-    make_problem,
-    optimize,
-    replay_estimate,
-    resolve_policies,
-    with_frontier,
-)
+from exeplan.optimize import Optimum, optimize, resolve_policies, with_frontier
 from exeplan.plan import Bound
 from exeplan.policies import load_policy, policy_names
+from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, make_problem, replay_estimate
 from exeplan.profile import Profile
 from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
 from exeplan.search import METHODS

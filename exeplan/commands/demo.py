@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.optimize import Problem
     from exeplan.plan import Estimate, Plan
+    from exeplan.problem import Problem
 
 POLICIES = ("static", "orca", "rra")
 _BOUND_FACTOR = 4.0
@@ -44,17 +44,15 @@ def run(args: argparse.Namespace) -> int:
     problem = _problem(args, profile)
     bound = show_seconds(problem.bound.seconds)
     workload = problem.workload
-    _say(
-        f"2. optimize for {workload.name} under {bound} for the 99th-percentile output of {workload.output_quantile(0.99)} tokens"
-    )
+    length = workload.output_quantile(0.99)
+    _say(f"2. optimize for {workload.name} under {bound} for the 99th-percentile output of {length} tokens")
     rows = []
     for policy in POLICIES:
         plan, path = _plan(args, problem, policy)
         _say(f"3. serve {plan.schedule} and play {show_seconds(duration)} of load against it")
         rows.append((plan, _measured(args, problem, plan, path, duration)))
-    _say(
-        f"predicted against measured: {problem.profile.model.name} on {problem.profile.device.name}, {workload.name}, bound {bound}"
-    )
+    device = problem.profile.device.name
+    _say(f"predicted against measured: {problem.profile.model.name} on {device}, {workload.name}, bound {bound}")
     print(_table(rows))
     print(f"\nprofile and plans are in {args.dir}; next: exeplan serve {args.dir}/rra.yaml")
     return 0
@@ -74,8 +72,8 @@ def _problem(args: argparse.Namespace, profile: Path) -> "Problem":
     import numpy as np
 
     from exeplan.inputs import fitted
-    from exeplan.optimize import make_problem
     from exeplan.plan import Bound, Schedule
+    from exeplan.problem import make_problem
     from exeplan.profile import load_profile
     from exeplan.units import seconds
     from exeplan.workload_files import load_workload

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from exeplan.plan import BOUND_ABOUT
 
 if TYPE_CHECKING:
-    from exeplan.optimize import Optimum, Problem
+    from exeplan.optimize import Optimum
+    from exeplan.problem import Problem
 
 _MOST_SEQS = 65536
 """Residents that a search considers at most: far beyond any device, and small enough to list."""
@@ -64,8 +65,8 @@ def _problem(args: argparse.Namespace) -> "Problem":
     from exeplan.errors import InputError
     from exeplan.inputs import fitted, profile_for
     from exeplan.model import load_model_spec
-    from exeplan.optimize import make_problem
     from exeplan.plan import Bound
+    from exeplan.problem import make_problem
     from exeplan.profile import load_profile
     from exeplan.units import num_bytes, seconds
     from exeplan.workload_files import load_workload
@@ -116,6 +117,8 @@ def _report(optimum: "Optimum", problem: "Problem", seconds: float) -> str:
     ]
     if plan.drift_headroom is not None:
         lines.append(f"drift headroom: the bound holds until outputs are {100 * plan.drift_headroom:.0f} % longer")
+    if not problem.profile.complete:
+        lines.append("the profile is unfinished: run `exeplan profile` on it again for a sharper prediction")
     lines += [f"beyond the profile: {sentence}" for sentence in optimum.beyond]
     lines += ["", table(("policy", "best schedule", "req/s", "latency", "points"), _rows(optimum)), ""]
     searched = plan.search

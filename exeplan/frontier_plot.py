@@ -53,10 +53,15 @@ def frontier_rows(results: Mapping[str, Result], *, bound: float) -> list[Fronti
     ]
 
 
-def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float) -> None:
-    """Writes the picture as PNG, SVG or PDF by the path's suffix. Raises InputError for another or an unusable path."""
+def check_suffix(path: Path) -> None:
+    """Raises InputError for a name that says no kind of picture."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"cannot draw {path}: the name must end in {', '.join(SUFFIXES)}")
+
+
+def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float) -> None:
+    """Writes the picture as PNG, SVG or PDF by the path's suffix. Raises InputError for another or an unusable path."""
+    check_suffix(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

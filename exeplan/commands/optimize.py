@@ -42,10 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan.frontier_plot import check_suffix
     from exeplan.optimize import as_json, optimize, resolve_policies
     from exeplan.report import json_line
 
     started = time.perf_counter()
+    if args.plot:
+        check_suffix(args.plot)
     problem = _problem(args)
     optimum = optimize(problem, policies=resolve_policies(args.policy), method=args.method)
     if args.output:

@@ -138,7 +138,7 @@ class KVCache:
         holding.runs.append([start, taken])
 
     def _choose(self, hint: int) -> tuple[int, int]:
-        """First block and length of a free run: the tightest that fits the hint, else the largest, else half a kept one."""
+        """First block and length of a free run: the tightest for the hint, else the largest, else half a kept one."""
         starts, lengths = _free_runs(self._held | (self._keeper != 0))
         if len(lengths):
             fits = np.flatnonzero(lengths >= hint)

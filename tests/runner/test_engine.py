@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exeplan.errors import InputError
@@ -280,12 +279,10 @@ def test_an_abort_frees_blocks_at_once(runner, schedule):
 # Faults
 
 
-def test_a_request_whose_logits_are_not_numbers_fails_alone(model, tmp_path):
-    copy = shutil.copytree(model[1], tmp_path / "copy")
-    weights = load_file(copy / "model.safetensors")
-    weights["model.embed_tokens.weight"][13] = math.nan
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    broken = ModelRunner(load_model_spec(str(copy)), dtype="float32", device="cpu", num_blocks=64)
+def test_a_request_whose_logits_are_not_numbers_fails_alone(model):
+    broken = ModelRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=64)
+    with torch.inference_mode():
+        broken.model.table_VE[13] = math.nan
     for schedule in SCHEDULES.values():
         engine = Engine(broken, schedule, num_blocks=64)
         engine.add(request("bad", [1, 13, 2], greedy()))

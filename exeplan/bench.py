@@ -8,7 +8,7 @@ drawn lengths, outputs are forced to theirs, so that the work is the workload's 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from exeplan.policies import Floats
 from exeplan.workload import Workload
 
 if TYPE_CHECKING:
-    import httpx
+    import aiohttp
 
     from exeplan.runner.engine import Engine
 
@@ -161,26 +161,29 @@ async def play_url(
     The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`;
     for other servers it is the arrival, waiting included.
     """
-    import httpx
+    import aiohttp
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     gate = asyncio.Semaphore(load.concurrency or len(load.input_tokens))
     began = time.perf_counter()
-
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=None, limits=limits, trust_env=False) as client:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=_headers(api_key)) as client:
 
         async def one(index: int) -> RequestRecord:
             if load.arrivals is not None:
                 await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
             async with gate:
                 body = _completion(load, index, model=model, vocab_size=vocab_size)
-                return await _stream(client, body, load, index, began)
+                return await _stream(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
 
         try:
             return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _may_arrive(load: Load, index: int, now: float, under_way: int) -> bool:
@@ -201,15 +204,17 @@ def _completion(load: Load, index: int, *, model: str, vocab_size: int) -> dict[
 
 
 async def _stream(
-    client: "httpx.AsyncClient", body: dict[str, Any], load: Load, index: int, began: float
+    client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
 ) -> RequestRecord:
     request = _Open(arrival=time.perf_counter() - began)
     prefill_seconds: float | None = None
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            text = (await response.aread()).decode(errors="replace")
-            raise InputError(f"request {index} was answered {response.status_code}: {text[:200]}")
-        async for event in _events(response):
+    async with client.post(url, json=body) as response:
+        if response.status != 200:
+            raise InputError(f"request {index} was answered {response.status}: {(await response.text())[:200]}")
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
             if "error" in event:
                 raise InputError(f"request {index} failed: {event['error'].get('message', event['error'])}")
             if event.get("choices"):
@@ -220,12 +225,6 @@ async def _stream(
     if prefill_seconds is not None and request.token_times:
         request.start = request.token_times[0] - prefill_seconds
     return _record(load, index, request)
-
-
-async def _events(response: "httpx.Response") -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])
 
 
 def _record(load: Load, index: int, request: _Open) -> RequestRecord:
@@ -248,12 +247,11 @@ def _spread(times: Sequence[float], num_tokens: int) -> Sequence[float]:
 
 def served_model(url: str, api_key: str | None = None) -> str:
     """The name of the model that a server serves. Raises InputError when it does not say."""
-    import httpx
+    import urllib.request
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10, trust_env=False)
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as error:
+        request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=_headers(api_key))
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None

@@ -37,7 +37,7 @@ def command(argv: list[str]) -> str:
 def test_import_and_help_load_nothing_heavy(code: str, tmp_path: Path) -> None:
     loaded = loaded_after(code, tmp_path)
     assert "exeplan" in loaded
-    assert not loaded & {"torch", "numpy", "scipy", "pandas", "yaml", "optuna", "matplotlib", "fastapi", "httpx"}
+    assert not loaded & {"torch", "numpy", "scipy", "pandas", "yaml", "optuna", "matplotlib", "fastapi", "aiohttp"}
 
 
 def test_planning_and_replaying_need_no_torch(profile: Profile, tmp_path: Path) -> None:

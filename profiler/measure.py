@@ -35,8 +35,8 @@ from exeplan.scheduling import BLOCK_SIZE, Batch, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
 
 _LEAST_OWN_SHARE = 0.95
-_PASSES = 3
-_TRIES = 6
+_WARM_PASSES, _WARM_SECONDS = 4, 0.06
+_PASSES, _TRIES, _TIMED_SECONDS = 5, 8, 0.1
 _LONG_PASS_SECONDS = 0.15
 _ENGINE_STEPS = 8
 _PROMPTS = 16
@@ -91,7 +91,6 @@ class Rig:
         self.longest = spec.max_context
         self._prompts = [[draw.randrange(spec.vocab_size) for _ in range(self.longest)] for _ in range(_PROMPTS)]
         self._tokenizer = Tokenizer.load(spec)
-        self._seen: set[Point] = set()
         self._long: set[Point] = set()
         self._written = [0] * copies
 
@@ -149,14 +148,10 @@ class Rig:
     def _passes(self, point: Point) -> dict[Key, list[float]]:
         found: dict[Key, list[float]] = defaultdict(list)
         with self.placed(point) as forward:
-            for _ in range(self._num_warm(point)):
-                _, seconds, _ = self._timed(forward)
-                if seconds > _LONG_PASS_SECONDS:
-                    self._long.add(point)
-                    break
+            self._warm(point, forward)
             long = point in self._long
-            accepted = 0
-            for _ in range(_TRIES):
+            accepted, started = 0, time.perf_counter()
+            for _ in range(1 if long else _TRIES):
                 logits_RV, _, own_share = self._timed(forward)
                 if own_share < _LEAST_OWN_SHARE and not long:
                     continue
@@ -164,16 +159,22 @@ class Rig:
                 for key, seconds in self._parts(point, times, sampling).items():
                     found[key].append(seconds * own_share)
                 accepted += 1
-                if long or accepted >= _PASSES:
+                if accepted >= _PASSES or time.perf_counter() - started > _TIMED_SECONDS:
                     break
         return found
 
-    def _num_warm(self, point: Point) -> int:
-        """Passes before the timed ones: they fill the caches, and the first lets libraries prepare for the shape."""
-        if point in self._seen:
-            return 0 if point in self._long or self._on_cpu_clock else 1
-        self._seen.add(point)
-        return 2
+    def _warm(self, point: Point, forward: Callable[[], Tensor]) -> None:
+        """Fills the caches: in a small model a pass is still 5 % slow two passes after something else ran.
+
+        The first pass ever also lets libraries prepare for its shape. Of a long pass nothing is left in a cache.
+        """
+        started = time.perf_counter()
+        for _ in range(0 if point in self._long or self._on_cpu_clock else _WARM_PASSES):
+            _, seconds, _ = self._timed(forward)
+            if seconds > _LONG_PASS_SECONDS:
+                self._long.add(point)
+            if time.perf_counter() - started > _WARM_SECONDS:
+                break
 
     def _parts(self, point: Point, times: PassTimes, sampling: float) -> dict[Key, float]:
         """The parts of one pass, by the measurement that they belong to."""

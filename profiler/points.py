@@ -18,7 +18,7 @@ from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
 _ENGINE_PROMPT = 32
 """Tokens of each prompt in an engine visit."""
 _SHORT_CONTEXT = 16
-_FIRST_TOKENS = (1, 2, 3, 4, 8, 16, 32)
+_FIRST_TOKENS = (1, 2, 3, 4, 8, 16)
 _CALL_SECONDS = 20e-6
 _EFFICIENCY = 0.6
 _COLD_SHARE = 0.02
@@ -117,7 +117,9 @@ def choose_range(
     """The largest range whose keys and values fit the memory, and of which no pass takes longer than `pass_seconds`."""
 
     def affordable(num_seqs: int, tokens: int) -> bool:
-        return work.pass_seconds(Point("prefill", num_seqs, tokens), copies) <= pass_seconds
+        # A shorter prompt may take longer, because it must visit more layers.
+        shorter = (Point("prefill", num_seqs, tokens >> shift) for shift in range(tokens.bit_length()))
+        return all(work.pass_seconds(point, copies) <= pass_seconds for point in shorter)
 
     prompt = max_context
     while prompt > 64 and not affordable(1, prompt):
@@ -145,17 +147,17 @@ def _decodes_in(work: Work, copies: int, num_seqs: int, kv_tokens: int, pass_sec
 
 def first_rows(reach: Range) -> list[list[Point]]:
     """The coarse grid, in rows that are only of use whole; the first is what no profile can do without."""
-    tokens = [n for n in _FIRST_TOKENS if n < reach.max_prompt]
-    prompts = sorted({*tokens, *powers(64, reach.max_prompt, 2), reach.max_prompt})
+    # Powers of two are the best case of matrix products and attention, and real prompts are none.
+    longer = [n - 3 for n in powers(32, reach.max_prompt, 2)]
+    prompts = sorted({*(n for n in _FIRST_TOKENS if n < reach.max_prompt), *longer, reach.max_prompt - 1})
     seqs = sorted({1, *powers(4, reach.max_seqs, 4), reach.max_seqs})
     ends = [decode_row(n, reach)[:: len(decode_row(n, reach)) - 1 or 1] for n in sorted({1, reach.max_seqs})]
     engine = [reach.engine_point(n) for n in seqs]
     rows = [
         [Point("prefill", 1, prompts[0]), Point("prefill", 1, prompts[-1]), *chain(*ends), engine[0]],
-        [Point("prefill", 1, n) for n in prompts if n <= reach.max_seqs],
+        *([Point("prefill", 1, n)] for step in (4, 2, 1) for n in prompts[::step]),
         *(decode_row(n, reach) for n in sorted(seqs, key=lambda n: n not in (1, reach.max_seqs))),
         engine,
-        *([Point("prefill", 1, n)] for n in prompts if n > reach.max_seqs),
     ]
     if reach.max_prefill_seqs > 1:
         rows.append([Point("prefill", reach.max_prefill_seqs, n) for n in sorted({*prompts[:-1:2], prompts[-1]})])

@@ -1,7 +1,7 @@
 """profile_model(): measures a model on a device until interpolation is good enough or the budget is spent.
 
 Here: what is to be measured, how far the profile reaches, and which unfinished profile it goes on from. The measuring
-itself is in `session.py`.
+itself is in `campaign.py`.
 """
 
 import time
@@ -13,16 +13,18 @@ import torch
 from exeplan.errors import InputError
 from exeplan.model import ModelSpec
 from exeplan.profile import Device, Profile, load_profile
+from exeplan.profiler.campaign import Campaign, Goal
 from exeplan.profiler.device import check_device, device_name, measure_device, versions
 from exeplan.profiler.measure import Rig
 from exeplan.profiler.memory import tensor_bytes
 from exeplan.profiler.points import Work, choose_range
 from exeplan.profiler.progress import Progress
-from exeplan.profiler.session import Goal, Session
 from exeplan.runner.model_runner import load_model
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
+_KV_BYTES_A_SECOND = 50e6
+"""Of the budget: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
 _CACHES_OF_WEIGHTS = 4
 _LEAST_CONTEXT = 16
 _PASS_SHARE = 1 / 40
@@ -70,7 +72,7 @@ def profile_model(
             copies=copies,
             max_num_seqs=max_num_seqs or (_CUDA_SEQS if place.type == "cuda" else _CPU_SEQS),
             max_context=min(max_context or spec.max_context, spec.max_context),
-            memory_bytes=int(found.memory_bytes * _KV_SHARE_OF_MEMORY),
+            memory_bytes=int(min(found.memory_bytes * _KV_SHARE_OF_MEMORY, budget_seconds * _KV_BYTES_A_SECOND)),
             pass_seconds=budget_seconds * _PASS_SHARE,
         )
         rig = Rig(
@@ -82,7 +84,7 @@ def profile_model(
             dummy_weights=dummy_weights,
         )
         goal = Goal(started=started, budget_seconds=budget_seconds, target_error=target_error)
-        return Session(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
+        return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
 
 
 def _check(

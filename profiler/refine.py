@@ -36,7 +36,7 @@ def worst_error(samples: Samples, reach: Range, *, num_layers: int) -> float:
 def rows(samples: Samples, phase: str) -> dict[int, dict[int, Key]]:
     """Keys of whole layers: by num_seqs, then by tokens of each sequence."""
     found: dict[int, dict[int, Key]] = {}
-    for key in sorted(samples.seconds):
+    for key in samples.keys:
         if key[:2] == ("layer", phase):
             found.setdefault(key[2], {})[(key[3] or key[4]) // key[2]] = key
     return found
@@ -49,7 +49,10 @@ def _along_tokens(samples: Samples, phase: str, target: float) -> list[Suggestio
         noise = {tokens: _noise(samples, key) for tokens, key in row.items()}
         for gap in splittable(gaps(seconds, seconds.__getitem__, noise.__getitem__), target=target):
             assert gap.middle is not None
-            found.append(Suggestion(gap.error, (Point(phase, num_seqs, gap.middle),)))
+            tokens = (
+                gap.middle | 1 if gap.high - gap.low > 3 else gap.middle
+            )  # As in the coarse grid: no round numbers.
+            found.append(Suggestion(gap.error, (Point(phase, num_seqs, tokens),)))
     return found
 
 
@@ -80,7 +83,7 @@ def _once_a_pass(samples: Samples, reach: Range, num_layers: int, target: float)
 
     found = []
     for op, phase in (("overhead", "decode"), ("head", "")):
-        keys = {key[2]: key for key in samples.seconds if key[:2] == (op, phase)}
+        keys = {key[2]: key for key in samples.keys if key[:2] == (op, phase)}
         seconds = {n: samples.median(key) for n, key in keys.items()}
         noise = {n: _noise(samples, key) for n, key in keys.items()}
         for gap in splittable(gaps(seconds, whole_pass, noise.__getitem__), target=target):

@@ -53,3 +53,13 @@ def test_more_visits_move_a_resumed_median_by_their_weight(samples: Samples) -> 
     again.add({("head", "", 4, 0, 0): 9.0})
     assert row(again, "head").repeats == 4
     assert 5.0 < row(again, "head").seconds < 6.0
+
+
+def test_a_slow_round_leaves_no_mark_on_what_only_it_has_seen() -> None:
+    samples = Samples()
+    for number in range(1, 6):
+        slow = 1.5 if number == 5 else 1.0
+        samples.add({("rest", "", 0, n, 0): 10.0 * n * slow for n in (1, 2, 4)}, number)
+        if number == 5:
+            samples.add({("rest", "", 0, 3, 0): 30.0 * slow}, number)
+    assert samples.curve("rest", "") == pytest.approx({1: 10.0, 2: 20.0, 3: 30.0, 4: 40.0})

@@ -1,4 +1,4 @@
-"""Session: one run of measuring, until interpolation is good enough or the budget is spent.
+"""Campaign: one run of measuring, until interpolation is good enough or the budget is spent.
 
 First a coarse grid, then rounds: every round visits the points that have not settled, in a new order, because a
 machine's speed drifts from minute to minute and the median of rounds does not; then points are added where
@@ -28,6 +28,8 @@ _GRID_SHARE = 0.6
 _LEAST_VISITS, _MOST_VISITS = 3, 12
 _LONG_SHARE = 1 / 30
 """A visit that takes more of the budget than this is long, and two of them are enough."""
+_ADDING_SHARE = 0.7
+"""Of the budget, after which no points are added: those that are there must be visited a few times."""
 _ADDED = 6
 """Gaps filled a round."""
 
@@ -45,7 +47,7 @@ class Goal:
         return time.monotonic() - self.started
 
 
-class Session:
+class Campaign:
     """One run: what was measured so far, and how much of the budget is left."""
 
     def __init__(
@@ -56,7 +58,8 @@ class Session:
         self.samples = resumed(before.measurements) if before else Samples()
         self.visits = _points(before) if before else {}
         self.costs: dict[Point, float] = {}
-        self.num_disturbed = self.num_visits = self.num_rounds = 0
+        self.num_disturbed = self.num_visits = 0
+        self.num_rounds = 1
         self.weight_bytes = rig.runner.weight_bytes + (work.spec.num_layers - rig.copies) * work.layer_bytes
         self.workspace_bytes = before.workspace_bytes if before else 0
 
@@ -78,7 +81,7 @@ class Session:
         while True:
             self.num_rounds += 1
             unsettled = {point: visits for point, visits in self.visits.items() if not self._settled(point)}
-            for point in order(unsettled, self.num_rounds):
+            for point in order(unsettled | self._anchors(), self.num_rounds):
                 if self._affords([point], until=self.goal.budget_seconds):
                     self._visit(point)
             self._save(complete=False)
@@ -88,10 +91,20 @@ class Session:
             self.bar.round(self._state(gaps[0].error if gaps else None))
             before = self.num_visits
             for suggestion in gaps[:_ADDED]:
-                self._visit_row(suggestion.points, until=self.goal.budget_seconds)
+                self._visit_row(suggestion.points, until=self.goal.budget_seconds * _ADDING_SHARE)
             left = [point for point in self.visits if not self._settled(point)]
             if self.num_visits == before and not any(self._affords([p], until=self.goal.budget_seconds) for p in left):
                 return
+
+    def _anchors(self) -> dict[Point, int]:
+        """Points that every round visits to tell how slow it is: three of each kind, none of them long."""
+        found = {}
+        for kind in ("prefill", "decode", "engine"):
+            points = sorted((p for p in self.costs if p.kind == kind), key=lambda point: self.costs[point])
+            for sixth in (1, 2, 3) if points else ():
+                point = points[len(points) * sixth // 6]
+                found[point] = self.visits[point]
+        return found
 
     def _measure_workspace(self) -> None:
         """Activations of the largest prefill, which is also the first thing to run."""
@@ -110,7 +123,7 @@ class Session:
 
     def _visit(self, point: Point) -> None:
         visit = self.rig.visit(point, self.work)
-        self.samples.add(visit.values)
+        self.samples.add(visit.values, self.num_rounds)
         self.visits[point] = self.visits.get(point, 0) + 1
         self.costs[point] = visit.seconds
         self.num_visits += 1
@@ -120,8 +133,12 @@ class Session:
         )
 
     def _affords(self, points: Iterable[Point], *, until: float) -> bool:
-        cost = sum(self.costs.get(point) or 4 * self.work.pass_seconds(point, self.rig.copies) for point in points)
-        return self.goal.elapsed + cost < until
+        return self.goal.elapsed + sum(self._cost(point) for point in points) < until
+
+    def _cost(self, point: Point) -> float:
+        """Seconds of a visit: as the last one, or as forecast."""
+        forecast = self.work.pass_seconds(point, self.rig.copies)
+        return self.costs.get(point) or min(9 * forecast, 0.2 + 2 * forecast)
 
     def _settled(self, point: Point) -> bool:
         """Visited often enough, and its medians known to a third of the target error."""
@@ -138,7 +155,7 @@ class Session:
 
     def _state(self, error: float | None = None) -> str:
         text = f"round {self.num_rounds}, {len(self.visits)} points"
-        return text if error is None else f"{text}, interpolation misses up to {error:.1%}"
+        return text if error is None else f"{text}, interpolation may miss {error:.1%}"
 
     def _save(self, *, complete: bool) -> Profile:
         profile = Profile(
@@ -166,7 +183,7 @@ class Session:
         error = worst_error(self.samples, self.reach, num_layers=self.work.spec.num_layers)
         self.bar.note(
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
-            f"interpolation misses a layer by at most {error:.1%} between them"
+            f"interpolation between them may miss a layer by {error:.1%}"
         )
         if self.num_disturbed:
             share = self.num_disturbed / self.num_visits

@@ -154,10 +154,11 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
 
 
 async def play_url(
-    url: str, load: Load, *, model: str, vocab_size: int, api_key: str | None = None
+    url: str, load: Load, *, model: str, vocab_size: int, api_key: str | None = None, stream: bool = True
 ) -> list[RequestRecord]:
-    """Runs the load against an OpenAI-compatible server, streaming; raises InputError when it does not answer as one.
+    """Runs the load against an OpenAI-compatible server; raises InputError when it does not answer as one.
 
+    Not streamed, a request's tokens are taken as evenly spread between the first and the last of the server's `timing`.
     The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`;
     for other servers it is the arrival, waiting included.
     """
@@ -173,8 +174,9 @@ async def play_url(
             if load.arrivals is not None:
                 await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
             async with gate:
-                body = _completion(load, index, model=model, vocab_size=vocab_size)
-                return await _stream(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
+                body = {**_completion(load, index, model=model, vocab_size=vocab_size), "stream": stream}
+                answer = _stream if stream else _whole
+                return await answer(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
 
         try:
             return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
@@ -199,8 +201,24 @@ def _completion(load: Load, index: int, *, model: str, vocab_size: int) -> dict[
         "max_tokens": int(load.output_tokens[index]),
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
     }
+
+
+async def _whole(
+    client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
+) -> RequestRecord:
+    request = _Open(arrival=time.perf_counter() - began)
+    async with client.post(url, json=body) as response:
+        answer = await response.json(content_type=None)
+        if response.status != 200:
+            raise InputError(f"request {index} was answered {response.status}: {str(answer)[:200]}")
+    now, timing = time.perf_counter() - began, answer.get("timing")
+    request.start, first = request.arrival, now
+    if timing:
+        request.start = now - (timing["e2e_s"] - timing["queue_s"])
+        first = now - (timing["e2e_s"] - timing["ttft_s"])
+    request.token_times = [first, now] if load.output_tokens[index] > 1 else [first]
+    return _record(load, index, request)
 
 
 async def _stream(

@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"exeplan {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"exeplan {args.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:  # Whoever has something to say about it says it there.
+        print(f"exeplan {args.command}: {stop or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # The reader of our output went away, as `head` does.
         sys.stderr.close()

@@ -7,11 +7,11 @@
               requests that have so many; p99-requests: the 99th percentile of e2e
     throughput   requests/s: output tokens a second over the mean output length
 
-The steady window opens when a whole generation of requests has passed (nobody of the first, synchronised batch is left,
-or a quarter of all tokens is out, whichever is earlier) and closes when the queue has run dry, because a batch that
-fills up or drains is not what a plan under a backlog predicts. Rates count what falls inside it; times count requests
-that start inside it (for p99-length also reach the n-th token inside it), or all requests where there are none. With no
-backlog the window is the whole run.
+The steady window opens when a whole generation of requests has passed: nobody of the first, synchronised batch is left,
+or a quarter of all tokens is out, whichever is earlier; at once where batches do not overlap. It closes when the queue
+has run dry. A batch that fills up or drains is not what a plan under a backlog predicts. Rates count what falls in it;
+times count requests that start in it (for p99-length also reach the n-th token in it), or all requests where there are
+none. With no backlog the window is the whole run.
 """
 
 from collections.abc import Sequence
@@ -72,8 +72,11 @@ def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, floa
     times = np.sort(np.concatenate([r.token_times for r in records]))
     starts = np.unique([r.start for r in records])
     if backlog and len(starts) > 2:
-        first_batch_gone = max(r.token_times[-1] for r in records if r.start == starts[0])
-        warm = min(first_batch_gone, times[len(times) // 4])
+        gone = np.zeros(len(starts))
+        np.maximum.at(gone, np.searchsorted(starts, [r.start for r in records]), [r.token_times[-1] for r in records])
+        if (gone[:-1] <= starts[1:]).all():  # Batches do not overlap: every start is as good as any other.
+            return float(starts[0]), float(starts[-1])
+        warm = min(gone[0], times[len(times) // 4])
         opens = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)]
         return float(opens), float(starts[-1])
     return min(r.arrival for r in records), float(times[-1])

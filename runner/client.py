@@ -118,12 +118,15 @@ class EngineClient:
         self._jobs[job_id] = Job(job_id, request_ids, set(request_ids), set(request_ids))
         return self._jobs[job_id]
 
-    def submit(self, job: Job, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Hands the job's sequences over: `{prompt_token_ids, sampling}` each, in the order of `request_ids`."""
+    def submit(self, job: Job, requests: Sequence[Mapping[str, Any]], *, stream: bool = True) -> None:
+        """Hands the job's sequences over: `{prompt_token_ids, sampling}` each, in the order of `request_ids`.
+
+        Streamed, each has an event a token; otherwise one for its first token and one for all the others.
+        """
         if self.failure:
             raise EngineError(self.failure)
         rows = [{"request_id": name, **request} for name, request in zip(job.request_ids, requests, strict=True)]
-        self._writer.write(frame({"kind": "submit", "job": job.job_id, "requests": rows}))
+        self._writer.write(frame({"kind": "submit", "job": job.job_id, "stream": stream, "requests": rows}))
 
     def release(self, job: Job) -> None:
         """Ends a job. What is unfinished of it is dropped and its blocks are free at the next iteration."""

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exeplan.errors import InputError
@@ -81,18 +82,45 @@ def _load(setup: Mapping[str, Any]) -> "Engine":
     return engine
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that is under way, and the events of an answer that nobody streams."""
+
+    arrival: float
+    streamed: bool
+    held: list[Event] = field(default_factory=list)
+
+
 def _run(engine: "Engine", connection: socket.socket, commands: "queue.SimpleQueue[Command]") -> NoReturn:
-    arrivals: dict[str, float] = {}
+    under_way: dict[str, _Open] = {}
     while True:
         for arrival, message in _pending(commands, wait=not engine.has_work):
-            if refusal := _apply(engine, message, arrival, arrivals):
+            if refusal := _apply(engine, message, arrival, under_way):
                 connection.sendall(frame(refusal))
         outputs = engine.step() if engine.has_work else []
-        events = [_event(output, arrivals[output.request_id]) for output in outputs]
-        for event in events:
-            if event.finish_reason:
-                del arrivals[event.request_id]
+        events = [event for output in outputs if (event := _due(output, under_way))]
         connection.sendall(frame({"kind": "step", "events": events, "stats": _stats(engine, ran=bool(outputs))}))
+
+
+def _due(output: "Output", under_way: dict[str, _Open]) -> Event | None:
+    """The event to send now. What is not streamed has two, its first token and all the others together at the end: an
+    event a token would cost the server, and on a shared core the engine, more than the answer is worth."""
+    request = under_way[output.request_id]
+    event = _event(output, request.arrival)
+    if event.finish_reason:
+        del under_way[event.request_id]
+    elif not (request.streamed or event.first):
+        request.held.append(event)
+        return None
+    return _joined([*request.held, event]) if request.held else event
+
+
+def _joined(events: Sequence[Event]) -> Event:
+    return events[-1]._replace(
+        token_ids=[token for event in events for token in event.token_ids],
+        text="".join(event.text for event in events),
+        logprobs=[logprob for event in events for logprob in event.logprobs],
+    )
 
 
 def _pending(commands: "queue.SimpleQueue[Command]", *, wait: bool) -> Iterator[Command]:
@@ -104,12 +132,12 @@ def _pending(commands: "queue.SimpleQueue[Command]", *, wait: bool) -> Iterator[
 
 
 def _apply(
-    engine: "Engine", message: Mapping[str, Any], arrival: float, arrivals: dict[str, float]
+    engine: "Engine", message: Mapping[str, Any], arrival: float, under_way: dict[str, _Open]
 ) -> dict[str, Any] | None:
     """Carries a command out. Returns the refusal of a job of which a request is wrong; none of it runs then."""
     if message["kind"] == "abort":
         for request_id in message["request_ids"]:
-            if arrivals.pop(request_id, None) is not None:
+            if under_way.pop(request_id, None) is not None:
                 engine.abort(request_id)
         return None
     added: list[str] = []
@@ -121,7 +149,7 @@ def _apply(
         for request_id in added:
             engine.abort(request_id)
         return {"kind": "refused", "job": message["job"], "message": str(error)}
-    arrivals.update(dict.fromkeys(added, arrival))
+    under_way.update((name, _Open(arrival, message["stream"])) for name in added)
     return None
 
 

@@ -84,7 +84,9 @@ class ServeMetrics:
             if progress is None:
                 self._begin(event)
             else:
-                self._add("inter_token_latency_seconds", event.time - progress.last)
+                num_tokens = max(len(event.token_ids), 1)  # Tokens that come together count with their mean gap.
+                for _ in range(num_tokens):
+                    self._add("inter_token_latency_seconds", (event.time - progress.last) / num_tokens)
             self._take(self._open[event.request_id], event)
 
     def _begin(self, first: Event) -> None:

@@ -90,7 +90,7 @@ class Service:
             for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
                 seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
                 rows.append({"prompt_token_ids": prompt, "sampling": asdict(replace(params, seed=seed))})
-        self.engine.submit(job, rows)
+        self.engine.submit(job, rows, stream=request.stream)
         return prompts
 
     def answer(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> Answer:

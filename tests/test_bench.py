@@ -1,4 +1,4 @@
-"""A load is played as drawn: every request gets its tokens, and both clocks and all three kinds of load are kept apart."""
+"""A load is played as drawn: every request gets its tokens, in all three kinds of load and on both clocks."""
 
 import numpy as np
 import pytest
@@ -30,9 +30,7 @@ def engine() -> Engine:
     [
         Load(input_tokens=np.array([5, 9, 3, 7]), output_tokens=np.array([4, 1, 6, 2])),
         Load(input_tokens=np.array([5, 9, 3, 7]), output_tokens=np.array([4, 1, 6, 2]), concurrency=1),
-        Load(
-            input_tokens=np.array([5, 9, 3]), output_tokens=np.array([4, 1, 6]), arrivals=np.array([0.0, 0.01, 0.3])
-        ),
+        Load(input_tokens=np.array([5, 9, 3]), output_tokens=np.array([4, 1, 6]), arrivals=np.array([0.0, 0.01, 0.3])),
     ],
     ids=["backlog", "closed loop", "open loop"],
 )

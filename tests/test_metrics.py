@@ -56,6 +56,11 @@ def test_the_window_opens_after_the_first_batch_and_closes_with_the_last_start()
     assert window(STEADY, backlog=False) == (0.0, 11.0)
 
 
+def test_the_window_opens_at_once_where_batches_do_not_overlap() -> None:
+    batches = [request(2.0 * i, 2.0 * i + 1.0, 2.0 * i + 2.0) for i in range(4)]
+    assert window(batches, backlog=True) == (0.0, 6.0)
+
+
 def test_rates_count_only_what_falls_inside_the_window() -> None:
     # Inside (2, 9] every second brings two tokens; over the whole run 20 tokens take 11 seconds.
     assert summarize(STEADY, p99_output=2).token_throughput == pytest.approx(2.0)

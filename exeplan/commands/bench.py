@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--rate", type=float, metavar="R", help="open loop: Poisson arrivals, requests/s")
     load.add_argument("--trace-arrivals", action="store_true", help="open loop: the trace's own arrival times")
     parser.add_argument("--api-key", metavar="KEY")
+    parser.add_argument(
+        "--no-stream", action="store_true", help="with --url: whole answers, their tokens not timed singly"
+    )
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
     parser.add_argument(
@@ -126,12 +129,11 @@ def _play(
     """The records and, where the CPU clock means something (one thread that never waits), the whole run."""
     import asyncio
 
-    from exeplan.bench import play_engine, play_url, served_model
+    from exeplan.bench import play_engine, served_model
 
     if args.url:
         model = served_model(args.url, args.api_key)
-        play = play_url(args.url, load, model=model, vocab_size=spec.vocab_size, api_key=args.api_key)
-        return asyncio.run(play), None
+        return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
     from exeplan.runner.launch import build_engine
 
     engine = build_engine(plan, spec, dummy_weights=args.weights == "dummy")
@@ -140,10 +142,17 @@ def _play(
     return played.records, played if comparable else None
 
 
+async def _play_url(args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int) -> "list[RequestRecord]":
+    from exeplan.bench import play_url
+
+    stream = not args.no_stream
+    return await play_url(args.url, load, model=model, vocab_size=vocab_size, api_key=args.api_key, stream=stream)
+
+
 def _bench_url_only(args: argparse.Namespace) -> int:
     import asyncio
 
-    from exeplan.bench import play_url, served_model
+    from exeplan.bench import served_model
     from exeplan.errors import InputError
     from exeplan.metrics import summarize
     from exeplan.workload_files import load_workload
@@ -153,7 +162,7 @@ def _bench_url_only(args: argparse.Namespace) -> int:
     workload = load_workload(args.workload)
     load = _load(args, workload, throughput=None)
     model = served_model(args.url, args.api_key)
-    records = asyncio.run(play_url(args.url, load, model=model, vocab_size=args.vocab_size, api_key=args.api_key))
+    records = asyncio.run(_play_url(args, load, model, vocab_size=args.vocab_size))
     measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)
     _print(args, None, workload, load, measured=measured, replayed=None)
     return 0

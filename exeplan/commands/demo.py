@@ -115,8 +115,8 @@ def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: 
     assert plan.estimate is not None
     load = draw_load(problem.workload, max(60, round(plan.estimate.throughput * duration)))
     with served(path, max_queue=len(load.input_tokens)) as url:
-        play = play_url(url, load, model=served_model(url), vocab_size=problem.profile.model.vocab_size)
-        records = asyncio.run(play)
+        vocab_size = problem.profile.model.vocab_size
+        records = asyncio.run(play_url(url, load, model=served_model(url), vocab_size=vocab_size, stream=False))
     return summarize(records, p99_output=problem.workload.output_quantile(0.99))
 
 

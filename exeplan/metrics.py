@@ -18,8 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exeplan.plan import Estimate
+from exeplan.policies import Floats
+
+_SAME_START = 5e-3
+_LEAST_INSIDE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +73,36 @@ def summarize(
 
 
 def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, float]:
-    """Seconds at which the steady window opens and closes: starts of a prefill, or the whole run."""
+    """Seconds at which the steady window opens and closes: starts of a prefill, or the whole run.
+
+    The whole run too where the window would hold little of it, as when everybody is admitted at once.
+    """
     times = np.sort(np.concatenate([r.token_times for r in records]))
-    starts = np.unique([r.start for r in records])
-    if backlog and len(starts) > 2:
-        gone = np.zeros(len(starts))
-        np.maximum.at(gone, np.searchsorted(starts, [r.start for r in records]), [r.token_times[-1] for r in records])
-        if (gone[:-1] <= starts[1:]).all():  # Batches do not overlap: every start is as good as any other.
-            return float(starts[0]), float(starts[-1])
-        warm = min(gone[0], times[len(times) // 4])
-        opens = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)]
-        return float(opens), float(starts[-1])
-    return min(r.arrival for r in records), float(times[-1])
+    whole = min(r.arrival for r in records), float(times[-1])
+    starts, batch = _batches(np.array([r.start for r in records]))
+    if not backlog or len(starts) <= 2:
+        return whole
+    gone = np.zeros(len(starts))
+    np.maximum.at(gone, batch, [r.token_times[-1] for r in records])
+    if (gone[:-1] <= starts[1:] + _SAME_START).all():  # Batches do not overlap: every start is as good as any other.
+        return float(starts[0]), float(starts[-1])
+    warm = min(gone[0], times[len(times) // 4])
+    opens, closes = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)], starts[-1]
+    inside = np.count_nonzero((times > opens) & (times <= closes))
+    return (float(opens), float(closes)) if inside >= _LEAST_INSIDE * len(times) else whole
+
+
+def _batches(starts: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    """When each batch of requests started, and which batch each request is in: those that start together to within the
+    few milliseconds by which a client at the other end of a connection sees them apart."""
+    order = np.argsort(starts, kind="stable")
+    firsts: list[float] = []
+    batch = np.zeros(len(starts), dtype=np.int64)
+    for index in order:
+        if not firsts or starts[index] > firsts[-1] + _SAME_START:
+            firsts.append(float(starts[index]))
+        batch[index] = len(firsts) - 1
+    return np.array(firsts), batch
 
 
 def _token_rate(records: Sequence[RequestRecord], opens: float, closes: float) -> float:

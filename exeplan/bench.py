@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from exeplan.errors import InputError
 from exeplan.metrics import RequestRecord
-from exeplan.policies import Floats
+from exeplan.plan import Schedule
+from exeplan.policies import Floats, load_policy
 from exeplan.workload import Workload
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from exeplan.runner.engine import Engine
 
 Ints = NDArray[np.int64]
+_CYCLES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,12 @@ def draw_load(
     if rate is not None:
         arrivals = np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, num_requests))
     return Load(input_tokens=inputs, output_tokens=outputs, arrivals=arrivals, concurrency=concurrency, seed=seed)
+
+
+def enough_requests(schedule: Schedule, workload: Workload, *, throughput: float, seconds: float) -> int:
+    """Requests for a backlog of about so many seconds, and of a dozen cycles at least: fewer say little of the mean."""
+    completions = load_policy(schedule.policy).cycle(schedule, workload).completions
+    return max(50, round(throughput * seconds), round(_CYCLES * completions))
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ def _bench_plan(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan)
     spec = plan_model(plan)
     workload = plan_workload(plan, spec, args.workload)
-    load = _load(args, workload, throughput=plan.estimate.throughput if plan.estimate else None)
+    load = _load(args, workload, plan)
     prediction = _prediction(args, plan, load)
     records, shared = _play(args, plan, spec, load)
     about = plan.bound.about if plan.bound else "p99-length"
@@ -84,12 +84,17 @@ def _bench_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace, workload: "Workload", *, throughput: float | None) -> "Load":
-    from exeplan.bench import draw_load
+def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
+    from exeplan.bench import draw_load, enough_requests
     from exeplan.units import seconds
 
-    rate = args.rate or throughput or 10.0
-    num_requests = args.requests or max(50, min(5000, round(rate * seconds(args.duration, "--duration"))))
+    duration = seconds(args.duration, "--duration")
+    if plan and plan.estimate and args.rate is None:
+        throughput = plan.estimate.throughput
+        num_requests = enough_requests(plan.schedule, workload, throughput=throughput, seconds=duration)
+    else:
+        num_requests = max(50, round((args.rate or 10.0) * duration))
+    num_requests = args.requests or min(num_requests, 5000)
     return draw_load(
         workload,
         num_requests,
@@ -160,7 +165,7 @@ def _bench_url_only(args: argparse.Namespace) -> int:
     if not (args.url and args.workload):
         raise InputError("give a PLAN, or --url and --workload")
     workload = load_workload(args.workload)
-    load = _load(args, workload, throughput=None)
+    load = _load(args, workload, None)
     model = served_model(args.url, args.api_key)
     records = asyncio.run(_play_url(args, load, model, vocab_size=args.vocab_size))
     measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)

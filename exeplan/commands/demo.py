@@ -109,11 +109,13 @@ def _plan(args: argparse.Namespace, problem: "Problem", policy: str) -> "tuple[P
 def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: Path, duration: float) -> "Estimate":
     import asyncio
 
-    from exeplan.bench import draw_load, play_url, served_model
+    from exeplan.bench import draw_load, enough_requests, play_url, served_model
     from exeplan.metrics import summarize
 
     assert plan.estimate is not None
-    load = draw_load(problem.workload, max(60, round(plan.estimate.throughput * duration)))
+    throughput = plan.estimate.throughput
+    number = enough_requests(plan.schedule, problem.workload, throughput=throughput, seconds=duration)
+    load = draw_load(problem.workload, number)
     with served(path, max_queue=len(load.input_tokens)) as url:
         vocab_size = problem.profile.model.vocab_size
         records = asyncio.run(play_url(url, load, model=served_model(url), vocab_size=vocab_size, stream=False))

@@ -83,6 +83,8 @@ class Profile:
     workspace_bytes: int
     """Peak bytes of activations at the largest measured prefill."""
     measurements: tuple[Measurement, ...] = field(repr=False)
+    calibration: float = 1.0
+    """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
     versions: Mapping[str, str] = field(default_factory=dict)
     created: str = ""
     complete: bool = True
@@ -92,7 +94,7 @@ class Profile:
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides a prediction."""
         rows = [asdict(m) for m in self.measurements]
-        body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, rows]
+        body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -102,7 +104,8 @@ def save_profile(profile: Profile, path: Path) -> None:
         "exeplan_profile": 1,
         "model": {"name": profile.model.name, "fingerprint": profile.model.fingerprint, "config": profile.model.config},
         **{
-            name: getattr(profile, name) for name in ("dtype", "weight_bytes", "workspace_bytes", "created", "complete")
+            name: getattr(profile, name)
+            for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "created", "complete")
         },
         "device": asdict(profile.device),
         "versions": dict(profile.versions),
@@ -152,6 +155,7 @@ def _check_values(profile: Profile, path: Path) -> None:
     positive = {
         "weight_bytes": profile.weight_bytes,
         "workspace_bytes": profile.workspace_bytes,
+        "calibration": profile.calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
     }

@@ -8,12 +8,13 @@ interpolation is worst. After every round the file is written, so that an interr
 import datetime
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from exeplan.profile import Profile, save_profile
+from exeplan.profiler.calibrate import BurstStep, burst, calibration
 from exeplan.profiler.device import raise_ceilings, versions
 from exeplan.profiler.lint import lint
 from exeplan.profiler.measure import Rig
@@ -32,6 +33,8 @@ _ADDING_SHARE = 0.7
 """Of the budget, after which no points are added: those that are there must be visited a few times."""
 _ADDED = 6
 """Gaps filled a round."""
+_BURST_SHARE = 1 / 6
+"""Of the time, at most, for bursts of real load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Campaign:
         self.costs: dict[Point, float] = {}
         self.num_disturbed = self.num_visits = 0
         self.num_rounds = 1
+        self.bursts: list[BurstStep] = []
+        self.burst_seconds = 0.0
         self.weight_bytes = rig.runner.weight_bytes + (work.spec.num_layers - rig.copies) * work.layer_bytes
         self.workspace_bytes = before.workspace_bytes if before else 0
 
@@ -84,6 +89,7 @@ class Campaign:
             for point in order(unsettled | self._anchors(), self.num_rounds):
                 if self._affords([point], until=self.goal.budget_seconds):
                     self._visit(point)
+            self._burst()
             self._save(complete=False)
             gaps = suggest(
                 self.samples, self.reach, num_layers=self.work.spec.num_layers, target=self.goal.target_error
@@ -95,6 +101,14 @@ class Campaign:
             left = [point for point in self.visits if not self._settled(point)]
             if self.num_visits == before and not any(self._affords([p], until=self.goal.budget_seconds) for p in left):
                 return
+
+    def _burst(self) -> None:
+        """Real load, for at most a sixth of the time."""
+        if self.burst_seconds > self.goal.elapsed * _BURST_SHARE:
+            return
+        began = time.monotonic()
+        self.bursts += burst(self.rig, seed=self.num_rounds)
+        self.burst_seconds += time.monotonic() - began
 
     def _anchors(self) -> dict[Point, int]:
         """Points that every round visits to tell how slow it is: three of each kind, none of them long."""
@@ -169,6 +183,8 @@ class Campaign:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             complete=complete,
         )
+        factor = calibration(self.bursts, profile, num_layers=self.rig.copies) if self.samples.whole else 1.0
+        profile = replace(profile, calibration=round(factor, 4))
         save_profile(profile, self.output)
         return profile
 
@@ -183,7 +199,8 @@ class Campaign:
         error = worst_error(self.samples, self.reach, num_layers=self.work.spec.num_layers)
         self.bar.note(
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
-            f"interpolation between them may miss a layer by {error:.1%}"
+            f"interpolation between them may miss a layer by {error:.1%}; "
+            f"whole steps take {profile.calibration:.3f} times the sum of their parts"
         )
         if self.num_disturbed:
             share = self.num_disturbed / self.num_visits

@@ -13,7 +13,7 @@ Not here: measuring (`profiler/`) and what happens when (`closed_form.py`, `repl
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -96,7 +96,7 @@ class CostModel:
     """Seconds of passes on the profiled device; a pure function of the profile."""
 
     def __init__(self, profile: Profile) -> None:
-        rows = profile.measurements
+        rows = [replace(m, seconds=m.seconds * profile.calibration) for m in profile.measurements]
         self.num_layers = profile.model.num_layers
         self.rest = _curve(rows, "rest", "num_tokens")
         self.embed = _curve(rows, "embed", "num_tokens")

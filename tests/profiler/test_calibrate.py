@@ -1,0 +1,34 @@
+"""The calibration is what whole steps of the engine took over what the parts predict for them."""
+
+import pytest
+
+from exeplan.profile import Profile
+from exeplan.profiler.calibrate import BurstStep, calibration
+from exeplan.runner.engine import StepRecord
+from exeplan.scheduling import Batch, Sequence
+from exeplan.simulator.cost import CostModel
+
+
+def decode_seconds(cost: CostModel, rows: int, tokens: int) -> float:
+    batch = [Sequence(request_id=str(i), num_prompt_tokens=tokens, max_output_tokens=1) for i in range(rows)]
+    return cost.batch_seconds(Batch(decode=tuple(batch)))
+
+
+def test_steps_twice_as_slow_as_their_parts_give_two(profile: Profile, cost: CostModel) -> None:
+    steps = [
+        BurstStep(StepRecord(0.0, 1.0, 0, rows, rows, rows * 100), 2 * decode_seconds(cost, rows, 100))
+        for rows in (1, 4, 16)
+    ]
+    assert calibration(steps, profile, num_layers=profile.model.num_layers) == pytest.approx(2.0)
+
+
+def test_long_steps_weigh_more_than_short_ones(profile: Profile, cost: CostModel) -> None:
+    steps = [
+        BurstStep(StepRecord(0.0, 1.0, 0, 1, 1, 100), 3 * decode_seconds(cost, 1, 100)),
+        BurstStep(StepRecord(0.0, 1.0, 0, 64, 64, 6400), decode_seconds(cost, 64, 100)),
+    ]
+    assert 1.0 < calibration(steps, profile, num_layers=profile.model.num_layers) < 1.5
+
+
+def test_nothing_measured_changes_nothing(profile: Profile) -> None:
+    assert calibration([], profile, num_layers=1) == 1.0

@@ -6,8 +6,9 @@ measured, tell how much that is on average. One factor for all predictions: more
 """
 
 import random
+import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.plan import Schedule
@@ -21,7 +22,7 @@ from exeplan.simulator.cost import CostModel
 
 _SLOTS = 16
 _REQUESTS = 32
-_LONGEST_PROMPT, _LONGEST_OUTPUT = 256, 48
+_LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _WARM_STEPS = 12
 _MAX_WALL_OVER_CPU = 1.05
 
@@ -56,14 +57,18 @@ def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
     return steps[_WARM_STEPS:]
 
 
-def calibration(steps: Iterable[BurstStep], profile: Profile, *, num_layers: int) -> float:
-    """Measured over predicted seconds of the steps, which ran `num_layers` layers; 1 without any."""
+def calibration(bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int) -> float:
+    """Measured over predicted seconds of bursts that ran `num_layers` layers; 1 without any.
+
+    The median over the bursts, as the parts are medians over the rounds: a burst in a slow minute says little.
+    """
     cost = CostModel(replace(profile, model=replace(profile.model, num_layers=num_layers), calibration=1.0))
-    measured = predicted = 0.0
-    for step in steps:
-        measured += step.seconds
-        predicted += cost.batch_seconds(_batch(step.record))
-    return measured / predicted if predicted else 1.0
+    ratios = [
+        sum(step.seconds for step in steps) / sum(cost.batch_seconds(_batch(step.record)) for step in steps)
+        for steps in bursts
+        if steps
+    ]
+    return statistics.median(ratios) if ratios else 1.0
 
 
 def _requests(rig: Rig, draw: random.Random) -> list[Request]:

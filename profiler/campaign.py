@@ -63,7 +63,7 @@ class Campaign:
         self.costs: dict[Point, float] = {}
         self.num_disturbed = self.num_visits = 0
         self.num_rounds = 1
-        self.bursts: list[BurstStep] = []
+        self.bursts: list[list[BurstStep]] = []
         self.burst_seconds = 0.0
         self.weight_bytes = rig.runner.weight_bytes + (work.spec.num_layers - rig.copies) * work.layer_bytes
         self.workspace_bytes = before.workspace_bytes if before else 0
@@ -107,7 +107,7 @@ class Campaign:
         if self.burst_seconds > self.goal.elapsed * _BURST_SHARE:
             return
         began = time.monotonic()
-        self.bursts += burst(self.rig, seed=self.num_rounds)
+        self.bursts.append(burst(self.rig, seed=self.num_rounds))
         self.burst_seconds += time.monotonic() - began
 
     def _anchors(self) -> dict[Point, int]:

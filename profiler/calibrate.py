@@ -72,12 +72,12 @@ def calibration(bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_
 
 
 def _requests(rig: Rig, draw: random.Random) -> list[Request]:
-    longest = min(_LONGEST_PROMPT, rig.longest - _LONGEST_OUTPUT - 1)
-    fitting = rig.runner.cache.num_blocks // num_blocks_for(longest + _LONGEST_OUTPUT)
+    longest, longest_output = min(_LONGEST_PROMPT, rig.longest // 2), min(_LONGEST_OUTPUT, rig.longest // 3)
+    fitting = rig.runner.cache.num_blocks // num_blocks_for(longest + longest_output)
     requests = []
     for index in range(min(_REQUESTS, 2 * fitting)):
         prompt = [draw.randrange(rig.runner.spec.vocab_size) for _ in range(draw.randint(1, longest))]
-        sampling = SamplingParams(temperature=0.0, max_tokens=draw.randint(1, _LONGEST_OUTPUT), ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=draw.randint(1, longest_output), ignore_eos=True)
         requests.append(Request(request_id=f"burst-{index}", prompt_token_ids=prompt, sampling=sampling))
     return requests
 

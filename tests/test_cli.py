@@ -196,7 +196,7 @@ def test_optimize_answers_a_mistake_in_one_sentence(
     [
         (simulate("nothing.yaml"), "no file nothing.yaml"),
         (simulate("."), ". is a directory, not a file"),
-        (simulate("p.json"), "p.json: unknown field 'complete'; a plan has"),
+        (simulate("p.json"), "p.json: unknown field 'calibration'; a plan has"),
         (simulate("half.yaml"), "half.yaml is not valid YAML at line"),
         (simulate("other.yaml"), "the plan was made for a model of shape 0000000000000000, demo has shape "),
         (simulate("layers.yaml"), "the plan places layers [(0, 5)], demo has layers 0 to 6"),

@@ -116,7 +116,7 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
 
 @pytest.mark.parametrize("name", policy_names())
 @given(seed=st.integers(0, 10_000), batch=st.integers(1, 24), steps=st.integers(1, 80), mean=st.floats(12, 90))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)  # Chance is in the workload, not in the choice of cases.
 def test_closed_form_agrees_with_the_replay(
     name: str, seed: int, batch: int, steps: int, mean: float, cost: CostModel
 ) -> None:

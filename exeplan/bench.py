@@ -92,10 +92,9 @@ def _sample_with_tail(workload: Workload, num_requests: int, *, seed: int) -> tu
     return inputs, outputs
 
 
-def enough_requests(schedule: Schedule, workload: Workload, *, throughput: float, seconds: float) -> int:
+def enough_requests(schedule: Schedule, *, throughput: float, seconds: float) -> int:
     """Requests for a backlog of about so many seconds, and of a dozen cycles at least: fewer say little of the mean."""
-    completions = load_policy(schedule.policy).cycle(schedule, workload).completions
-    return max(50, round(throughput * seconds), round(_CYCLES * completions))
+    return max(50, round(throughput * seconds), _CYCLES * load_policy(schedule.policy).starts_together(schedule))
 
 
 @dataclass(slots=True)

@@ -56,6 +56,12 @@ class LengthLaw:
         index = np.searchsorted(self.cdf, q - 1e-9)  # Sums of weights are not exact.
         return int(self.tokens[index.clip(max=len(self.tokens) - 1)])
 
+    def slice_means(self, num_slices: int) -> Floats:
+        """The mean of each of so many slices of equal probability, rising; their mean is the law's."""
+        mass = np.concatenate([[0.0], np.cumsum(self.weights * self.tokens)])
+        edges = np.linspace(0.0, 1.0, num_slices + 1)
+        return np.diff(np.interp(edges, np.concatenate([[0.0], self.cdf]), mass)) * num_slices
+
     def longest_of(self, batch: float) -> "LengthLaw":
         """The law of the longest among `batch` independent draws."""
         below = np.concatenate(([0.0], self.cdf)) ** batch

@@ -18,12 +18,24 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Hugging Face configs spell the same numbers differently; the first spelling present is taken.
 _SPELLINGS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "vocab_size": ("vocab_size",),
-    "max_context": ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"),
 }
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length")
+_DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+"""Of an encoder-decoder model, whose `num_hidden_layers` (BART) and `num_layers` (T5) count its encoder's."""
+_ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers", "num_layers")
+_INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "ffn_hidden_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_RELATIVE_CONTEXT = 1 << 20
+"""The context of models with relative positions, which have no limit of their own (T5)."""
+_UNSTATED_CONTEXT = {"falcon": 2048, "bloom": 2048}
+"""Families whose configs may leave the context out, with what their checkpoints were trained on."""
+_GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3")
+"""Beginnings of families that gate the MLP whatever the config calls its activation, if it does."""
+_TIED_GATED_FAMILIES = ("gemma", "cohere")
 # What names a checkpoint or its author rather than its shape.
 _NOT_SHAPE = {
     "_name_or_path",
@@ -38,7 +50,7 @@ _NOT_SHAPE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Sizes of a decoder-only transformer.
+    """Sizes of a decoder-only or an encoder-decoder transformer.
 
     `config` is the whole Hugging Face config, for the family's own flags. `directory` is where its weights are, and
     None for a shipped shape, which runs with random weights.
@@ -47,14 +59,31 @@ class ModelSpec:
     name: str
     family: str
     num_layers: int
+    """Decoder layers."""
+    num_encoder_layers: int = 0
+    """0 for a decoder-only model, whose prefill runs on its decoder layers."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    intermediate_size: int
+    gated_mlp: bool
+    """The MLP has a gate beside its up projection (SwiGLU)."""
+    tied_head: bool
+    """The output head is the embedding."""
     vocab_size: int
     max_context: int
     config: Mapping[str, Any] = field(repr=False)
     directory: Path | None = None
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.num_encoder_layers > 0
+
+    @property
+    def first_token_from_prefill(self) -> bool:
+        """Whether the prefill yields the first output token, as it does where no encoder stands before the decoder."""
+        return not self.is_encoder_decoder
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""
@@ -92,25 +121,63 @@ def model_spec(config: Mapping[str, Any], *, name: str, directory: Path | None =
     if not isinstance(family, str) or not family.isidentifier():
         raise InputError(f"config of '{name}' has no usable model_type (found {family!r})")
     sizes = {size: _integer(config, names, name) for size, names in _SPELLINGS.items()}
-    head_dim = config.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
-    num_kv_heads = config.get("num_key_value_heads") or sizes["num_heads"]
+    if config.get("is_encoder_decoder"):
+        sizes["num_layers"] = _integer(config, _DECODER_LAYERS, name, default=sizes["num_layers"])
+    _refuse_experts(config, name)
+    head_dim = config.get("head_dim") or config.get("d_kv") or sizes["hidden_size"] // sizes["num_heads"]
+    num_kv_heads = _num_kv_heads(config, sizes["num_heads"])
     for what, value in (("head_dim", head_dim), ("num_key_value_heads", num_kv_heads)):
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise InputError(f"config of '{name}': {what} must be a positive integer, found {value!r}")
     if sizes["num_heads"] % num_kv_heads:
         raise InputError(f"config of '{name}': {sizes['num_heads']} heads cannot share {num_kv_heads} key/value heads")
+    gated = _is_gated(config, family)
     return ModelSpec(
         name=name,
         family=family,
+        num_encoder_layers=_integer(config, _ENCODER_LAYERS, name) if config.get("is_encoder_decoder") else 0,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        intermediate_size=_integer(config, _INTERMEDIATE, name, default=4 * sizes["hidden_size"]),
+        gated_mlp=gated,
+        tied_head=bool(config.get("tie_word_embeddings", not gated or family.startswith(_TIED_GATED_FAMILIES))),
+        max_context=_max_context(config, family, name),
         config=dict(config),
         directory=directory,
         **sizes,
     )
 
 
-def _integer(config: Mapping[str, Any], names: tuple[str, ...], model: str) -> int:
+def _refuse_experts(config: Mapping[str, Any], name: str) -> None:
+    for field_name in _EXPERTS:
+        if config.get(field_name) not in (None, 0, 1):
+            raise InputError(
+                f"config of '{name}' has {field_name}={config[field_name]!r}: mixtures of experts are not supported, "
+                "only dense models such as mistral-7b"
+            )
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> Any:
+    """Falcon-7B and StarCoder share one key/value head and say so by a flag, whatever their count says."""
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads
+
+
+def _is_gated(config: Mapping[str, Any], family: str) -> bool:
+    """By the family or the activation: the other families with SiLU gate it, and T5's config says so."""
+    if family.startswith(_GATED_FAMILIES) or str(config.get("feed_forward_proj", "")).startswith("gated"):
+        return True
+    return config.get("hidden_act") in ("silu", "swish")
+
+
+def _max_context(config: Mapping[str, Any], family: str, name: str) -> int:
+    if "relative_attention_num_buckets" in config:
+        return _RELATIVE_CONTEXT
+    return _integer(config, _CONTEXT, name, default=_UNSTATED_CONTEXT.get(family))
+
+
+def _integer(config: Mapping[str, Any], names: tuple[str, ...], model: str, *, default: int | None = None) -> int:
     for name in names:
         value = config.get(name)
         if value is None:
@@ -118,4 +185,6 @@ def _integer(config: Mapping[str, Any], names: tuple[str, ...], model: str) -> i
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"config of '{model}': {name} must be a positive integer, found {value!r}")
         return value
-    raise InputError(f"config of '{model}' has no {names[0]}")
+    if default is None:
+        raise InputError(f"config of '{model}' has no {names[0]}")
+    return default

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from exeplan.errors import Infeasible
-from exeplan.plan import Estimate, Placement, Plan, Schedule, Stage
+from exeplan.plan import Estimate, Plan, Schedule
 from exeplan.plan import as_json as plan_json
 from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, replay_estimate
@@ -100,7 +100,7 @@ def _optimum(
     plan = Plan(
         model=str(model.directory or model.name),
         schedule=schedule,
-        placement=single_device(model.num_layers),
+        placement=problem.cost.placement,
         bound=problem.bound,
         dtype=problem.profile.dtype,
         device=problem.profile.device.kind,
@@ -142,11 +142,6 @@ def _pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
         if not kept or trial.outcome.throughput > kept[-1].outcome.throughput:
             kept.append(trial)
     return tuple(kept)
-
-
-def single_device(num_layers: int) -> Placement:
-    """All layers on device 0."""
-    return (Stage(devices=(0,), layers=(0, num_layers)),)
 
 
 def resolve_policies(text: str) -> tuple[str, ...]:
@@ -228,8 +223,9 @@ def _why_not(problem: Problem, gentlest: Schedule, needed: float) -> str:
 def _floor(problem: Problem, length: int) -> str:
     """Where the time of the gentlest schedule goes: one row through all layers, once a token."""
     cost, layers = problem.cost, problem.profile.model.num_layers
-    layer = float(cost.rest(1.0)) + float(cost.decode_attention(1.0, problem.workload.mean_input + length / 2))
-    around = float(cost.embed(1.0) + cost.head(1.0) + cost.overhead(1.0))
+    shard = cost.shards[min(cost.shards)]
+    layer = float(shard.rest["decode"](1.0) + shard.decode_attention(1.0, problem.workload.mean_input + length / 2))
+    around = float(shard.embed(1.0) + shard.head(1.0) + cost.overhead(1.0))
     return (
         f"what binds is one row alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "
         f"them, {length} times"

@@ -12,7 +12,7 @@ from typing import Any
 
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, write_text
-from exeplan.model import DTYPE_BYTES
+from exeplan.model import DTYPE_BYTES, ModelSpec
 
 BOUND_ABOUT = ("p99-length", "p99-requests")
 """What a latency bound is about: an output of the 99th-percentile length, or 99 % of all requests."""
@@ -47,6 +47,10 @@ class Stage:
 
     devices: tuple[int, ...] = (0,)
     layers: tuple[int, int]
+    """Decoder layers."""
+    encoder_layers: tuple[int, int] = (0, 0)
+    phase: str = ""
+    """`prefill` or `decode` for a stage that does nothing else."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -54,6 +58,11 @@ class Stage:
 
 
 Placement = tuple[Stage, ...]
+
+
+def single_stage(spec: ModelSpec) -> Placement:
+    """All layers on device 0."""
+    return (Stage(layers=(0, spec.num_layers), encoder_layers=(0, spec.num_encoder_layers)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +141,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, its policy beside its variables."""
     body = asdict(plan)
     body["schedule"] = {"policy": plan.schedule.policy, **plan.schedule.variables}
-    body["placement"] = [
-        {"devices": list(s.devices), "tensor_parallel_size": s.tensor_parallel_size, "layers": list(s.layers)}
-        for s in plan.placement
-    ]
+    body["placement"] = [_stage_json(stage) for stage in plan.placement]
     return body
+
+
+def _stage_json(stage: Stage) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "devices": list(stage.devices),
+        "tensor_parallel_size": stage.tensor_parallel_size,
+        "layers": list(stage.layers),
+    }
+    if stage.encoder_layers != (0, 0):
+        body["encoder_layers"] = list(stage.encoder_layers)
+    return {**body, "phase": stage.phase} if stage.phase else body
 
 
 def load_plan(path: Path) -> Plan:
@@ -206,12 +223,20 @@ def _placement(body: Any) -> Placement:
 def _stage(body: Any) -> Stage:
     if not isinstance(body, Mapping) or not {"devices", "layers"} <= set(body):
         raise InputError(f"each stage of a placement needs devices and layers, found {body!r}")
-    devices, layers = body["devices"], body["layers"]
-    if not _counts(devices) or not _counts(layers) or len(layers) != 2 or layers[0] >= layers[1]:
+    devices, layers, encoder = body["devices"], body["layers"], body.get("encoder_layers", [0, 0])
+    spans = all(_counts(span) and len(span) == 2 and span[0] <= span[1] for span in (layers, encoder))
+    if not _counts(devices) or not spans or layers[1] - layers[0] + encoder[1] - encoder[0] == 0:
         raise InputError(
             f"a stage needs devices such as [0] and layers [first, last exclusive], found {devices!r} and {layers!r}"
         )
-    return Stage(devices=tuple(devices), layers=(layers[0], layers[1]))
+    if body.get("phase", "") not in ("", "prefill", "decode"):
+        raise InputError(f"a stage's phase can be prefill or decode, found {body['phase']!r}")
+    return Stage(
+        devices=tuple(devices),
+        layers=(layers[0], layers[1]),
+        encoder_layers=(encoder[0], encoder[1]),
+        phase=body.get("phase", ""),
+    )
 
 
 def _counts(values: Any) -> bool:

@@ -7,12 +7,13 @@ import numpy as np
 
 from exeplan.errors import Infeasible, InputError
 from exeplan.metrics import summarize
-from exeplan.plan import Bound, Estimate, Schedule
+from exeplan.plan import Bound, Estimate, Schedule, single_stage
 from exeplan.profile import Profile
 from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
 from exeplan.search import Outcome
-from exeplan.simulator.closed_form import estimate, memory_bytes, steady_state
+from exeplan.simulator.closed_form import estimate, steady_state
 from exeplan.simulator.cost import CostModel
+from exeplan.simulator.memory import kv_room_tokens, memory_bytes
 from exeplan.simulator.replay import Run, replay
 from exeplan.units import show_bytes
 from exeplan.workload import Workload
@@ -44,13 +45,14 @@ class Problem:
         """One point of the search; `memory` is the share of the tighter of the two capacities, bytes and residents."""
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
-            memory_bytes(self.profile, steady.kv_tokens) / self.memory, steady.cycle.num_seqs / (self.max_seqs + 1e-9)
+            memory_bytes(self.profile, self.cost.placement, steady.kv_tokens) / self.memory,
+            steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
         return Outcome(throughput=steady.throughput, latency=steady.bound_latency(self.bound.about), memory=share)
 
     def estimate(self, schedule: Schedule) -> Estimate:
         """The closed form's Estimate of a schedule."""
-        return estimate(steady_state(schedule, self.workload, self.cost), self.profile, self.bound.about)
+        return estimate(steady_state(schedule, self.workload, self.cost), self.cost, self.bound.about)
 
 
 def make_problem(
@@ -64,14 +66,14 @@ def make_problem(
             f"workload '{workload.name}' has requests of {longest} tokens, the context of "
             f"{profile.model.name} is {profile.model.max_context}; scale it down with --fit-context"
         )
-    one_request = memory_bytes(profile, float(num_blocks_for(longest) * BLOCK_SIZE))
+    one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
     if one_request > available:
         raise Infeasible(
             f"{profile.model.name} needs {show_bytes(one_request)} for weights, workspace and one request of "
             f"{longest} tokens; {profile.device.name} has {show_bytes(available)} for it"
         )
     cost = CostModel(profile)
-    measured = int(cost.decode_attention.num_seqs[-1])
+    measured = int(cost.shards[1].decode_attention.num_seqs[-1])
     return Problem(
         profile=profile,
         workload=workload,
@@ -103,7 +105,7 @@ def replay_estimate(
         p99_output=p99,
         bound_about=problem.bound.about,
         kv_tokens=float(run.peak_kv_tokens),
-        memory_bytes=memory_bytes(problem.profile, float(run.peak_kv_tokens)),
+        memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
     )
 
 
@@ -112,8 +114,7 @@ def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
     needed = (
         steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
     )
-    per_token = problem.profile.model.kv_bytes_per_token(problem.profile.dtype)
-    room = (problem.memory - memory_bytes(problem.profile, 0.0)) / per_token
+    room = kv_room_tokens(problem.profile, problem.cost.placement, problem.memory)
     return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE
 
 

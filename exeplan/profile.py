@@ -5,13 +5,21 @@ A measurement is one row: `attention` and `rest` are one layer each, `embed`, `h
     op         phase    axes                        meaning
     attention  prefill  num_seqs, num_tokens        KV store and attention of num_seqs prompts, num_tokens in all
     attention  decode   num_seqs, context_tokens    one new token a sequence, context_tokens in the cache in all
-    rest       (both)   num_tokens                  the layer without its attention
+    rest       (both)   num_tokens                  the layer without its attention; of an encoder-decoder model
+                                                    prefill: an encoder layer, with its share of the decoder's keys and
+                                                    values of the prompt; decode: a decoder layer
     embed      (both)   num_tokens                  token and position embedding
     head       (both)   num_seqs                    final norm, output head and sampling of num_seqs rows
     overhead   decode   num_seqs                    scheduling, batch preparation and bookkeeping of an iteration
     overhead   prefill  num_seqs, num_tokens        the same for a prefill
+    all_reduce intra    bytes                       sum over tensor_parallel_size devices of one node; inter: of several
+    send       intra    bytes                       from one device to another of its node; inter: to another node
 
-Times are medians in seconds. Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
+Rows hold at one tensor_parallel_size: `attention`, `rest`, `embed` and `head` are one device's shard then, without
+communication. An encoder-decoder model's `attention decode` is a decoder layer's own and cross attention together, over
+all tokens in both of its caches. Times are medians in seconds.
+
+Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
 """
 
 import hashlib
@@ -25,8 +33,10 @@ from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
 from exeplan.model import DTYPE_BYTES, ModelSpec, model_spec
 
-OPS = ("attention", "rest", "embed", "head", "overhead")
-PHASES = ("prefill", "decode", "")
+OPS = ("attention", "rest", "embed", "head", "overhead", "all_reduce", "send")
+COMPUTE_PHASES = ("prefill", "decode", "")
+LINKS = ("intra", "inter")
+"""Phases of the two operations that communicate: inside a node and between nodes."""
 _AXES = {
     ("attention", "prefill"): ("num_seqs", "num_tokens"),
     ("attention", "decode"): ("num_seqs", "context_tokens"),
@@ -37,6 +47,7 @@ _AXES = {
     ("overhead", "prefill"): ("num_seqs",),
 }
 """The measurements that a profile must hold, and the axes that each of their rows needs."""
+_LINK_OPS = ("all_reduce", "send")
 _LARGEST = 1e30
 """Above any bytes, seconds or rates there are."""
 
@@ -65,10 +76,15 @@ class Measurement:
     num_seqs: int = 0
     num_tokens: int = 0
     context_tokens: int = 0
+    tensor_parallel_size: int = 1
+    bytes: int = 0
     seconds: float
     spread: float = 0.0
     """Half the interquartile range over the median."""
     repeats: int = 1
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Measurement)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +101,17 @@ class Profile:
     measurements: tuple[Measurement, ...] = field(repr=False)
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
+    source: str = "measured"
+    """`measured`, or where the times come from: `datasheet a100-80gb`, `imported vidur`."""
     versions: Mapping[str, str] = field(default_factory=dict)
     created: str = ""
     complete: bool = True
     """False while a run is interrupted; `exeplan profile` with the same file resumes it."""
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """Degrees at which a layer was timed, rising."""
+        return tuple(sorted({m.tensor_parallel_size for m in self.measurements if m.op == "rest"}))
 
     @property
     def fingerprint(self) -> str:
@@ -105,13 +128,13 @@ def save_profile(profile: Profile, path: Path) -> None:
         "model": {"name": profile.model.name, "fingerprint": profile.model.fingerprint, "config": profile.model.config},
         **{
             name: getattr(profile, name)
-            for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "created", "complete")
+            for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "source", "created", "complete")
         },
         "device": asdict(profile.device),
         "versions": dict(profile.versions),
     }
     rows = ",\n".join(
-        f"    {json.dumps({k: v for k, v in asdict(m).items() if v not in ('', 0)})}" for m in profile.measurements
+        f"    {json.dumps({k: v for k, v in asdict(m).items() if v != _DEFAULTS.get(k)})}" for m in profile.measurements
     )
     text = json.dumps(head, indent=2, default=str)
     write_text(path, f'{text[:-2]},\n  "measurements": [\n{rows}\n  ]\n}}\n')
@@ -164,7 +187,8 @@ def _check_values(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: {name} must be a positive number, found {value!r}")
     if profile.dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
-    for name, text in (("model name", profile.model.name), ("device name", device.name), ("device kind", device.kind)):
+    texts = {"model name": profile.model.name, "device name": device.name, "device kind": device.kind}
+    for name, text in {**texts, "source": profile.source}.items():
         if not isinstance(text, str):
             raise InputError(f"{path}: {name} must be text, found {text!r}")
 
@@ -180,11 +204,13 @@ def _measurement(row: Any, index: int, path: Path) -> Measurement:
         m = Measurement(**row)
     except TypeError as error:
         raise InputError(f"{path}: measurement {index} is malformed: {error}") from None
-    if m.op not in OPS or m.phase not in PHASES:
+    if m.op not in OPS or m.phase not in (LINKS if m.op in _LINK_OPS else COMPUTE_PHASES):
         raise InputError(f"{path}: measurement {index} has unknown op '{m.op}' or phase '{m.phase}'")
-    axes = (m.num_seqs, m.num_tokens, m.context_tokens)
+    axes = (m.num_seqs, m.num_tokens, m.context_tokens, m.bytes, m.tensor_parallel_size)
     if any(isinstance(a, bool) or not isinstance(a, int) or a < 0 for a in axes):
         raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
+    if m.tensor_parallel_size < 1 or (m.op in _LINK_OPS and m.bytes < 1):
+        raise InputError(f"{path}: measurement {index} ({m.op}) needs a tensor_parallel_size, or bytes, of at least 1")
     for (op, phase), needed in _AXES.items():
         if m.op == op and phase in ("", m.phase) and any(getattr(m, axis) < 1 for axis in needed):
             raise InputError(f"{path}: measurement {index} ({op}) needs {' and '.join(needed)} of at least 1")

@@ -8,12 +8,17 @@ decode batch yields one more; it leaves `running` when it is finished (at once, 
 When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later,
 its tokens kept; the oldest is never preempted, so there is always progress.
 
+On a pipeline several batches are under way: the driver asks for the next one whenever the first stage is free, and
+completes a batch when it has left the last. Who decodes is split into groups (micro-batches); a group under way cannot
+be scheduled again before it is back. Where some stages only prefill, a prefilled sequence is `handed over` to the
+others and waits in `ready` for a place in a group.
+
 Not here: which blocks (the runner's KV cache places them) and what tokens mean.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from exeplan.errors import InputError
 from exeplan.plan import Schedule
@@ -34,6 +39,12 @@ class Sequence:
     """Tokens generated so far; they survive preemption."""
     num_blocks: int = 0
     """KV blocks held; 0 while waiting."""
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values earlier chunks of a chunked prefill have computed."""
+    group: int = 0
+    """The micro-batch in which it decodes."""
+    in_flight: bool = False
+    """In a batch that is under way."""
     finished: bool = False
     preemptions: int = 0
 
@@ -47,17 +58,33 @@ class Sequence:
 class Batch:
     """One pass over the layers: rows that are prefilled and rows that decode one token.
 
-    A prefilled row computes all its `num_tokens`; `pad_to` > 0 makes it compute that many, the rest being padding.
-    A decode row computes 1 token and attends to `num_tokens`.
+    A prefilled row computes all its `num_tokens`; `pad_to` > 0 makes it compute that many, the rest being padding;
+    `chunks`, one for each prefilled row, make it compute so many of those that are left. A decode row computes 1 token
+    and attends to `num_tokens`.
     """
 
     prefill: tuple[Sequence, ...] = ()
     decode: tuple[Sequence, ...] = ()
     pad_to: int = 0
+    chunks: tuple[int, ...] = ()
+    group: int = 0
+    """The group that decodes, and that the prefilled rows join."""
+    phase: str = ""
+    """The stages it runs on: all of them, or those set apart for `prefill` or `decode`."""
+
+    @property
+    def whole_prefills(self) -> tuple[Sequence, ...]:
+        """Prefilled rows of which nothing is left to prefill after this pass."""
+        if not self.chunks:
+            return self.prefill
+        rows = zip(self.prefill, self.chunks, strict=True)
+        return tuple(row for row, chunk in rows if row.num_computed_tokens + chunk >= row.num_tokens)
 
     @property
     def num_new_tokens(self) -> int:
         """Rows of the flat matrix products, padding included."""
+        if self.chunks:
+            return sum(self.chunks) + len(self.decode)
         prefill = len(self.prefill) * self.pad_to if self.pad_to else sum(s.num_tokens for s in self.prefill)
         return prefill + len(self.decode)
 
@@ -71,19 +98,38 @@ class Scheduler:
     """Drives one policy over one KV cache of `num_blocks` blocks.
 
     Use: `add` sequences; then repeat `batch = next_batch()`, run it, give every row that produced a token
-    `num_output_tokens += 1` (and `finished = True` at its end), and call `complete(batch)`.
+    `num_output_tokens += 1` (and `finished = True` at its end), and call `complete(batch)`. On a pipeline `next_batch`
+    may be called again before that; with stages set apart for prefills (`num_prefill_stages` of them) it is asked for
+    each `phase` on its own, and `hand_over(batch)` says that a prefill's keys and values have arrived.
     """
 
-    def __init__(self, schedule: Schedule, num_blocks: int) -> None:
+    def __init__(self, schedule: Schedule, num_blocks: int, num_prefill_stages: int = 1) -> None:
         self.schedule = schedule
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
+        self.num_prefill_stages = num_prefill_stages
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """Admitted sequences, oldest first."""
-        self.steps_since_prefill = 0
-        """Decode iterations since the last prefill."""
+        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
+        """Running sequences by the micro-batch in which they decode, oldest first."""
+        self.ready: deque[Sequence] = deque()
+        """Handed over to the stages that decode, and in no group yet."""
+        self.num_handing_over = 0
+        """Admitted to the stages that prefill, and not ready yet."""
+        self.busy: set[int] = set()
+        """Groups that are under way."""
+        self.last_group = -1
+        """The group that was scheduled last."""
+        self.entered = [0] * len(self.groups)
+        """Decode iterations that each group has begun since the last prefill was."""
+        self.prefills_in_row = 0
+        """Batches with prefills since the last one without."""
+        self.admitted_in_row = 0
+        """Sequences in them."""
+        self.num_prefills_in_flight = 0
+        """Batches with prefills that are under way."""
         self.num_preemptions = 0
 
     @property
@@ -103,8 +149,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Drops a sequence wherever it is and frees its blocks at once."""
         if sequence in self.running:
-            self.running.remove(sequence)
-            self._release(sequence)
+            self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -114,6 +159,8 @@ class Scheduler:
         `reserve` counts every sequence at its full length (ORCA's slots reserved by max_tokens), so that nobody is ever
         preempted; otherwise each is counted at its tokens so far and the one it is about to produce.
         """
+        if limit < 1 or not self.waiting:
+            return ()
         room = self.free_blocks
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
@@ -125,68 +172,153 @@ class Scheduler:
             chosen.append(sequence)
         return tuple(chosen)
 
-    def next_batch(self) -> Batch | None:
-        """What to run now, with its blocks taken; None when there is nothing to do."""
-        batch: Batch | None = self.policy.next_batch(self.schedule, self)
+    def deal(self) -> None:
+        """Deals the running sequences out into groups of nearly equal size; none may be under way."""
+        assert not self.busy
+        for number in range(len(self.groups)):
+            self.groups[number] = self.running[number :: len(self.groups)]
+            for sequence in self.groups[number]:
+                sequence.group = number
+
+    def turn(self) -> int | None:
+        """The group with sequences that has begun the fewest decode iterations; None when there is none."""
+        turns = [(entered, number) for number, entered in enumerate(self.entered) if self.groups[number]]
+        return min(turns)[1] if turns else None
+
+    def next_batch(self, phase: str = "") -> Batch | None:
+        """What to run now, with its blocks taken; None when nothing can run before a batch under way is complete."""
+        batch: Batch | None = self.policy.next_batch(self.schedule, self, phase)
         if batch is None:
             return None
         decode = self._grow(batch.decode)
-        admitted = self._admit(batch.prefill)
+        admitted = self._admit(batch)
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
-            return self.next_batch() if self.has_work else None
-        return Batch(prefill=admitted, decode=decode, pad_to=batch.pad_to)
+            return self.next_batch(phase) if self.has_work and not self.busy else None
+        chunks = batch.chunks[: len(admitted)]
+        batch = Batch(admitted, decode, pad_to=batch.pad_to, chunks=chunks, group=batch.group, phase=phase)
+        self._begin(batch)
+        return batch
 
     def complete(self, batch: Batch) -> list[Sequence]:
         """Books a batch that has run. Returns the sequences that left and freed their blocks."""
-        self.steps_since_prefill = 0 if batch.prefill else self.steps_since_prefill + 1
-        if self.policy.KEEPS_FINISHED_ROWS and not all(s.finished for s in self.running):
-            return []
-        left = [s for s in self.running if s.finished]
+        for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
+            row.num_computed_tokens += chunk
+        self.num_prefills_in_flight -= bool(batch.prefill)
+        if batch.phase != "prefill":
+            self.busy.discard(batch.group)
+        rows = batch.prefill + batch.decode
+        for row in rows:
+            row.in_flight = False
+        if self.policy.KEEPS_FINISHED_ROWS:
+            if self.busy or not all(s.finished for s in self.running):
+                return []
+            left = list(self.running)
+        else:
+            left = [s for s in rows if s.finished and s.num_blocks]
         for sequence in left:
-            self._release(sequence)
-        self.running = [s for s in self.running if not s.finished]
+            self._leave(sequence)
+        if not self.running:
+            self.prefills_in_row = self.admitted_in_row = 0
         return left
 
-    def _grow(self, rows: Iterable[Sequence]) -> tuple[Sequence, ...]:
-        granted: list[Sequence] = []
+    def hand_over(self, batch: Batch) -> None:
+        """The keys and values of a prefilled batch have arrived at the stages that decode."""
+        self.num_handing_over -= len(batch.prefill)
+        self.ready.extend(row for row in batch.prefill if row.num_blocks)
+
+    def _begin(self, batch: Batch) -> None:
+        if batch.phase != "prefill":
+            self.busy.add(batch.group)
+            self.last_group = batch.group
+        for row in batch.prefill + batch.decode:
+            row.in_flight = True
+        if batch.prefill:
+            self.num_prefills_in_flight += 1
+            self.prefills_in_row += 1
+            self.admitted_in_row += len(batch.prefill)
+            self.entered = [0] * len(self.groups)
+        else:
+            self.prefills_in_row = self.admitted_in_row = 0
+            self.entered[batch.group] += 1
+
+    def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+        """The rows that have room for one more token; younger ones are preempted for it."""
+        short = [s for s in rows if s.num_prompt_tokens + s.num_output_tokens > s.num_blocks * BLOCK_SIZE]
+        if not short:
+            return rows
+        if len(short) <= self.free_blocks and all(s.num_blocks == num_blocks_for(s.num_tokens) - 1 for s in short):
+            for sequence in short:
+                sequence.num_blocks += 1
+            self.free_blocks -= len(short)
+            return rows
         for sequence in rows:
             if sequence.num_blocks == 0:  # Preempted for an older row of this very batch.
                 continue
             needed = num_blocks_for(sequence.num_tokens) - sequence.num_blocks
-            while needed > self.free_blocks and self.running[-1] is not sequence:
-                self._preempt(self.running[-1])
-            if needed > self.free_blocks:
+            while needed > self.free_blocks and (victim := self._youngest_idle()) not in (None, sequence):
+                self._preempt(victim)
+            if needed <= self.free_blocks:
+                sequence.num_blocks += max(needed, 0)
+                self.free_blocks -= max(needed, 0)
+            elif not self.busy:
                 self._preempt(sequence)
-                continue
-            if needed > 0:
-                sequence.num_blocks += needed
-                self.free_blocks -= needed
-            granted.append(sequence)
-        return tuple(s for s in granted if s.num_blocks)
+        return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
 
-    def _admit(self, rows: Iterable[Sequence]) -> tuple[Sequence, ...]:
+    def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
-        for sequence in rows:
+        for sequence in batch.prefill:
+            if sequence.num_blocks:  # A chunk of a prefill that has begun.
+                admitted.append(sequence)
+                continue
             needed = num_blocks_for(sequence.num_tokens)
-            if needed > self.free_blocks or self.waiting[0] is not sequence:
+            if needed > self.free_blocks or sequence not in self.waiting:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.num_blocks = needed
             self.free_blocks -= needed
             self.running.append(sequence)
+            if self.policy.SEPARATE_STAGES:
+                self.num_handing_over += 1
+            else:
+                self.join(sequence, batch.group)
             admitted.append(sequence)
         return tuple(admitted)
 
+    def join(self, sequence: Sequence, group: int) -> None:
+        """Puts a running sequence into a group."""
+        sequence.group = group
+        self.groups[group].append(sequence)
+
+    def _youngest_idle(self) -> Sequence | None:
+        return next((s for s in reversed(self.running) if not s.in_flight), None)
+
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._release(sequence)
+        self._leave(sequence)
+        sequence.num_computed_tokens = 0
         sequence.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence in self.groups[sequence.group]:
+            self.groups[sequence.group].remove(sequence)
+        elif sequence in self.ready:
+            self.ready.remove(sequence)
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
+
+
+def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...]:
+    """The fullest of `parts` nearly equal shares of the rows by tokens: longest first, each to the emptiest share."""
+    if parts == 1:
+        return rows
+    shares: list[tuple[int, int, list[Sequence]]] = [(0, number, []) for number in range(parts)]
+    for row in sorted(rows, key=lambda s: -s.num_tokens):
+        tokens, number, share = shares[0]
+        heapreplace(shares, (tokens + row.num_tokens, number, [*share, row]))
+    chosen = {id(row) for row in max(shares)[2]}
+    return tuple(row for row in rows if id(row) in chosen)
 
 
 def _reserved(sequence: Sequence) -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.plan import Estimate, Schedule
-from exeplan.policies import Cycle, Floats, load_policy
-from exeplan.profile import Profile
+from exeplan.policies import Cycle, Floats, Steady, load_policy
 from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.cost import CostModel
+from exeplan.simulator.memory import memory_bytes
 from exeplan.workload import Workload
 
 KV_SIGMAS = 3.0
@@ -17,17 +17,20 @@ KV_SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """A schedule's cycle with the time of each of its passes."""
+    """A schedule's steady state on a placement."""
 
     schedule: Schedule
     workload: Workload
-    cycle: Cycle
-    pass_seconds: Floats
+    steady: Steady
+
+    @property
+    def cycle(self) -> Cycle:
+        return self.steady.cycle
 
     @property
     def throughput(self) -> float:
         """Requests a second."""
-        return self.cycle.completions / float(self.cycle.probability @ self.pass_seconds)
+        return self.steady.throughput
 
     @property
     def kv_tokens(self) -> float:
@@ -36,8 +39,7 @@ class SteadyState:
 
     def latency(self, output_tokens: Floats) -> Floats:
         """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
-        policy = load_policy(self.schedule.policy)
-        return policy.latency(self.schedule, self.cycle, self.pass_seconds, output_tokens)
+        return self.steady.latency(output_tokens)
 
     def bound_latency(self, bound_about: str) -> float:
         """The latency that a bound about `bound_about`."""
@@ -49,12 +51,11 @@ class SteadyState:
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
     """The steady state of a schedule under a backlog of this workload."""
-    cycle = load_policy(schedule.policy).cycle(schedule, workload)
-    return SteadyState(schedule, workload, cycle, cost.pass_seconds(cycle))
+    return SteadyState(schedule, workload, load_policy(schedule.policy).steady_state(schedule, workload, cost))
 
 
-def estimate(steady: SteadyState, profile: Profile, bound_about: str = "p99-length") -> Estimate:
-    """Throughput, latencies and memory of a steady state on the profiled device."""
+def estimate(steady: SteadyState, cost: CostModel, bound_about: str = "p99-length") -> Estimate:
+    """Throughput, latencies and memory of a steady state on a placement."""
     law = steady.workload.output_law
     lengths, weights = law.tokens.astype(float), law.weights
     latencies = steady.latency(lengths)
@@ -68,13 +69,10 @@ def estimate(steady: SteadyState, profile: Profile, bound_about: str = "p99-leng
         latency_p50=_quantile(latencies, weights, 0.5),
         latency_p99=_quantile(latencies, weights, 0.99),
         kv_tokens=steady.kv_tokens,
-        memory_bytes_per_gpu=memory_bytes(profile, steady.kv_tokens),
+        memory_bytes_per_gpu=memory_bytes(
+            cost.profile, cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens
+        ),
     )
-
-
-def memory_bytes(profile: Profile, kv_tokens: float) -> float:
-    """Weights, KV cache and workspace on the one device."""
-    return profile.weight_bytes + profile.workspace_bytes + kv_tokens * profile.model.kv_bytes_per_token(profile.dtype)
 
 
 def _tpot(lengths: Floats, weights: Floats, decode_seconds: Floats) -> float:

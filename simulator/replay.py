@@ -4,6 +4,8 @@ The same Scheduler and policy that drive the engine drive this; only the clock i
 """
 
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -15,12 +17,14 @@ from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler, Sequence
 from exeplan.simulator.cost import CostModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRecord:
+class PassRecord(NamedTuple):
     """One pass as it ran: seconds on the run's clock, rows and tokens."""
 
     start: float
     end: float
+    """When it has left its last stage."""
+    spans: tuple[tuple[int, float, float], ...]
+    """(stage, start, end), in the order of the stages."""
     num_prefill: int
     num_decode: int
     num_new_tokens: int
@@ -61,31 +65,64 @@ def replay(
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
     requests = _requests(input_tokens, output_tokens, arrivals)
-    scheduler = Scheduler(schedule, num_blocks)
+    scheduler = Scheduler(schedule, num_blocks, num_prefill_stages=len(cost.prefill_stages))
+    pipelines = [_Pipeline(cost, phase) for phase in dict.fromkeys(stage.phase for stage in cost.placement)]
     passes: list[PassRecord] = []
+    events: list[tuple[float, int, str, Batch]] = []
     now, arrived, under_way, peak_blocks = 0.0, 0, 0, 0
-    while arrived < len(requests) or scheduler.has_work:
+    while True:
         while arrived < len(requests) and requests[arrived].arrival <= now and under_way != concurrency:
             if concurrency is not None:
                 requests[arrived].arrival = now
             scheduler.add(requests[arrived])
             arrived, under_way = arrived + 1, under_way + 1
-        batch = scheduler.next_batch()
-        if batch is None:
-            now = requests[arrived].arrival
-            continue
-        end = now + cost.batch_seconds(batch)
-        passes.append(_pass_record(batch, now, end))
+        for pipeline in pipelines:
+            while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
+                spans = pipeline.run(batch, now)
+                heappush(events, (spans[-1][2], len(passes), "done", batch))
+                passes.append(_pass_record(batch, spans))
         peak_blocks = max(peak_blocks, num_blocks - scheduler.free_blocks)
-        under_way -= _produce(batch, now, end)
-        scheduler.complete(batch)
-        now = end
+        upcoming = [pipeline.free[0] for pipeline in pipelines if pipeline.free[0] > now]
+        if arrived < len(requests) and under_way != concurrency:
+            upcoming.append(requests[arrived].arrival)
+        if not events and arrived == len(requests) and not scheduler.has_work:
+            break
+        now = min([events[0][0], *upcoming] if events else upcoming)
+        while events and events[0][0] <= now:
+            _, number, what, batch = heappop(events)
+            if what == "arrived":
+                scheduler.hand_over(batch)
+                continue
+            under_way -= _produce(batch, passes[number].start, now, prefills=cost.first_token_from_prefill)
+            scheduler.complete(batch)
+            if batch.phase == "prefill":
+                moved = sum(s.num_tokens for s in batch.prefill)
+                heappush(events, (now + cost.handover_seconds(moved), number, "arrived", batch))
     return Run(
         requests=tuple(_record(r) for r in requests),
         passes=tuple(passes),
         peak_kv_tokens=peak_blocks * BLOCK_SIZE,
         num_preemptions=scheduler.num_preemptions,
     )
+
+
+class _Pipeline:
+    """Stages that a batch passes in order, each running one batch at a time."""
+
+    def __init__(self, cost: CostModel, phase: str) -> None:
+        self.cost, self.phase = cost, phase
+        self.stages = [number for number, stage in enumerate(cost.placement) if stage.phase == phase]
+        self.free = [0.0] * len(self.stages)
+        """When each stage is free."""
+
+    def run(self, batch: Batch, now: float) -> list[tuple[int, float, float]]:
+        """(stage, start, end) on each stage, in order."""
+        spans, ready, free = [], now, self.free
+        for number, seconds in enumerate(self.cost.stage_seconds(batch)):
+            start = free[number] if free[number] > ready else ready
+            ready = free[number] = start + seconds
+            spans.append((self.stages[number], start, ready))
+        return spans
 
 
 def _requests(inputs: np.ndarray, outputs: np.ndarray, arrivals: Floats | None) -> list[_Request]:
@@ -102,15 +139,19 @@ def _requests(inputs: np.ndarray, outputs: np.ndarray, arrivals: Floats | None) 
     ]
 
 
-def _produce(batch: Batch, start: float, end: float) -> int:
-    """Every row but finished ones, which are only kept, yields a token at the end of the pass. Returns who finished."""
+def _produce(batch: Batch, start: float, end: float, *, prefills: bool) -> int:
+    """Every row but finished ones, which are only kept, yields a token at the end of the pass. Returns who finished.
+
+    A prefill yields one if `prefills` says so, and when its last chunk is done.
+    """
     num_finished = 0
-    for row in (*batch.prefill, *batch.decode):
-        assert isinstance(row, _Request)
-        if row.finished:
-            continue
+    for row in cast(tuple[_Request, ...], batch.prefill):
         if row.start is None:
             row.start = start
+    producing = batch.whole_prefills + batch.decode if prefills else batch.decode
+    for row in cast(tuple[_Request, ...], producing):
+        if row.finished:
+            continue
         row.num_output_tokens += 1
         row.token_times.append(end)
         row.finished = row.num_output_tokens >= row.max_output_tokens
@@ -118,10 +159,11 @@ def _produce(batch: Batch, start: float, end: float) -> int:
     return num_finished
 
 
-def _pass_record(batch: Batch, start: float, end: float) -> PassRecord:
+def _pass_record(batch: Batch, spans: list[tuple[int, float, float]]) -> PassRecord:
     return PassRecord(
-        start=start,
-        end=end,
+        start=spans[0][1],
+        end=spans[-1][2],
+        spans=tuple(spans),
         num_prefill=len(batch.prefill),
         num_decode=len(batch.decode),
         num_new_tokens=batch.num_new_tokens,

@@ -91,7 +91,7 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
     duration = seconds(args.duration, "--duration")
     if plan and plan.estimate and args.rate is None:
         throughput = plan.estimate.throughput
-        num_requests = enough_requests(plan.schedule, workload, throughput=throughput, seconds=duration)
+        num_requests = enough_requests(plan.schedule, throughput=throughput, seconds=duration)
     else:
         num_requests = max(50, round((args.rate or 10.0) * duration))
     num_requests = args.requests or min(num_requests, 5000)

@@ -114,7 +114,7 @@ def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: 
 
     assert plan.estimate is not None
     throughput = plan.estimate.throughput
-    number = enough_requests(plan.schedule, problem.workload, throughput=throughput, seconds=duration)
+    number = enough_requests(plan.schedule, throughput=throughput, seconds=duration)
     load = draw_load(problem.workload, number)
     with served(path, max_queue=len(load.input_tokens)) as url:
         vocab_size = problem.profile.model.vocab_size

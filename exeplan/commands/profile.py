@@ -1,30 +1,73 @@
-"""time single layers of a model on this device
+"""time single layers of a model on this device, derive the times from a datasheet, or import them
 
 MODEL is a Hugging Face model directory or a shipped name (plans/models). An interrupted run resumes from its file.
+With --datasheet nothing is run: a roofline of the device (plans/devices) gives the times.
+`exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings that were taken elsewhere.
 """
 
 import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exeplan.profile import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="with `import`: the timings")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--budget", default="60s", metavar="TIME", help="stop measuring after this long (default 60s)")
-    parser.add_argument(
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default); with `import` its name")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument(
+        "--budget", default="60s", metavar="TIME", help="stop measuring after this long (default 60s)"
+    )
+    measuring.add_argument(
         "--target-error", type=float, default=0.03, metavar="SHARE", help="stop at this interpolation error"
     )
-    parser.add_argument(
+    measuring.add_argument(
         "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, as timing needs no others"
     )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads on a CPU (default 1)")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="largest decode batch to measure")
-    parser.add_argument("--max-context", type=int, metavar="N", help="longest context to measure")
+    measuring.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads on a CPU (default 1)")
+    measuring.add_argument("--max-num-seqs", type=int, metavar="N", help="largest decode batch to measure")
+    measuring.add_argument("--max-context", type=int, metavar="N", help="longest context to measure")
+    derived = parser.add_argument_group("from a datasheet, or imported")
+    derived.add_argument("--datasheet", metavar="NAME", help="a shipped name (plans/devices) or a YAML file")
+    derived.add_argument("--set", action="append", metavar="NAME=VALUE", help="override a constant of the datasheet")
+    derived.add_argument("--cluster", metavar="NAME", help="take the links of this cluster (plans/clusters, YAML file)")
+    derived.add_argument("--tensor-parallel-sizes", metavar="LIST", help="such as 1,2,4 (default: all there are to 8)")
+    derived.add_argument("--model", dest="of_model", metavar="MODEL", help="the model that imported times are of")
+    derived.add_argument("--format", choices=("auto", "csv", "vidur", "aiconfigurator"), help="of imported files")
+    derived.add_argument("--overhead", metavar="TIME", help="host time of an iteration, where imported files have none")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model == "import":
+        _refuse(args, "datasheet", "set", "cluster", needed="a model and its datasheet, not with `profile import`")
+        return _import(args)
+    _refuse(args, "files", "of_model", "format", "overhead", needed="`exeplan profile import FILE... --model MODEL`")
+    if args.datasheet:
+        return _derive(args)
+    _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
+    return _measure(args)
+
+
+def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
+    """Raises InputError for an option that would say nothing here."""
+    from exeplan.errors import InputError
+
+    spelled = {"files": "a second argument", "of_model": "--model"}
+    for name in names:
+        if getattr(args, name):
+            raise InputError(f"{spelled.get(name, '--' + name.replace('_', '-'))} goes with {needed}")
+
+
+def _measure(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.model import load_model_spec
     from exeplan.units import seconds
@@ -59,3 +102,91 @@ def _device(name: str) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _derive(args: argparse.Namespace) -> int:
+    from exeplan.cluster import load_cluster
+    from exeplan.model import load_model_spec
+    from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
+
+    sheet = load_datasheet(args.datasheet, _overrides(args.set or ()))
+    if args.cluster:
+        sheet = with_links(sheet, load_cluster(args.cluster))
+    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if sheet.kind == "cuda" else "float32"
+    sizes = _sizes(args.tensor_parallel_sizes)
+    spec = load_model_spec(args.model)
+    _write(profile_from_datasheet(spec, sheet, dtype=dtype, tensor_parallel_sizes=sizes), args.output)
+    return 0
+
+
+def _overrides(texts: Sequence[str]) -> dict[str, str]:
+    from exeplan.errors import InputError
+
+    changes: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise InputError(f"--set needs NAME=VALUE, such as gemm_efficiency=0.6, found '{text}'")
+        if name in changes:
+            raise InputError(f"--set gives {name} twice, {changes[name]} and {value}")
+        changes[name] = value
+    return changes
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    from exeplan.errors import InputError
+
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,3}", word, re.ASCII) for word in words):
+        raise InputError(f"--tensor-parallel-sizes must be whole numbers such as 1,2,4, found '{text}'")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _import(args: argparse.Namespace) -> int:
+    from exeplan.errors import InputError
+    from exeplan.model import load_model_spec
+    from exeplan.profiler.importing import import_profile
+    from exeplan.units import seconds
+
+    if not args.files:
+        raise InputError("profile import needs at least one FILE of timings")
+    if not args.of_model or args.device == "auto":
+        raise InputError("profile import needs --model MODEL and --device NAME: what was timed, and where")
+    sizes = _sizes(args.tensor_parallel_sizes)
+    overhead = seconds(args.overhead, "--overhead") if args.overhead else None
+    if overhead == inf:
+        raise InputError("--overhead must be finite, found 'inf'")
+    profile, remarks = import_profile(
+        args.files,
+        spec=load_model_spec(args.of_model),
+        device=args.device,
+        format=args.format or "auto",
+        overhead_seconds=overhead,
+        dtype=args.dtype if args.dtype != "auto" else "bfloat16",
+    )
+    for remark in remarks:
+        print(remark)
+    _write(_only(profile, sizes) if sizes else profile, args.output)
+    return 0
+
+
+def _only(profile: "Profile", sizes: Sequence[int]) -> "Profile":
+    """Its rows at these tensor parallel sizes, and those that have none. Raises InputError when one is not there."""
+    from exeplan.errors import InputError
+
+    if absent := sorted(set(sizes) - set(profile.tensor_parallel_sizes)):
+        there = ", ".join(map(str, profile.tensor_parallel_sizes))
+        raise InputError(f"no rows of tensor parallel size {absent[0]} were imported; there are sizes {there}")
+    rows = (m for m in profile.measurements if m.tensor_parallel_size in sizes or m.op in ("overhead", "send"))
+    return replace(profile, measurements=tuple(rows))
+
+
+def _write(profile: "Profile", output: Path) -> None:
+    from exeplan.profile import save_profile
+
+    save_profile(profile, output)
+    sizes = ", ".join(map(str, profile.tensor_parallel_sizes))
+    print(f"{profile.model.name} in {profile.dtype} on {profile.device.name}: {profile.source}")
+    print(f"wrote {output}: {len(profile.measurements)} rows, tensor parallel sizes {sizes}")

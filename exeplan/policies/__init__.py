@@ -2,11 +2,13 @@
 
 A policy module offers what `Policy` lists: what the search may turn, its steady state for the closed form, and what
 runs next for the replay and the runner. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
-becomes `--policy <name>`, underscores read as hyphens.
+becomes `--policy <name>`, underscores read as hyphens. A file whose name starts with an underscore is no policy: it
+holds what two policies share.
 """
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -36,15 +38,12 @@ class Knob:
 class Cycle:
     """The steady state of a schedule: the passes that repeat, as expectations, one array entry a pass.
 
-    Prompts enter as a law, not as a mean: a pass that prefills `num_prefill[i]` requests prefills that many draws from
-    `prompt_law`. Passes of probability 0 take no part in the throughput; a policy adds them to time what its `latency`
-    needs, such as an iteration seen by a request that is certainly on board.
+    A pass is one micro-batch on its way through the stages. Prompts enter as a law, not as a mean: a pass that
+    prefills `num_prefill[i]` requests prefills that many draws from `prompt_law`. A policy may add passes that take no
+    part in the throughput to time what its latency needs, such as an iteration seen by a request that is certainly on
+    board.
     """
 
-    completions: float
-    """Requests finished in one cycle."""
-    probability: Floats
-    """How often the pass occurs in a cycle: below 1 where a batch may have run empty, above 1 never."""
     num_prefill: Floats
     """Requests prefilled in the pass, given that it occurs."""
     num_decode: Floats
@@ -60,6 +59,37 @@ class Cycle:
     """Standard deviation of that number, over independent requests."""
     num_seqs: float
     """Peak over the cycle of the mean number of residents."""
+    prefill_kv_tokens: float = 0.0
+    """Tokens in the KV cache of stages that only prefill."""
+
+
+class Clock(Protocol):
+    """Times the passes of a cycle on a pipeline of stages (the simulator's cost model)."""
+
+    first_token_from_prefill: bool
+    """The prefill yields the first token, so that a request of S tokens needs S - 1 decode iterations."""
+    prefill_stages: tuple[int, ...]
+    """Stages that prefill: all of them, unless some are set apart for it."""
+    decode_stages: tuple[int, ...]
+
+    def seconds(self, cycle: Cycle) -> Floats:
+        """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included."""
+
+    def handover_seconds(self, num_tokens: float) -> float:
+        """To move the keys and values of so many tokens from the stages that prefill to those that decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """A schedule's steady state under a backlog, timed."""
+
+    cycle: Cycle
+    seconds: Floats
+    """Of each pass of the cycle on each stage, [stages, passes]."""
+    throughput: float
+    """Requests a second."""
+    latency: Callable[[Floats], Floats]
+    """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
 
 
 class Policy(Protocol):
@@ -67,24 +97,28 @@ class Policy(Protocol):
 
     KEEPS_FINISHED_ROWS: bool
     """Finished rows stay in the batch until all of it is finished (static batching)."""
+    SEPARATE_STAGES: bool
+    """Some stages only prefill, the others only decode."""
+    IN_ENGINE: bool
+    """The engine can run it; otherwise it can be planned and replayed."""
 
     def check(self, schedule: "Schedule") -> None:
         """Raises InputError unless the schedule has exactly this policy's control variables, in range."""
 
     def knobs(self, workload: "Workload", max_seqs: int) -> tuple[Knob, ...]:
-        """The control variables and their ranges; nothing may hold more than `max_seqs` residents."""
+        """The control variables that trade throughput for latency; nothing may hold more than `max_seqs` residents."""
 
-    def cycle(self, schedule: "Schedule", workload: "Workload") -> Cycle:
-        """The steady state under a backlog."""
+    def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
+        """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
 
-    def latency(self, schedule: "Schedule", cycle: Cycle, pass_seconds: Floats, output_tokens: Floats) -> Floats:
-        """Seconds from the start of its prefill until a request has `output_tokens` tokens, elementwise.
+    def starts_together(self, schedule: "Schedule") -> int:
+        """Requests whose prefills belong together; a run holds many times that to say something about the mean."""
 
-        `pass_seconds[i]` is the time of the cycle's i-th pass, given that it occurs.
-        """
+    def steady_state(self, schedule: "Schedule", workload: "Workload", clock: Clock) -> Steady:
+        """The steady state under a backlog, on the clock's stages."""
 
-    def next_batch(self, schedule: "Schedule", state: "Scheduler") -> "Batch | None":
-        """What to run now."""
+    def next_batch(self, schedule: "Schedule", state: "Scheduler", phase: str) -> "Batch | None":
+        """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
 
 
 def load_policy(name: str) -> Policy:
@@ -96,15 +130,43 @@ def load_policy(name: str) -> Policy:
 
 def policy_names() -> list[str]:
     """All policies, sorted."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
 
 
-def require(schedule: "Schedule", *names: str) -> None:
-    """Raises InputError unless the schedule's control variables are exactly these, each a positive integer."""
+def require(schedule: "Schedule", *names: str, optional: tuple[str, ...] = ("micro_batches",)) -> None:
+    """Raises InputError unless the schedule's control variables are these, each a positive integer.
+
+    An optional one may be missing, and is 1 then.
+    """
     policy, values = schedule.policy, schedule.variables
-    if set(values) != set(names):
+    if not set(names) <= set(values) <= {*names, *optional}:
         found = ", ".join(sorted(values)) or "none"
         raise InputError(f"policy {policy} takes the control variables {', '.join(names)}; found {found}")
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{policy}: {name} must be a positive integer, found {value!r}")
+
+
+def micro_batch_counts(num_stages: int) -> tuple[int, ...]:
+    """Micro-batch counts worth trying: powers of two below the number of stages, that number, and twice it."""
+    if num_stages == 1:
+        return (1,)
+    powers = (2**k for k in range(num_stages.bit_length()) if 2**k < num_stages)
+    return (*powers, num_stages, 2 * num_stages)
+
+
+def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """The fillings of a policy whose only such variable is the number of micro-batches."""
+    if num_stages == 1:
+        return ({},)
+    return tuple({"micro_batches": count} for count in micro_batch_counts(num_stages))
+
+
+def micro_batches(schedule: "Schedule") -> int:
+    return schedule.variables.get("micro_batches", 1)
+
+
+def slot_share(total: int, parts: int, part: int) -> int:
+    """The part's share of slots dealt out one by one."""
+    return total // parts + (part < total % parts)

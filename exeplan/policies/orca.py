@@ -1,21 +1,42 @@
 """Iteration-level scheduling: every iteration, finished requests leave and waiting ones take their slots.
 
-Source: ORCA (OSDI 2022) section 4.2, Algorithm 1: first come first served, at most `max_num_seqs` requests in a batch,
-KV slots reserved by max_tokens at admission, so that nobody is preempted and nothing can deadlock. The prefill of a new
-request rides in the same pass as the decodes of the others (selective batching).
+Source: ORCA (OSDI 2022) section 4.2, Algorithm 1: first come first served, at most `max_num_seqs` requests in all,
+`micro_batches` batches in flight (its n_workers), KV slots reserved by max_tokens at admission, so that nobody is
+preempted and nothing can deadlock. The prefill of a new request rides in the same pass as the decodes of the others
+(selective batching).
 
-In the steady state under a backlog the batch is always full: each of its B slots starts a new request with probability
-1/mu an iteration (renewal), so an iteration carries k ~ Binomial(B, 1/mu) prefills and B - k decodes.
+In the steady state under a backlog a batch is always full: each of its b slots starts a new request with probability
+1/mu an iteration (renewal), so an iteration carries k ~ Binomial(b, 1/mu) prefills and b - k decodes, and takes t on
+the slowest stage and T through all of them, by the number and the lengths of its prompts. With m batches in flight the
+one that takes longest holds up the others behind it: a round takes max(T*, t* + (m - 1) E[t | t <= t*]), t* the longest
+of m draws.
 """
 
 import numpy as np
 
 from exeplan.plan import Schedule
-from exeplan.policies import Cycle, Floats, Knob, require
+from exeplan.policies import (
+    Clock,
+    Cycle,
+    Floats,
+    Knob,
+    Steady,
+    fillings,
+    micro_batches,
+    require,
+    slot_share,
+)
 from exeplan.scheduling import Batch, Scheduler
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
+SEPARATE_STAGES = False
+IN_ENGINE = True
+
+_POINTS = 9
+"""Points of the prompt-length law at which the time of a pass is spread."""
+
+__all__ = ["check", "fillings", "knobs", "next_batch", "starts_together", "steady_state"]
 
 
 def check(schedule: Schedule) -> None:
@@ -27,52 +48,90 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def cycle(schedule: Schedule, workload: Workload) -> Cycle:
+def starts_together(schedule: Schedule) -> int:
+    return 1
+
+
+def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """One iteration, split by how many of its rows are prefills.
 
-    After that come, for `latency` only, the iterations that a request on board sees: its own row, which first prefills
-    and then decodes, beside k ~ Binomial(B - 1, 1/mu) prefills of the others.
+    The passes: those iterations, and the ones that a request on board sees: its own row, which first prefills and then
+    decodes, beside k ~ Binomial(b - 1, 1/mu) prefills of the others.
     """
-    slots, mu = schedule["max_num_seqs"], workload.mean_output
-    prefills, probability = _binomial(slots, 1.0 / mu)
-    others, _ = _binomial(slots - 1, 1.0 / mu)
+    steps = workload.mean_output + (0.0 if clock.first_token_from_prefill else 1.0)  # Iterations of a request.
+    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    slots = schedule["max_num_seqs"] / groups
+    prefills, probability = _binomial(slots, 1.0 / steps)
+    others, seen = _binomial(slots - 1, 1.0 / steps)
     num_prefill = np.concatenate([prefills, others + 1, others])
-    num_decode = slots - num_prefill
-    comb = workload.decode_law().comb(1)
+    num_decode = np.maximum(slots - num_prefill, 0.0)
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
+    comb = law.comb(1)
     per_decode = comb.context[0] / comb.active[0] if comb.active[0] > 0 else 0.0
     tokens, square = _resident_tokens(workload)
-    return Cycle(
-        completions=slots / mu,
-        probability=np.concatenate([probability, np.zeros(2 * len(others))]),
+    cycle = Cycle(
         num_prefill=num_prefill,
         num_decode=num_decode,
         context_tokens=num_decode * per_decode,
         prompt_law=workload.input_law,
-        kv_tokens=slots * tokens,
-        kv_tokens_std=float(np.sqrt(slots * max(square - tokens**2, 0.0))),
-        num_seqs=float(slots),
+        kv_tokens=slots * groups * tokens,
+        kv_tokens_std=float(np.sqrt(slots * groups * max(square - tokens**2, 0.0))),
+        num_seqs=float(slots * groups),
+    )
+    seconds = clock.seconds(cycle)
+    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
+    own_prefill, own_decode = (slice(len(prefills) + i * len(others), None) for i in (0, 1))
+    round_ = _round(
+        _spread(through[: len(prefills)], prefills, workload), _spread(slowest, prefills, workload), probability, groups
+    )
+    first = float(seen @ through[own_prefill][: len(others)])
+    # What one's own row adds to an average iteration of one's group.
+    aboard = float(seen @ through[own_decode] - probability @ through[: len(prefills)])
+    later = max(round_ + aboard, float(seen @ through[own_decode]))
+    shift = 1.0 if clock.first_token_from_prefill else 0.0
+    return Steady(
+        cycle=cycle,
+        seconds=seconds,
+        throughput=slots * groups / (steps * round_),
+        latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
     )
 
 
-def latency(schedule: Schedule, cycle: Cycle, pass_seconds: Floats, output_tokens: Floats) -> Floats:
-    """The iteration of its own prefill, then an average iteration for every further token."""
-    others, probability = _binomial(schedule["max_num_seqs"] - 1, _renewal_chance(schedule, cycle))
-    own_prefill, own_decode = pass_seconds[-2 * len(others) :].reshape(2, -1)
-    first, later = float(probability @ own_prefill), float(probability @ own_decode)
-    return first + (np.asarray(output_tokens, dtype=float) - 1.0) * later
+def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
+    """Times of passes with k prefills, [passes, points]: a sum of k prompts spreads like one prompt times sqrt(k)."""
+    seconds = seconds[: len(prefills)]
+    if len(prefills) == 1:
+        return np.repeat(seconds[:, None], _POINTS, axis=1)
+    one_prompt = np.gradient(seconds, prefills)
+    points = workload.input_law.slice_means(_POINTS) / workload.mean_input - 1.0
+    return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
 
 
-def _renewal_chance(schedule: Schedule, cycle: Cycle) -> float:
-    return cycle.completions / schedule["max_num_seqs"]
+def _round(through: Floats, slowest: Floats, probability: Floats, groups: int) -> float:
+    """Seconds in which every group has one iteration."""
+    if groups == 1:
+        return float(probability @ through.mean(axis=1))
+    weights = np.repeat(probability / through.shape[1], through.shape[1])
+    order = np.argsort(slowest, axis=None)
+    through, slowest, weights = through.ravel()[order], slowest.ravel()[order], weights[order]
+    below = np.cumsum(weights)
+    longest = np.diff(below**groups, prepend=0.0)
+    others = np.cumsum(weights * slowest) / below
+    return float(longest @ np.maximum(through, slowest + (groups - 1) * others))
 
 
-def next_batch(schedule: Schedule, state: Scheduler) -> Batch | None:
-    """Fill the free slots from the queue and run everybody."""
-    free = schedule["max_num_seqs"] - len(state.running)
-    admitted = state.admissible(free, reserve=True)
-    if not admitted and not state.running:
-        return None
-    return Batch(prefill=admitted, decode=tuple(state.running))
+def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+    """The next group that is back: fill its free slots from the queue and run everybody in it."""
+    groups = len(state.groups)
+    for number in sorted(range(groups), key=lambda g: (g - state.last_group - 1) % groups):
+        if number in state.busy:
+            continue
+        running = state.groups[number]
+        free = slot_share(schedule["max_num_seqs"], groups, number) - len(running)
+        admitted = state.admissible(free, reserve=True)
+        if admitted or running:
+            return Batch(prefill=admitted, decode=tuple(running), group=number)
+    return None
 
 
 def _resident_tokens(workload: Workload) -> tuple[float, float]:
@@ -85,8 +144,25 @@ def _resident_tokens(workload: Workload) -> tuple[float, float]:
     return tokens / workload.mean_output, square / workload.mean_output
 
 
-def _binomial(trials: int, chance: float) -> tuple[Floats, Floats]:
-    """Values and probabilities of Binomial(trials, chance), the negligible ones left out."""
+def _binomial(trials: float, chance: float) -> tuple[Floats, Floats]:
+    """Values and probabilities of Binomial(trials, chance), the negligible ones left out.
+
+    Between two whole numbers of trials, the mixture of both that has the right mean.
+    """
+    low = int(np.floor(trials + 1e-9))
+    share = max(trials - low, 0.0)
+    k, probability = _whole_binomial(low, chance)
+    if share < 1e-9:
+        return k, probability
+    more, likely = _whole_binomial(low + 1, chance)
+    both = np.union1d(k, more)
+    mixed = np.zeros(len(both))
+    mixed[np.searchsorted(both, k)] += (1 - share) * probability
+    mixed[np.searchsorted(both, more)] += share * likely
+    return both, mixed
+
+
+def _whole_binomial(trials: int, chance: float) -> tuple[Floats, Floats]:
     k = np.arange(trials + 1, dtype=float)
     if chance >= 1.0:
         return k[-1:], np.ones(1)

@@ -1,21 +1,35 @@
 """Round-robin allocation: prefill `prefill_batch` requests once, then run `decode_steps` decode iterations; repeat.
 
-Source: ExeGPT (ASPLOS 2024) sections 4.1 and 6. B_E is `prefill_batch`, N_D is `decode_steps`. The steady state is the
-survival comb (`exeplan.length_law`), exact for any length law, not the paper's P_D(U), which forgets that long requests
-stay longer.
+Source: ExeGPT (ASPLOS 2024) sections 4.1 and 6. B_E is `prefill_batch`, N_D is `decode_steps`; `micro_batches` m of
+equal size keep S pipeline stages busy. The steady state is the survival comb (`exeplan.length_law`), exact for any
+length law, not the paper's P_D(U), which forgets that long requests stay longer.
+
+    t(s)       seconds of one micro-batch on stage s
+    prefill    m max_s t(s) + the time of the fullest micro-batch on all other stages: they are balanced by tokens, as
+               far as the longest prompt lets them, and the pipeline drains before decoding streams
+    iteration  max(m max_s t(s), sum_s t(s)); the last one lasts only until its last micro-batch has left the first
+               stage, behind which the next prefills enter
 
 A cycle whose batch runs empty before its last decode iteration goes on to the next prefill at once; the closed form
 therefore weighs every decode iteration with the probability that somebody is still there.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 
+from exeplan.length_law import LengthLaw
 from exeplan.plan import Schedule
-from exeplan.policies import Cycle, Floats, Knob, require
-from exeplan.scheduling import Batch, Scheduler
+from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, fillings, micro_batches, require
+from exeplan.scheduling import Batch, Scheduler, balanced_part
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
+SEPARATE_STAGES = False
+IN_ENGINE = True
+
+__all__ = ["check", "fillings", "knobs", "next_batch", "starts_together", "steady_state"]
 
 
 def check(schedule: Schedule) -> None:
@@ -31,50 +45,119 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     )
 
 
-def cycle(schedule: Schedule, workload: Workload) -> Cycle:
+def starts_together(schedule: Schedule) -> int:
+    return schedule["prefill_batch"]
+
+
+def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """One prefill of B_E requests, then N_D decode iterations over the survivors of this and all earlier cycles.
 
-    After those come the same N_D iterations as a request on board sees them, for `latency` only.
+    The passes: the mean and the fullest prefill, the N_D iterations, and the same N_D as a request on board sees them,
+    for latency only.
     """
-    batch, steps = schedule["prefill_batch"], schedule["decode_steps"]
-    comb = workload.decode_law().comb(steps)
+    batch, steps, groups = schedule["prefill_batch"], schedule["decode_steps"], micro_batches(schedule)
+    comb = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill).comb(steps)
     somebody = -np.expm1(batch * comb.log_empty)
     # Where nobody can be there the pass never occurs; its size is then irrelevant but must be finite.
-    given = np.where(somebody > 0, batch / np.maximum(somebody, 1e-300), 0.0)
+    given = np.where(somebody > 0, batch * comb.active / np.maximum(somebody, 1e-300), 0.0)
     # A request that is there sees the others and itself: its own expected share of the comb becomes certainty.
     own = np.where(comb.active > 0, 1.0 - comb.active_var / np.maximum(comb.active, 1e-300), 0.0)
     seen = batch * comb.active + 1.0 - own
     per_row = comb.context / np.maximum(comb.active, 1e-300)
+    rows = np.concatenate([given, seen])
+    # A group has at least one row, or it does not run.
+    counts = np.clip(np.concatenate([[batch], rows]), 1.0, groups)
     in_cache = batch * (comb.context + comb.active)
     peak = int(np.argmax(in_cache))
-    first, none = np.array([1.0]), np.zeros(steps)
-    return Cycle(
-        completions=float(batch),
-        probability=np.concatenate([first, somebody, none]),
-        num_prefill=np.concatenate([first * batch, none, none]),
-        num_decode=np.concatenate([first * 0, comb.active * given, seen]),
-        context_tokens=np.concatenate([first * 0, comb.context * given, seen * per_row]),
+    share = batch / counts[0]
+    cycle = Cycle(
+        num_prefill=np.concatenate([[share, share * _fullest(workload.input_law, batch, counts[0])], 0 * rows]),
+        num_decode=np.concatenate([[0.0, 0.0], rows / counts[1:]]),
+        context_tokens=np.concatenate([[0.0, 0.0], rows / counts[1:] * np.tile(per_row, 2)]),
         prompt_law=workload.input_law,
         kv_tokens=float(max(in_cache[peak], batch * workload.mean_input)),
         kv_tokens_std=float(np.sqrt(batch * comb.kv_var[peak])),
         num_seqs=float(max(batch, batch * comb.active[0])),
     )
+    seconds = clock.seconds(cycle)
+    timeline = _timeline(seconds, counts, steps)
+    first = 1.0 if clock.first_token_from_prefill else 0.0
+    return Steady(
+        cycle=cycle,
+        seconds=seconds,
+        throughput=batch / (timeline.prefill + float(somebody @ timeline.rounds[:steps])),
+        latency=partial(_latency, timeline, first),
+    )
 
 
-def latency(schedule: Schedule, cycle: Cycle, pass_seconds: Floats, output_tokens: Floats) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timeline:
+    """Seconds; arrays over the N_D iterations of the cycle and then over the N_D that a request on board sees."""
+
+    prefill: float
+    """From the first prefill's start until the last has left the last stage."""
+    own_prefill: float
+    """From the start of a request's own prefill to its end, and until decoding starts: means over the micro-batches."""
+    until_decode: float
+    rounds: Floats
+    """What an iteration adds to the cycle."""
+    ends: Floats
+    """From the start of decoding to the end of the iterations that a request on board sees, mean over the groups."""
+
+
+def _timeline(seconds: Floats, counts: Floats, steps: int) -> _Timeline:
+    through, slowest, entry = seconds.sum(axis=0), seconds.max(axis=0), seconds[0]
+    middle = (counts - 1) / 2  # Micro-batches start one after the other; the mean one is in the middle.
+    prefill = float(counts[0] * slowest[0] + (through - slowest)[1])
+    own_prefill = float(slowest[0] + (through - slowest)[1] + middle[0] * (slowest - entry)[0])
+    until_decode = float(prefill - middle[0] * entry[0])
+    through, slowest, entry = (np.delete(values, 1) for values in (through, slowest, entry))
+    rounds = np.maximum(counts * slowest, through)[1:]
+    last = np.minimum(rounds, (entry + (counts - 1) * slowest)[1:])
+    begins = np.concatenate([[0.0], np.cumsum(rounds[steps:])[:-1]])
+    rounds[[steps - 1, -1]] = last[[steps - 1, -1]]
+    return _Timeline(
+        prefill=prefill,
+        own_prefill=own_prefill,
+        until_decode=until_decode,
+        rounds=rounds,
+        ends=begins + (middle * slowest + through)[1 + steps :],
+    )
+
+
+def _fullest(prompts: LengthLaw, batch: int, parts: float) -> float:
+    """Tokens of the fullest of `parts` balanced micro-batches over the mean: no less than the longest prompt's."""
+    if parts == 1:
+        return 1.0
+    longest = prompts.longest_of(batch)
+    even = (longest.tokens + (batch - 1) * prompts.mean) / parts
+    return float(longest.weights @ np.maximum(even, longest.tokens)) / float(longest.weights @ even)
+
+
+def _latency(timeline: _Timeline, first_tokens: float, output_tokens: Floats) -> Floats:
     """Whole cycles while the request lives through them, then the rest of its last one."""
-    steps = schedule["decode_steps"]
-    within = np.concatenate([[0.0], np.cumsum(pass_seconds[1 + steps :])])
-    decodes = np.maximum(np.asarray(output_tokens, dtype=float) - 1.0, 0.0)
+    steps = len(timeline.ends)
+    decodes = np.asarray(output_tokens, dtype=float) - first_tokens
     full = np.maximum(np.ceil(decodes / steps) - 1.0, 0.0)
-    rest = np.interp(decodes - full * steps, np.arange(steps + 1), within)
-    return full * (pass_seconds[0] + within[-1]) + pass_seconds[0] + rest
+    rest = np.interp(decodes - full * steps, np.arange(1, steps + 1), timeline.ends)
+    cycle = timeline.prefill + float(timeline.rounds[steps:].sum())
+    return np.where(decodes > 0, timeline.until_decode + full * cycle + rest, timeline.own_prefill)
 
 
-def next_batch(schedule: Schedule, state: Scheduler) -> Batch | None:
-    """Prefill when N_D decode iterations have passed, or when nobody is left to decode."""
-    if state.waiting and (not state.running or state.steps_since_prefill >= schedule["decode_steps"]):
-        admitted = state.admissible(schedule["prefill_batch"])
-        if admitted:
-            return Batch(prefill=admitted)
-    return Batch(decode=tuple(state.running)) if state.running else None
+def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+    """Prefill when every group has begun its N_D decode iterations, or when nobody is left to decode."""
+    groups, under_way = micro_batches(schedule), state.prefills_in_row > 0
+    turn = state.turn()
+    if state.waiting and (under_way or turn is None or state.entered[turn] >= schedule["decode_steps"]):
+        left = schedule["prefill_batch"] - state.admitted_in_row
+        parts = groups - state.prefills_in_row
+        if parts > 0 and (admitted := state.admissible(left)):
+            return Batch(prefill=balanced_part(admitted, min(parts, len(admitted))))
+    if state.num_prefills_in_flight:
+        return None  # The pipeline drains before decoding starts.
+    if under_way:
+        state.deal()
+        turn = state.turn()
+    if turn is None or turn in state.busy:
+        return None
+    return Batch(decode=tuple(state.groups[turn]), group=turn)

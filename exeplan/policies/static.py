@@ -1,21 +1,28 @@
 """Static batching: prefill a batch padded to its longest prompt, decode until its longest output; then the next one.
 
 Source: FasterTransformer as ExeGPT section 2 describes it: batch sizes are fixed and nobody leaves early, so a finished
-request's row is computed until the whole batch is done. A request's own tokens are delivered as they come.
+request's row is computed until the whole batch is done. A request's own tokens are delivered as they come. On a
+pipeline the batch is cut into `micro_batches` to decode and `prefill_micro_batches` to prefill; FasterTransformer has
+as many of both, DeepSpeed's hybrid schedule more of the latter.
 """
+
+from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from exeplan.plan import Schedule
-from exeplan.policies import Cycle, Floats, Knob, require
+from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, micro_batch_counts, micro_batches, require
 from exeplan.scheduling import Batch, Scheduler
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
+SEPARATE_STAGES = False
+IN_ENGINE = True
 
 
 def check(schedule: Schedule) -> None:
-    require(schedule, "batch_size")
+    require(schedule, "batch_size", optional=("micro_batches", "prefill_micro_batches"))
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
@@ -23,41 +30,83 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("batch_size", tuple(range(1, max_seqs + 1))),)
 
 
-def cycle(schedule: Schedule, workload: Workload) -> Cycle:
+def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """As many micro-batches of both kinds, or two or four times as many to prefill."""
+    if num_stages == 1:
+        return ({},)
+    counts = micro_batch_counts(num_stages)
+    return tuple(
+        {"micro_batches": count, "prefill_micro_batches": more * count} for count in counts for more in (1, 2, 4)
+    )
+
+
+def starts_together(schedule: Schedule) -> int:
+    return schedule["batch_size"]
+
+
+def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """The prefill, then as many decode iterations as the longest of B outputs needs (order statistics)."""
     batch = schedule["batch_size"]
-    law = workload.decode_law()
+    prefills, groups = min(_prefill_micro_batches(schedule), batch), min(micro_batches(schedule), batch)
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     still_going = law.max_survival(batch)
     steps = len(still_going)
     # A finished row stays at its own length: its context is the prompt and min(k - 1, D) generated tokens.
     generated = np.concatenate([[0.0], np.cumsum(law.survival)[:-1]])
-    context = batch * (workload.mean_input + generated)
     first = np.array([1.0])
-    return Cycle(
-        completions=float(batch),
-        probability=np.concatenate([first, still_going]),
-        num_prefill=np.concatenate([first * batch, np.zeros(steps)]),
-        num_decode=np.concatenate([first * 0, np.full(steps, float(batch))]),
-        context_tokens=np.concatenate([first * 0, context]),
+    cycle = Cycle(
+        num_prefill=np.concatenate([first * batch / prefills, np.zeros(steps)]),
+        num_decode=np.concatenate([first * 0, np.full(steps, batch / groups)]),
+        context_tokens=np.concatenate([first * 0, batch / groups * (workload.mean_input + generated)]),
         prompt_law=workload.input_law.longest_of(batch),
         padded=True,
         kv_tokens=batch * (workload.mean_input + workload.mean_output),
         kv_tokens_std=float(np.sqrt(batch) * workload.total_std),
         num_seqs=float(batch),
     )
+    seconds = clock.seconds(cycle)
+    through, slowest, entry = seconds.sum(axis=0), seconds.max(axis=0), seconds[0]
+    drained = through[0] + (prefills - 1) * slowest[0]
+    rounds = np.maximum(groups * slowest, through)[1:]
+    tail = (through + (groups - 1) * slowest)[1:] - rounds  # The last iteration drains before the next batch begins.
+    last = still_going - np.append(still_going[1:], 0.0)
+    # Micro-batches start one after the other; the mean one is in the middle.
+    own = through[0] + (prefills - 1) / 2 * (slowest - entry)[0]
+    until_decode = drained - (prefills - 1) / 2 * entry[0]
+    ends = until_decode + np.cumsum(rounds) - rounds + (through + (groups - 1) / 2 * slowest)[1:]
+    return Steady(
+        cycle=cycle,
+        seconds=seconds,
+        throughput=batch / float(drained + still_going @ rounds + last @ tail),
+        latency=partial(_latency, own, ends, 1.0 if clock.first_token_from_prefill else 0.0),
+    )
 
 
-def latency(schedule: Schedule, cycle: Cycle, pass_seconds: Floats, output_tokens: Floats) -> Floats:
+def _latency(own_prefill: float, ends: Floats, first_tokens: float, output_tokens: Floats) -> Floats:
     """The prefill and one decode iteration for every further token."""
-    elapsed = np.cumsum(pass_seconds)
-    return np.interp(np.asarray(output_tokens, dtype=float) - 1.0, np.arange(len(elapsed)), elapsed)
+    decodes = np.asarray(output_tokens, dtype=float) - first_tokens
+    return np.where(decodes > 0, np.interp(decodes, np.arange(1, len(ends) + 1), ends), own_prefill)
 
 
-def next_batch(schedule: Schedule, state: Scheduler) -> Batch | None:
+def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
     """The running batch to its end, then the next `batch_size` requests, padded to the longest."""
-    if state.running:
-        return Batch(decode=tuple(state.running))
-    admitted = state.admissible(schedule["batch_size"], reserve=True)
-    if not admitted:
+    parts = _prefill_micro_batches(schedule) - state.prefills_in_row
+    begun = state.prefills_in_row > 0
+    if (begun or not state.running) and parts > 0:
+        whole = state.admissible(schedule["batch_size"] - state.admitted_in_row, reserve=True)
+        admitted = whole[: -(-len(whole) // parts)]
+        if admitted:
+            longest = max(s.num_prompt_tokens for s in (*whole, *state.running))
+            return Batch(prefill=admitted, pad_to=longest)
+    if state.num_prefills_in_flight:
+        return None  # The pipeline drains before decoding starts.
+    if begun:
+        state.deal()
+    turn = state.turn()
+    if turn is None or turn in state.busy or all(s.finished for s in state.running):
         return None
-    return Batch(prefill=admitted, pad_to=max(s.num_tokens for s in admitted))
+    return Batch(decode=tuple(state.groups[turn]), group=turn)
+
+
+def _prefill_micro_batches(schedule: Schedule) -> int:
+    return schedule.variables.get("prefill_micro_batches", micro_batches(schedule))

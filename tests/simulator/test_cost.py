@@ -12,7 +12,8 @@ from exeplan.length_law import LengthLaw
 from exeplan.policies import Cycle
 from exeplan.profile import Measurement, Profile
 from exeplan.scheduling import Batch, Sequence
-from exeplan.simulator.cost import CostModel, Curve
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.curves import Curve
 
 
 def rows(*lengths: int, generated: int = 0) -> tuple[Sequence, ...]:
@@ -26,8 +27,6 @@ def rows(*lengths: int, generated: int = 0) -> tuple[Sequence, ...]:
 def one_pass(*, num_prefill: float = 0, prompt: int = 1, num_decode: float = 0, context: float = 0) -> Cycle:
     """A cycle of one certain pass with prompts of one length."""
     return Cycle(
-        completions=1.0,
-        probability=np.ones(1),
         num_prefill=np.array([float(num_prefill)]),
         num_decode=np.array([float(num_decode)]),
         context_tokens=np.array([float(num_decode * context)]),
@@ -39,7 +38,10 @@ def one_pass(*, num_prefill: float = 0, prompt: int = 1, num_decode: float = 0, 
 
 
 def test_measured_points_come_back(profile: Profile, cost: CostModel) -> None:
-    surfaces = {"prefill": (cost.prefill_attention, "num_tokens"), "decode": (cost.decode_attention, "context_tokens")}
+    surfaces = {
+        "prefill": (cost.shards[1].prefill_attention, "num_tokens"),
+        "decode": (cost.shards[1].decode_attention, "context_tokens"),
+    }
     for m in profile.measurements:
         if m.op == "attention":
             surface, axis = surfaces[m.phase]
@@ -48,7 +50,8 @@ def test_measured_points_come_back(profile: Profile, cost: CostModel) -> None:
             curve = cost.prefill_overhead if m.phase == "prefill" else cost.overhead
             assert curve(float(m.num_seqs)) == pytest.approx(m.seconds)
         else:
-            assert getattr(cost, m.op)(float(m.num_tokens or m.num_seqs)) == pytest.approx(m.seconds)
+            curve = cost.shards[1].rest["decode"] if m.op == "rest" else getattr(cost.shards[1], m.op)
+            assert curve(float(m.num_tokens or m.num_seqs)) == pytest.approx(m.seconds)
 
 
 @st.composite
@@ -84,10 +87,10 @@ def test_rising_measurements_make_rising_estimates(profile: Profile) -> None:
     context = np.linspace(1, 3000, 200)
     seqs = np.linspace(0.1, 150, 200)
     for n in (0.5, 1, 3, 40, 100):
-        assert (np.diff(jagged.decode_attention(n, context)) >= -1e-15).all()
+        assert (np.diff(jagged.shards[1].decode_attention(n, context)) >= -1e-15).all()
     for tokens in (1, 100, 2000):
-        assert (np.diff(jagged.decode_attention(seqs, tokens)) >= -1e-15).all()
-    assert (np.diff(jagged.rest(np.linspace(0, 9000, 200))) >= 0).all()
+        assert (np.diff(jagged.shards[1].decode_attention(seqs, tokens)) >= -1e-15).all()
+    assert (np.diff(jagged.shards[1].rest["decode"](np.linspace(0, 9000, 200))) >= 0).all()
 
 
 def _bumped(m: Measurement, rng: np.random.Generator) -> Measurement:
@@ -98,8 +101,8 @@ def _bumped(m: Measurement, rng: np.random.Generator) -> Measurement:
 @pytest.mark.parametrize("num_seqs", [1, 2, 4, 7, 64, 100])
 @pytest.mark.parametrize("tokens", [1.0, 16.0, 100.0, 1024.0, 1500.0, 5000.0])
 def test_a_cut_through_the_surface_is_the_surface(cost: CostModel, num_seqs: int, tokens: float) -> None:
-    cut = cost.decode_attention.at_num_seqs(num_seqs)
-    assert cut.at(tokens) == pytest.approx(float(cost.decode_attention(float(num_seqs), tokens)))
+    cut = cost.shards[1].decode_attention.at_num_seqs(num_seqs)
+    assert cut.at(tokens) == pytest.approx(float(cost.shards[1].decode_attention(float(num_seqs), tokens)))
 
 
 def test_a_decode_pass_by_hand(cost: CostModel) -> None:
@@ -137,7 +140,7 @@ def test_an_expected_pass_without_spread_costs_what_the_batch_costs(
 ) -> None:
     batch = Batch(prefill=rows(*[prompt] * num_prefill), decode=rows(*[context] * num_decode, generated=1))
     cycle = one_pass(num_prefill=num_prefill, prompt=prompt, num_decode=num_decode, context=context)
-    assert cost.pass_seconds(cycle)[0] == pytest.approx(cost.batch_seconds(batch))
+    assert cost.seconds(cycle)[0][0] == pytest.approx(cost.batch_seconds(batch))
 
 
 def test_within_the_measured_range_nothing_is_beyond(cost: CostModel) -> None:

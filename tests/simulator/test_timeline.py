@@ -13,7 +13,12 @@ from exeplan.simulator.timeline import phase, trace_events, write_timeline
 
 def one(start: float, end: float, *, prefill: int, decode: int) -> PassRecord:
     return PassRecord(
-        start=start, end=end, num_prefill=prefill, num_decode=decode, num_new_tokens=10 * prefill + decode
+        start=start,
+        end=end,
+        spans=((0, start, end),),
+        num_prefill=prefill,
+        num_decode=decode,
+        num_new_tokens=10 * prefill + decode,
     )
 
 

@@ -1,0 +1,188 @@
+"""AIConfigurator's tables (ai-dynamo/aiconfigurator): milliseconds, elements of 2 bytes; its own or the tidied ones.
+
+    gemm         products of m tokens, n outputs and k inputs, out of memory (weights are not in the cache)
+    heads        attention of one layer, heads of one GPU. Prefill: whole prompts of `isl` tokens. Decode: `isl` is 1,
+                 and `kv_len` (or `step` + 1) counts the new token too
+    all_reduce   `message_size` counts elements, not bytes; kernels launched one by one (eager) or in a CUDA graph
+    nccl         the same by NCCL alone, and other collectives
+
+A layer is the sum of its four products (query-key-value, output, gate and up, down) of the shard, and of the kernels
+that no table times (`pointwise.py`). Nothing here times a send between stages, nor the host.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from exeplan.errors import InputError
+from exeplan.model import ModelSpec
+from exeplan.profile import Measurement
+from exeplan.profiler.importing.attention import Kernels, shard_shape
+from exeplan.profiler.importing.gemm import Floats, Gemms, gemms
+from exeplan.profiler.importing.part import Part, rounded
+from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
+from exeplan.profiler.importing.tables import Table, numbers
+from exeplan.profiler.roofline import Datasheet
+
+_MS = 1e-3
+_ELEMENT_BYTES = 2
+TWO_BYTES = ("bfloat16", "float16", "half")
+_DEGREES = (1, 2, 4, 8)
+_MOST_ROWS = 2048
+"""Rows of the output head at most."""
+
+
+def gemm_table(tables: Iterable[Table], *, flops: float, bandwidth: float) -> Gemms:
+    """All products of 2-byte elements."""
+    columns: list[list[Floats]] = [[], [], [], []]
+    for table in tables:
+        kept = _kept(table, "gemm_dtype", TWO_BYTES)
+        for column, name in zip(columns, ("m", "n", "k", "latency"), strict=True):
+            column.append(numbers(kept, name))
+    m, n, k, latency = map(np.concatenate, columns)
+    return gemms(m, n, k, _MS * latency, flops=flops, bandwidth=bandwidth)
+
+
+def possible_degrees(spec: ModelSpec) -> list[int]:
+    """Those that split heads, key/value heads and the MLP evenly."""
+    return [
+        degree
+        for degree in _DEGREES
+        if spec.num_heads % degree == spec.intermediate_size % degree == 0
+        and (spec.num_kv_heads % degree == 0 or degree % spec.num_kv_heads == 0)
+    ]
+
+
+def layer_part(table: Gemms, spec: ModelSpec, degrees: Sequence[int], *, sheet: Datasheet) -> Part:
+    """`rest`, `embed` and `head` of a decoder-only model's shards, at the measured numbers of tokens."""
+    rows: list[Measurement] = []
+    missing: list[tuple[int, int]] = []
+    for degree in degrees:
+        products = [*layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)]
+        missing += [product for product in products if product not in missing and not table.measured(*product)]
+        *layer, head = (table.seconds(n, k) for n, k in products)
+        rows += _layer_rows(table.m, spec, degree, sheet, products=np.sum(layer, axis=0), head=head)
+    return Part(
+        tuple(rows),
+        (
+            "rest: a layer's four products from the table, and its norms, rotary embedding and activation by memory "
+            "bandwidth; head: its product, and sampling by memory bandwidth",
+            *_interpolated(table, missing),
+        ),
+    )
+
+
+def layer_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:
+    """(n, k) of one device's query-key-value, output, gate and up, and down projection."""
+    queries, keys, dimension = shard_shape(spec, degree)
+    width = spec.intermediate_size // degree
+    return [
+        ((queries + 2 * keys) * dimension, spec.hidden_size),
+        (spec.hidden_size, queries * dimension),
+        ((2 if spec.gated_mlp else 1) * width, spec.hidden_size),
+        (spec.hidden_size, width),
+    ]
+
+
+def _layer_rows(
+    num_tokens: Floats, spec: ModelSpec, degree: int, sheet: Datasheet, *, products: Floats, head: Floats
+) -> list[Measurement]:
+    row = partial(Measurement, tensor_parallel_size=degree, repeats=0)
+    rows = []
+    for tokens, layer, logits in zip(num_tokens.astype(int).tolist(), products, head, strict=True):
+        rest = float(layer) + layer_seconds(sheet, spec, tokens, degree)
+        rows.append(row(op="rest", num_tokens=tokens, seconds=rounded(rest)))
+        embed = embed_seconds(sheet, spec, tokens)
+        rows.append(row(op="embed", num_tokens=tokens, seconds=rounded(embed)))
+        if tokens <= _MOST_ROWS:
+            seconds = float(logits) + sampling_seconds(sheet, spec, tokens)
+            rows.append(row(op="head", num_seqs=tokens, seconds=rounded(seconds)))
+    return rows
+
+
+def _interpolated(table: Gemms, missing: Sequence[tuple[int, int]]) -> list[str]:
+    if not missing:
+        return []
+    sizes = ", ".join(f"{n}x{k}" for n, k in missing)
+    if not len(table.misses):
+        return [f"products of n x k = {sizes} are not in the table: taken from their neighbours"]
+    median, most = np.quantile(table.misses, [0.5, 0.9])
+    return [
+        f"products of n x k = {sizes} are not in the table: interpolated, or beyond it extrapolated; measured sizes "
+        f"left out are missed by {median:.1%} (median), {most:.1%} (90th percentile)"
+    ]
+
+
+def attention_kernels(table: Table) -> list[Kernels]:
+    """The kernels of one table, all of one phase."""
+    kept = _kept(table, "attn_dtype", TWO_BYTES)
+    kept = _kept(kept, "kv_cache_dtype", TWO_BYTES)
+    kept = _kept(kept, "window_size", (0, -1))
+    prompts = numbers(kept, "isl")
+    decode = bool((prompts == 1).all())
+    if decode:
+        tokens = numbers(kept, "step") if "step" in kept.frame.columns else numbers(kept, "kv_len") - 1
+    else:
+        tokens = prompts
+    heads = np.stack([numbers(kept, name).astype(int) for name in ("n_q_head", "n_kv_head", "head_dim")], axis=1)
+    arrays = (heads, numbers(kept, "batch_size"), tokens, np.zeros(len(tokens)), _MS * numbers(kept, "latency"))
+    chosen = tokens > 0
+    return [Kernels("decode" if decode else "prefill", *(array[chosen] for array in arrays), notes=())]
+
+
+def all_reduce_part(tables: Iterable[Table]) -> Part:
+    """`all_reduce` inside a node. CUDA graphs where the table has them, else the fastest kernel of each size."""
+    import pandas
+
+    found = [_all_reduce_times(table) for table in tables]
+    if not found:
+        return Part()
+    times = pandas.concat(found, ignore_index=True)
+    graphs = times[times["graph"]]
+    note = "all_reduce: message sizes count elements of 2 bytes; "
+    if len(graphs):
+        times, note = graphs, note + "kernels in CUDA graphs, as launches hide behind other kernels where none run"
+    else:
+        note += "the fastest kernel of each size"
+    fastest = times.groupby(["source", "degree", "bytes"])["seconds"].median().groupby(level=[1, 2]).min()
+    rows = tuple(
+        Measurement(
+            op="all_reduce", phase="intra", tensor_parallel_size=int(degree), bytes=int(size), seconds=rounded(seconds)
+        )
+        for (degree, size), seconds in fastest.items()
+    )
+    return Part(rows, (note,))
+
+
+def _all_reduce_times(table: Table) -> Any:
+    import pandas
+
+    kept = _kept(table, "op_name", ("all_reduce",))
+    for name in ("nccl_dtype", "allreduce_dtype"):
+        kept = _kept(kept, name, TWO_BYTES)
+    source = [name for name in ("kernel_source", "backend", "implementation") if name in kept.frame.columns]
+    names = (
+        kept.frame[source].astype(str).agg(" ".join, axis=1) if source else pandas.Series("", index=kept.frame.index)
+    )
+    return pandas.DataFrame(
+        {
+            "source": names.to_numpy(),
+            "graph": names.str.contains("graph").to_numpy(),
+            "degree": numbers(kept, "num_gpus").astype(int),
+            "bytes": (_ELEMENT_BYTES * numbers(kept, "message_size")).astype(int),
+            "seconds": _MS * numbers(kept, "latency"),
+        }
+    )
+
+
+def _kept(table: Table, column: str, values: Sequence[object]) -> Table:
+    """The rows whose column has one of the values; all of them where there is no such column."""
+    if column not in table.frame.columns:
+        return table
+    frame = table.frame[table.frame[column].isin(values)]
+    if not len(frame):
+        there = ", ".join(sorted(map(str, set(table.frame[column]))))
+        raise InputError(f"{table.path}: no row has {column} of {' or '.join(map(str, values))}, only {there}")
+    return Table(table.path, table.kind, frame)

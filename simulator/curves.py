@@ -1,0 +1,103 @@
+"""Curves and surfaces: times between measured points.
+
+Linear between points, so that an estimate never leaves the values of its measured neighbours; beyond the last point the
+last slope goes on.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from exeplan.policies import Floats
+from exeplan.profile import Measurement
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over one axis; linear between points, the last slope beyond them, never below zero."""
+
+    x: Floats
+    seconds: Floats
+
+    def __call__(self, at: Floats | float) -> Floats:
+        at = np.asarray(at, dtype=float)
+        inside = np.interp(at, self.x, self.seconds)
+        if len(self.x) == 1:
+            return inside
+        return inside + self.last_slope * np.maximum(at - self.x[-1], 0.0)
+
+    def at(self, x: float) -> float:
+        """The same as calling it, for one number."""
+        xs, seconds = self._lists
+        i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+        if x <= xs[0] or len(xs) == 1:
+            return seconds[0]
+        value = seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+        return value if x <= xs[-1] else seconds[-1] + self.last_slope * (x - xs[-1])
+
+    @cached_property
+    def _lists(self) -> tuple[list[float], list[float]]:
+        return self.x.tolist(), self.seconds.tolist()
+
+    @cached_property
+    def last_slope(self) -> float:
+        """Seconds per unit beyond the last point."""
+        return max(0.0, float((self.seconds[-1] - self.seconds[-2]) / (self.x[-1] - self.x[-2])))
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Seconds over (num_seqs, tokens a sequence): one curve over tokens for each measured num_seqs, linear between.
+
+    Below one sequence and beyond the largest measured number the time is proportional to the number of sequences.
+    """
+
+    num_seqs: Floats
+    curves: tuple[Curve, ...]
+
+    def __call__(self, num_seqs: Floats | float, tokens: Floats | float) -> Floats:
+        n, tokens = np.broadcast_arrays(np.asarray(num_seqs, dtype=float), np.asarray(tokens, dtype=float))
+        heights = np.stack([curve(tokens) for curve in self.curves])
+        return self.blend(n, heights)
+
+    def at_num_seqs(self, num_seqs: int) -> "Curve":
+        """The curve over tokens a sequence at one number of sequences; exact, as it has the points of all curves."""
+        x = np.unique(np.concatenate([curve.x for curve in self.curves]))
+        x = np.append(x, x[-1] * 2)  # Beyond the last point each curve has its own slope.
+        return Curve(x, self(float(num_seqs), x))
+
+    def blend(self, n: Floats, heights: Floats) -> Floats:
+        """Interpolates over num_seqs the values that each curve gives; `heights` has the curves as its first axis."""
+        clipped = np.clip(n, self.num_seqs[0], self.num_seqs[-1])
+        right = np.searchsorted(self.num_seqs, clipped).clip(1 if len(self.curves) > 1 else 0, len(self.curves) - 1)
+        left = np.maximum(right - 1, 0)
+        width = np.maximum(self.num_seqs[right] - self.num_seqs[left], 1e-12)
+        share = np.where(right > left, (clipped - self.num_seqs[left]) / width, 0.0)
+        low = np.take_along_axis(heights, left[None], 0)[0]
+        high = np.take_along_axis(heights, right[None], 0)[0]
+        return (low + share * (high - low)) * n / np.maximum(clipped, 1e-12)
+
+
+def curve_of(rows: Iterable[Measurement], axis: str) -> Curve:
+    """The medians of the rows along one axis."""
+    points: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        points[getattr(row, axis)].append(row.seconds)
+    x = sorted(points)
+    return Curve(np.array(x, dtype=float), np.array([np.median(points[at]) for at in x]))
+
+
+def surface_of(rows: Iterable[Measurement], axis: str) -> Surface:
+    """Rows of one operation over num_seqs and `axis`, which counts the tokens of all sequences."""
+    by_seqs: dict[int, dict[float, float]] = defaultdict(dict)
+    for row in rows:
+        by_seqs[row.num_seqs][getattr(row, axis) / row.num_seqs] = row.seconds
+    curves = []
+    for num_seqs in sorted(by_seqs):
+        points = sorted(by_seqs[num_seqs].items())
+        curves.append(Curve(np.array([p[0] for p in points]), np.array([p[1] for p in points])))
+    return Surface(np.array(sorted(by_seqs), dtype=float), tuple(curves))

@@ -1,0 +1,52 @@
+"""What a placement takes on each GPU: weights, keys and values, workspace."""
+
+from exeplan.model import DTYPE_BYTES
+from exeplan.plan import Placement
+from exeplan.profile import Profile
+from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
+
+
+def memory_bytes(profile: Profile, placement: Placement, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
+    """The fullest GPU's bytes with so many tokens in the KV cache.
+
+    Stages that only prefill hold `prefill_kv_tokens` instead.
+    """
+    return max(
+        _fixed_bytes(profile, placement, number)
+        + (prefill_kv_tokens if stage.phase == "prefill" else kv_tokens)
+        * kv_bytes_per_token(profile, placement, number)
+        for number, stage in enumerate(placement)
+    )
+
+
+def kv_room_tokens(profile: Profile, placement: Placement, memory: float) -> float:
+    """Tokens of KV cache for which every GPU that decodes has room; negative where not even the weights fit."""
+    return min(
+        (memory - _fixed_bytes(profile, placement, number)) / kv_bytes_per_token(profile, placement, number)
+        for number, stage in enumerate(placement)
+        if stage.phase != "prefill" and stage.layers[1] > stage.layers[0]
+    )
+
+
+def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> float:
+    """On one GPU of a stage. Key and value heads that are fewer than the GPUs are kept on several."""
+    stage = placement[number]
+    layers = stage.layers[1] - stage.layers[0]
+    spread = min(stage.tensor_parallel_size, profile.model.num_kv_heads)
+    return layers * layer_kv_bytes_per_token(profile.model, profile.dtype) / spread
+
+
+def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
+    """On one GPU of a stage, as the engine holds them: the profile says by how much that is more than their numbers."""
+    spec, stage = profile.model, placement[number]
+    own = [i for i, s in enumerate(placement) if s.phase == stage.phase]
+    first, last = number == own[0], number == own[-1]
+    around = embedding_parameters(spec) * (first + (last and not (spec.tied_head and first)))
+    layers = (stage.layers[1] - stage.layers[0]) * layer_parameters(spec)
+    encoder = (stage.encoder_layers[1] - stage.encoder_layers[0]) * layer_parameters(spec, encoder=True)
+    held = profile.weight_bytes / (model_parameters(spec) * DTYPE_BYTES[profile.dtype])
+    return held * DTYPE_BYTES[profile.dtype] * (layers + encoder + around) / stage.tensor_parallel_size
+
+
+def _fixed_bytes(profile: Profile, placement: Placement, number: int) -> float:
+    return weight_bytes(profile, placement, number) + profile.workspace_bytes

@@ -1,0 +1,336 @@
+"""A second, slow replay of every policy on a pipeline, written from the policies' description alone: a referee.
+
+It shares no line with `exeplan.policies` or `exeplan.simulator`, so that a misunderstanding in one of them shows as a
+difference. A backlog with memory for everybody: no arrivals, no preemption, no placement, no profile. Keep it plain.
+
+A pass visits the stages of its pipeline in order; a stage runs one pass at a time, first come, first served. What a
+pass tells (this request has finished) is known when the pass has left the last stage, not before. Times are seconds.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+StageSeconds = Callable[[int, list[tuple[int, int]], list[int], int], float]
+"""(stage, prefills as (new tokens, tokens in the cache before), decode contexts, padded_to) -> seconds. A prompt is
+padded to at least `padded_to` tokens: 0 pads nothing. waa numbers its prefill stages first, then its decode stages."""
+
+
+@dataclass(eq=False)
+class Request:
+    prompt: int
+    output: int
+    start: float | None = None
+    """When its first prompt token entered stage 0."""
+    token_times: list[float] = field(default_factory=list)
+    prefilled: int = 0
+    decoded: int = 0
+    back: float = 0.0
+    """When its last pass left the last stage."""
+
+    @property
+    def done(self) -> bool:
+        return len(self.token_times) == self.output
+
+    @property
+    def decoding(self) -> bool:
+        return self.prefilled == self.prompt and not self.done
+
+
+class Visit(NamedTuple):
+    stage: int
+    begin: float
+    end: float
+
+
+class Pass(NamedTuple):
+    prefills: list[tuple[int, int]]
+    decodes: list[int]
+    padded_to: int
+    visits: list[Visit]
+
+
+class Lived(NamedTuple):
+    start: float
+    token_times: list[float]
+
+
+class Replayed(NamedTuple):
+    requests: list[Lived]
+    passes: list[Pass]
+    """In the order in which they entered a pipeline."""
+
+
+class Pipeline:
+    """Stages in a row; `run` takes passes in the order in which they enter."""
+
+    def __init__(
+        self, stages: Iterable[int], stage_seconds: StageSeconds, first_token_from_prefill: bool, passes: list[Pass]
+    ) -> None:
+        self.free = dict.fromkeys(stages, 0.0)
+        self.entrance = min(self.free)
+        self.stage_seconds, self.first_token_from_prefill, self.passes = stage_seconds, first_token_from_prefill, passes
+
+    def run(
+        self,
+        earliest: float,
+        *,
+        prefills: Sequence[tuple[Request, int]] = (),
+        decodes: Sequence[Request] = (),
+        padded_to: int = 0,
+    ) -> float:
+        """One pass, in at `earliest` or when stage 0 is free; when it leaves. Prefills are (request, new tokens)."""
+        new = [(tokens, request.prefilled) for request, tokens in prefills]
+        contexts = [request.prompt + request.decoded for request in decodes]
+        visits, now = [], earliest
+        for stage, free in self.free.items():
+            begin = max(now, free)
+            now = self.free[stage] = begin + self.stage_seconds(stage, new, contexts, padded_to)
+            visits.append(Visit(stage, begin, now))
+        self.passes.append(Pass(new, contexts, padded_to, visits))
+        for request, tokens in prefills:
+            request.start = visits[0].begin if request.start is None else request.start
+            request.prefilled += tokens
+            request.back = now
+            if self.first_token_from_prefill and request.prefilled == request.prompt:
+                request.token_times.append(now)
+        for request in decodes:
+            request.back = now
+            if not request.done:  # A static batch computes finished rows, too; they stay as they are.
+                request.decoded += 1
+                request.token_times.append(now)
+        return now
+
+
+def static(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    batch_size: int,
+    micro_batches: int,
+    prefill_micro_batches: int,
+    num_stages: int,
+    stage_seconds: StageSeconds,
+    first_token_from_prefill: bool,
+) -> Replayed:
+    """One batch after the other: padded prefill, drain, then all rows decode until the longest output is there."""
+    requests, passes = backlog(inputs, outputs), list[Pass]()
+    line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
+    waiting, left = deque(requests), 0.0
+    while waiting:
+        batch, begin = take(waiting, batch_size), left
+        for part in cut(batch, prefill_micro_batches):
+            left = line.run(begin, prefills=whole(part), padded_to=max(request.prompt for request in batch))
+        groups = deal(batch, micro_batches)
+        back = [left] * len(groups)
+        while not all(request.done for request in batch):
+            for g, group in enumerate(groups):
+                if group:
+                    left = back[g] = line.run(back[g], decodes=group)
+    return told(requests, passes)
+
+
+def rra(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    prefill_batch: int,
+    decode_steps: int,
+    micro_batches: int,
+    num_stages: int,
+    stage_seconds: StageSeconds,
+    first_token_from_prefill: bool,
+) -> Replayed:
+    """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew."""
+    requests, passes = backlog(inputs, outputs), list[Pass]()
+    line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
+    waiting, residents, begin = deque(requests), list[Request](), 0.0
+    while waiting or residents:
+        newcomers, drained = take(waiting, prefill_batch), begin
+        for part in cut(newcomers, micro_batches):
+            drained = line.run(begin, prefills=whole(part))
+        residents = unfinished(residents + newcomers)
+        groups = deal(residents, micro_batches)
+        back = [max([drained, *(request.back for request in group)]) for group in groups]
+        begin = drained
+        for step in range(1, decode_steps + 1):
+            for g, group in enumerate(groups):
+                if group:
+                    back[g] = line.run(back[g], decodes=group)
+                    groups[g] = unfinished(group)
+                    if not groups[g] and step < decode_steps:
+                        begin = max(begin, back[g])  # Only now is it known that this group has no more iterations.
+        residents = unfinished(residents)
+    return told(requests, passes)
+
+
+def orca(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    max_num_seqs: int,
+    micro_batches: int,
+    num_stages: int,
+    stage_seconds: StageSeconds,
+    first_token_from_prefill: bool,
+) -> Replayed:
+    """Batches in flight that let finished requests out and waiting ones in at every iteration."""
+    return chunked(
+        inputs,
+        outputs,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=sum(inputs) + max_num_seqs,  # Never cuts a prompt.
+        micro_batches=micro_batches,
+        num_stages=num_stages,
+        stage_seconds=stage_seconds,
+        first_token_from_prefill=first_token_from_prefill,
+    )
+
+
+def chunked(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    micro_batches: int,
+    num_stages: int,
+    stage_seconds: StageSeconds,
+    first_token_from_prefill: bool,
+) -> Replayed:
+    """As orca, with at most `max_num_batched_tokens` tokens a pass: decodes first, then prompts, the last one cut."""
+    requests, passes = backlog(inputs, outputs), list[Pass]()
+    line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
+    slots = shares(max_num_seqs, micro_batches)
+    if slots[0] > max_num_batched_tokens:
+        raise ValueError(f"{max_num_batched_tokens} tokens a pass, but {slots[0]} rows may decode in one")
+    waiting, groups, back = deque(requests), [list[Request]() for _ in slots], [0.0] * len(slots)
+    while waiting or any(groups):
+        for g, group in enumerate(groups):
+            group += take(waiting, slots[g] - len(group))
+            if group:
+                decodes = [request for request in group if request.decoding]
+                prefills = chunks(group, max_num_batched_tokens - len(decodes))
+                back[g] = line.run(back[g], prefills=prefills, decodes=decodes)
+                groups[g] = unfinished(group)
+    return told(requests, passes)
+
+
+def waa(
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    decode_batch: int,
+    prefill_batch: int,
+    micro_batches: int,
+    num_prefill_stages: int,
+    num_decode_stages: int,
+    handover: Callable[[list[int]], float],
+    stage_seconds: StageSeconds,
+    first_token_from_prefill: bool,
+) -> Replayed:
+    """Two pipelines side by side, the earlier event first. `handover` maps prompt lengths of a batch to seconds.
+
+    Handovers of different batches may overlap. Who is done after the prefill is not handed over.
+    """
+    requests, passes = backlog(inputs, outputs), list[Pass]()
+    last_stage = num_prefill_stages + num_decode_stages
+    first = Pipeline(range(num_prefill_stages), stage_seconds, first_token_from_prefill, passes)
+    second = Pipeline(range(num_prefill_stages, last_stage), stage_seconds, first_token_from_prefill, passes)
+    limit = (num_prefill_stages + 1) * prefill_batch
+    waiting, handed = deque(requests), list[tuple[float, Request]]()
+    departures = list[float]()  # When requests stopped to count towards the limit, rising.
+    slots = shares(decode_batch, micro_batches)
+    groups, back = [list[Request]() for _ in slots], [0.0] * len(slots)
+
+    def prefill_time() -> float | None:
+        must_have_left = len(requests) - len(waiting) + min(prefill_batch, len(waiting)) - limit
+        if not waiting or must_have_left > len(departures):
+            return None
+        return max(first.free[first.entrance], departures[must_have_left - 1] if must_have_left > 0 else 0.0)
+
+    def decode_turn() -> tuple[float, float, int] | None:
+        """(when, since when the group is back, group): the earliest that can enter, who has waited longest first."""
+        earliest_ready = min((ready for ready, _ in handed), default=None)
+        turns = list[tuple[float, float, int]]()
+        for g, group in enumerate(groups):
+            work = 0.0 if group else earliest_ready if slots[g] else None
+            if work is not None:
+                turns.append((max(back[g], second.free[second.entrance], work), back[g], g))
+        return min(turns, default=None)
+
+    while True:
+        prefill_at, turn = prefill_time(), decode_turn()
+        if turn is not None and (prefill_at is None or turn[0] <= prefill_at):
+            now, _, g = turn
+            taken = [entry for entry in handed if entry[0] <= now][: slots[g] - len(groups[g])]
+            handed = [entry for entry in handed if entry not in taken]
+            for _, request in taken:
+                insort(departures, now)
+                groups[g].append(request)
+            back[g] = second.run(now, decodes=groups[g])
+            groups[g] = unfinished(groups[g])
+        elif prefill_at is not None:
+            batch = take(waiting, prefill_batch)
+            left = first.run(prefill_at, prefills=whole(batch))
+            going_on = unfinished(batch)
+            for _ in range(len(batch) - len(going_on)):
+                insort(departures, left)
+            if going_on:
+                ready = left + handover([request.prompt for request in going_on])
+                handed += [(ready, request) for request in going_on]
+        else:
+            return told(requests, passes)
+
+
+def backlog(inputs: Sequence[int], outputs: Sequence[int]) -> list[Request]:
+    return [Request(prompt, output) for prompt, output in zip(inputs, outputs, strict=True)]
+
+
+def told(requests: list[Request], passes: list[Pass]) -> Replayed:
+    lived = []
+    for request in requests:
+        assert request.start is not None
+        lived.append(Lived(request.start, request.token_times))
+    return Replayed(lived, passes)
+
+
+def take(waiting: deque[Request], most: int) -> list[Request]:
+    return [waiting.popleft() for _ in range(min(most, len(waiting)))]
+
+
+def unfinished(requests: list[Request]) -> list[Request]:
+    return [request for request in requests if not request.done]
+
+
+def whole(requests: list[Request]) -> list[tuple[Request, int]]:
+    return [(request, request.prompt) for request in requests]
+
+
+def chunks(group: list[Request], budget: int) -> list[tuple[Request, int]]:
+    """What a pass prefills: prompts in order of arrival until the budget of tokens is spent."""
+    found = []
+    for request in group:
+        tokens = min(request.prompt - request.prefilled, budget)
+        if tokens > 0:
+            found.append((request, tokens))
+            budget -= tokens
+    return found
+
+
+def shares(count: int, parts: int) -> list[int]:
+    """Nearly equal shares, larger ones first: 5 in 3 parts are 2, 2, 1."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def cut(requests: list[Request], parts: int) -> list[list[Request]]:
+    """Consecutive runs of nearly equal count, none of them empty."""
+    queue = deque(requests)
+    return [take(queue, share) for share in shares(len(requests), parts) if share]
+
+
+def deal(requests: list[Request], parts: int) -> list[list[Request]]:
+    """Hands of nearly equal count, dealt in turn as one deals cards."""
+    return [requests[part::parts] for part in range(parts)]

@@ -5,14 +5,18 @@ the bound, the search is repeated under a bound tightened by the overshoot, so t
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 
+from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible
-from exeplan.plan import Estimate, Plan, Schedule
+from exeplan.plan import Estimate, Placement, Plan, Schedule
 from exeplan.plan import as_json as plan_json
 from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, replay_estimate
@@ -20,18 +24,22 @@ from exeplan.search import Outcome, Result, Trial, search
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import Run
 from exeplan.units import show_bytes, show_seconds
+from exeplan.variants import Variant, variants
 
 _RETRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The best schedule of one policy, or why it has none."""
+    """The best schedule of one policy and where it runs, or why it has none."""
 
     policy: str
     schedule: Schedule | None
+    placement: Placement | None
+    """Of the schedule, or of the gentlest one where none keeps the bound; None where the policy cannot be placed."""
     estimate: Estimate | None
-    search: Result
+    search: Result | None
+    """All of the policy's searches together; None where there was nothing to search."""
     refusal: str = ""
 
 
@@ -50,17 +58,18 @@ def optimize(
     problem: Problem, *, policies: tuple[str, ...], method: str = "branch-and-bound", seed: int = 0
 ) -> Optimum:
     """The best plan under the bound. Raises Infeasible saying what binds and the tightest bound that is possible."""
-    candidates = {policy: _candidate(problem, policy, method) for policy in policies}
+    candidates = _candidates(problem, policies, method)
     limits = dict.fromkeys(policies, problem.bound.seconds)
     for attempt in range(_RETRIES):
         kept = [c for c in candidates.values() if c.schedule is not None]
         if not kept:
             break
         winner = max(kept, key=lambda c: c.estimate.throughput if c.estimate else 0.0)
-        assert winner.schedule is not None
-        run, replayed = replay_estimate(problem, winner.schedule, seed=seed)
+        assert winner.schedule is not None and winner.placement is not None
+        placed = problem.at(winner.placement)
+        run, replayed = replay_estimate(placed, winner.schedule, seed=seed)
         if replayed.latency is None or replayed.latency <= problem.bound.seconds:
-            return _optimum(problem, winner, candidates, method=method, run=run, replayed=replayed)
+            return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed)
         # A margin that doubles ends this soon, whatever chance does to the few long requests of a replay.
         limits[winner.policy] *= (1 - 0.005 * 2**attempt) * problem.bound.seconds / replayed.latency
         candidates[winner.policy] = _candidate(problem, winner.policy, method, winner.search, limits[winner.policy])
@@ -69,19 +78,22 @@ def optimize(
 
 def _last_resort(problem: Problem, candidates: dict[str, Candidate], *, method: str, seed: int) -> Optimum:
     """The gentlest schedule of all, if it keeps the bound; what it needs is the tightest bound that is possible."""
-    fitting = [c for c in candidates.values() if "memory" not in c.search.what_binds]
+    gentlest = {c.policy: c.search.gentlest for c in candidates.values() if c.search}
+    fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
     if not fitting:
         refusals = "; ".join(c.refusal for c in candidates.values())
         raise Infeasible(f"no schedule fits {show_bytes(problem.memory)} of memory: {refusals}")
-    best = min(fitting, key=lambda c: c.search.gentlest.outcome.latency)
-    schedule = Schedule(best.policy, dict(best.search.gentlest.point))
-    run, replayed = replay_estimate(problem, schedule, seed=seed)
-    needed = max(best.search.gentlest.outcome.latency, replayed.latency or 0.0)
+    best = min(fitting, key=lambda c: gentlest[c.policy].outcome.latency)
+    assert best.placement is not None
+    placed = problem.at(best.placement)
+    schedule = load_policy(best.policy).schedule(gentlest[best.policy].point, problem.workload)
+    run, replayed = replay_estimate(placed, schedule, seed=seed)
+    needed = max(gentlest[best.policy].outcome.latency, replayed.latency or 0.0)
     if needed > problem.bound.seconds:
-        raise Infeasible(_why_not(problem, schedule, needed))
-    winner = replace(best, schedule=schedule, estimate=problem.estimate(schedule), refusal="")
+        raise Infeasible(_why_not(placed, schedule, needed))
+    winner = replace(best, schedule=schedule, estimate=placed.estimate(schedule), refusal="")
     candidates = {**candidates, best.policy: winner}
-    return _optimum(problem, winner, candidates, method=method, run=run, replayed=replayed)
+    return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed)
 
 
 def _optimum(
@@ -122,16 +134,20 @@ def _optimum(
 def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 24) -> Result:
     """The candidate's search with its frontier filled in: the best points under bounds around the one asked for.
 
-    A single search tries few points away from its bound, so on its own it shows little of the frontier.
+    A single search tries few points away from its bound, so on its own it shows little of the frontier. On a cluster it
+    stays on the candidate's placement.
     """
+    assert candidate.search is not None and candidate.placement is not None
     gentlest = candidate.search.gentlest.outcome.latency
     widest = min(3 * problem.bound.seconds, 100 * gentlest)
     if widest <= gentlest:
         return candidate.search
+    placed = replace(problem.at(candidate.placement), cluster=None)
     trials = list(candidate.search.frontier)
     for seconds in np.geomspace(gentlest, widest, num_bounds):
-        looser = replace(problem, bound=replace(problem.bound, seconds=float(seconds)))
-        trials += _candidate(looser, candidate.policy, "branch-and-bound").search.frontier
+        looser = replace(placed, bound=replace(problem.bound, seconds=float(seconds)))
+        found = _candidate(looser, candidate.policy, "branch-and-bound").search
+        trials += found.frontier if found else ()
     return replace(candidate.search, frontier=_pareto(trials))
 
 
@@ -144,10 +160,10 @@ def _pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     return tuple(kept)
 
 
-def resolve_policies(text: str) -> tuple[str, ...]:
-    """`auto` is every policy; otherwise the one that is named."""
+def resolve_policies(text: str, cluster: Cluster | None = None) -> tuple[str, ...]:
+    """`auto` is every policy, on one device every one that the engine can run; otherwise the one that is named."""
     if text == "auto":
-        return tuple(policy_names())
+        return tuple(name for name in policy_names() if cluster or load_policy(name).IN_ENGINE)
     load_policy(text)
     return (text,)
 
@@ -156,9 +172,10 @@ def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, 
     """What the search cost: `points` evaluated, `seconds`, and the largest `gap` left to an upper bound."""
     return {
         "method": method,
-        "points": sum(c.search.num_points for c in candidates),
-        "seconds": round(sum(c.search.seconds for c in candidates), 4),
-        "gap": max((c.search.gap for c in candidates if c.search.gap is not None), default=None),
+        "points": sum(c.search.num_points for c in candidates if c.search),
+        "grid": sum(c.search.grid_size for c in candidates if c.search),
+        "seconds": round(sum(c.search.seconds for c in candidates if c.search), 4),
+        "gap": max((c.search.gap for c in candidates if c.search and c.search.gap is not None), default=None),
     }
 
 
@@ -170,7 +187,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
             "policy": c.policy,
             "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
             "estimate": asdict(c.estimate) if c.estimate else None,
-            "points": c.search.num_points,
+            "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
         }
         for c in optimum.candidates
@@ -178,24 +195,97 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
     return {**body, "candidates": others, "extrapolated": list(optimum.beyond)}
 
 
+def _candidates(problem: Problem, policies: tuple[str, ...], method: str) -> dict[str, Candidate]:
+    """Every policy's candidate; on a cluster the policies are searched side by side on the cores there are."""
+    workers = min(len(policies), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    if problem.cluster is None or problem.cluster.num_gpus == 1 or workers < 2:
+        return {policy: _candidate(problem, policy, method) for policy in policies}
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_share, initargs=(problem,)) as pool:
+        found = pool.map(_shared_candidate, policies, [method] * len(policies))
+        return dict(zip(policies, found, strict=True))
+
+
+_shared: list[Problem] = []
+"""The problem of this worker process: it came with the fork, as curves and caches cannot be sent."""
+
+
+def _share(problem: Problem) -> None:
+    _shared[:] = [problem]
+
+
+def _shared_candidate(policy: str, method: str) -> Candidate:
+    return _candidate(_shared[0], policy, method)
+
+
 def _candidate(
     problem: Problem, policy: str, method: str, before: Result | None = None, bound: float | None = None
 ) -> Candidate:
     """The best schedule of a policy under the bound, or a tighter one; what a search `before` cost is added."""
-
-    def evaluate(point: Mapping[str, int]) -> Outcome:
-        return problem.evaluate(Schedule(policy, dict(point)))
-
-    knobs = load_policy(policy).knobs(problem.workload, problem.max_seqs)
-    result = search(knobs, evaluate, bound=bound or problem.bound.seconds, capacity=1.0, method=method)
+    results: list[tuple[Result, Placement]] = []
+    best = 0.0
+    for variant in variants(problem, load_policy(policy)):
+        result = _searched(variant, policy, method=method, bound=bound or problem.bound.seconds, at_least=best)
+        results.append((result, variant.problem.cost.placement))
+        best = max(best, result.best.outcome.throughput if result.best else 0.0)
+    if not results:
+        refusal = f"{policy} cannot be placed"
+        return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
+    result, placement = _merged(results)
     if before is not None:
         points, seconds = before.num_points + result.num_points, before.seconds + result.seconds
         result = replace(result, num_points=points, seconds=seconds)
     if result.best is None:
         refusal = _refusal(problem, policy, result)
-        return Candidate(policy=policy, schedule=None, estimate=None, search=result, refusal=refusal)
-    schedule = Schedule(policy, dict(result.best.point))
-    return Candidate(policy=policy, schedule=schedule, estimate=problem.estimate(schedule), search=result)
+        return Candidate(
+            policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=refusal
+        )
+    schedule = load_policy(policy).schedule(result.best.point, problem.workload)
+    estimate = problem.at(placement).estimate(schedule)
+    return Candidate(policy=policy, schedule=schedule, placement=placement, estimate=estimate, search=result)
+
+
+def _searched(variant: Variant, policy: str, *, method: str, bound: float, at_least: float) -> Result:
+    problem, module = variant.problem, load_policy(policy)
+
+    def evaluate(point: Mapping[str, int]) -> Outcome:
+        return problem.evaluate(module.schedule({**point, **variant.filling}, problem.workload))
+
+    knobs = module.knobs(problem.workload, problem.max_seqs)
+    result = search(knobs, evaluate, bound=bound, capacity=1.0, method=method, at_least=at_least)
+    return _with_filling(result, variant.filling)
+
+
+def _with_filling(result: Result, filling: Mapping[str, int]) -> Result:
+    """The filling's variables in every trial."""
+
+    def full(trial: Trial) -> Trial:
+        return replace(trial, point={**trial.point, **filling})
+
+    return replace(
+        result,
+        best=full(result.best) if result.best else None,
+        gentlest=full(result.gentlest),
+        frontier=tuple(full(trial) for trial in result.frontier),
+    )
+
+
+def _merged(results: Sequence[tuple[Result, Placement]]) -> tuple[Result, Placement]:
+    """The result of all variants together, and the placement of its best, or else its gentlest, point."""
+    won = [pair for pair in results if pair[0].best is not None]
+    if won:
+        chosen = max(won, key=lambda pair: pair[0].best.outcome.throughput if pair[0].best else 0.0)
+    else:
+        chosen = min(results, key=lambda pair: ("memory" in pair[0].what_binds, pair[0].gentlest.outcome.latency))
+    gaps = [result.gap for result, _ in results if result.gap is not None]
+    merged = replace(
+        chosen[0],
+        frontier=_pareto([trial for result, _ in results for trial in result.frontier]),
+        num_points=sum(result.num_points for result, _ in results),
+        grid_size=sum(result.grid_size for result, _ in results),
+        seconds=sum(result.seconds for result, _ in results),
+        gap=max(gaps, default=None),
+    )
+    return merged, chosen[1]
 
 
 def _refusal(problem: Problem, policy: str, result: Result) -> str:

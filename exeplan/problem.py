@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible, InputError
 from exeplan.metrics import summarize
-from exeplan.plan import Bound, Estimate, Schedule, single_stage
+from exeplan.plan import Bound, Estimate, Placement, Schedule, single_stage
 from exeplan.profile import Profile
 from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
 from exeplan.search import Outcome
@@ -30,22 +31,31 @@ _LONG_REQUESTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is optimized: one model on one profiled device under one workload and bound."""
+    """What is optimized: one model on one profiled device, or on a cluster of it, under one workload and bound.
+
+    On a cluster the cost model stands for one of many placements (`at`, and `variants.py` for which).
+    """
 
     profile: Profile
     workload: Workload
     bound: Bound
     cost: CostModel
+    cluster: Cluster | None = None
     memory: float
-    """Bytes that weights, KV cache and workspace may take together."""
+    """Bytes that weights, KV cache and workspace may take together on one device."""
     max_seqs: int
     """Residents that the engine may hold at once."""
+
+    def at(self, placement: Placement) -> "Problem":
+        """The same on another placement."""
+        return replace(self, cost=CostModel(self.cost.timings, placement, self.cluster))
 
     def evaluate(self, schedule: Schedule) -> Outcome:
         """One point of the search; `memory` is the share of the tighter of the two capacities, bytes and residents."""
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
-            memory_bytes(self.profile, self.cost.placement, steady.kv_tokens) / self.memory,
+            memory_bytes(self.profile, self.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
+            / self.memory,
             steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
         return Outcome(throughput=steady.throughput, latency=steady.bound_latency(self.bound.about), memory=share)
@@ -56,15 +66,35 @@ class Problem:
 
 
 def make_problem(
-    profile: Profile, workload: Workload, bound: Bound, *, memory: float | None = None, max_seqs: int | None = None
+    profile: Profile,
+    workload: Workload,
+    bound: Bound,
+    *,
+    cluster: Cluster | None = None,
+    memory: float | None = None,
+    max_seqs: int | None = None,
 ) -> Problem:
-    """Checks that the model fits the device and the workload the model's context."""
-    available = memory if memory is not None else profile.device.memory_bytes * MEMORY_UTILIZATION
+    """Checks that the model fits the device, or the cluster, and the workload the model's context."""
+    device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
+    available = memory if memory is not None else device_memory * MEMORY_UTILIZATION
     longest = int((workload.inputs + workload.outputs).max())
     if longest > profile.model.max_context:
         raise InputError(
             f"workload '{workload.name}' has requests of {longest} tokens, the context of "
             f"{profile.model.name} is {profile.model.max_context}; scale it down with --fit-context"
+        )
+    cost = CostModel(profile, cluster=cluster)
+    measured = int(cost.timings.shard(min(profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1])
+    if cluster is not None:
+        check_room(profile, cluster, available, longest)
+        return Problem(
+            profile=profile,
+            workload=workload,
+            bound=bound,
+            cost=cost,
+            cluster=cluster,
+            memory=available,
+            max_seqs=max_seqs or measured * cluster.num_gpus,
         )
     one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
     if one_request > available:
@@ -72,8 +102,6 @@ def make_problem(
             f"{profile.model.name} needs {show_bytes(one_request)} for weights, workspace and one request of "
             f"{longest} tokens; {profile.device.name} has {show_bytes(available)} for it"
         )
-    cost = CostModel(profile)
-    measured = int(cost.shards[1].decode_attention.num_seqs[-1])
     return Problem(
         profile=profile,
         workload=workload,
@@ -81,6 +109,21 @@ def make_problem(
         cost=cost,
         memory=available,
         max_seqs=max_seqs or measured,
+    )
+
+
+def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
+    """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
+    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.dtype)
+    room = available - profile.workspace_bytes
+    if room * cluster.num_gpus >= weights:
+        return
+    short = weights / cluster.num_gpus + profile.workspace_bytes - available
+    enough = f"{math.ceil(weights / room)} such GPUs would do" if room > 0 else "no number of such GPUs would do"
+    raise Infeasible(
+        f"{profile.model.name} does not fit cluster {cluster.name}: each of its {cluster.num_gpus} GPUs lacks "
+        f"{show_bytes(short)} beside the {show_bytes(available)} it has for weights, workspace and one request of "
+        f"{longest} tokens; {enough}"
     )
 
 

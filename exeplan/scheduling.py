@@ -16,9 +16,11 @@ others and waits in `ready` for a place in a group.
 Not here: which blocks (the runner's KV cache places them) and what tokens mean.
 """
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from heapq import heapreplace
+from typing import NamedTuple
 
 from exeplan.errors import InputError
 from exeplan.plan import Schedule
@@ -40,11 +42,13 @@ class Sequence:
     num_blocks: int = 0
     """KV blocks held; 0 while waiting."""
     num_computed_tokens: int = 0
-    """Tokens whose keys and values earlier chunks of a chunked prefill have computed."""
+    """Tokens whose keys and values the chunks so far have computed of a prefill with more to come; 0 otherwise."""
     group: int = 0
     """The micro-batch in which it decodes."""
     in_flight: bool = False
-    """In a batch that is under way."""
+    """In a batch that is under way, or being handed over."""
+    admission: int = 0
+    """How many were admitted before it: who is older."""
     finished: bool = False
     preemptions: int = 0
 
@@ -54,19 +58,27 @@ class Sequence:
         return self.num_prompt_tokens + self.num_output_tokens
 
 
+class Chunk(NamedTuple):
+    """Tokens `start` to `end` of a row's prefill; nothing is left to prefill after the `last` one."""
+
+    start: int
+    end: int
+    last: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One pass over the layers: rows that are prefilled and rows that decode one token.
 
     A prefilled row computes all its `num_tokens`; `pad_to` > 0 makes it compute that many, the rest being padding;
-    `chunks`, one for each prefilled row, make it compute so many of those that are left. A decode row computes 1 token
-    and attends to `num_tokens`.
+    `chunks`, one for each prefilled row, make it compute a part of them. A decode row computes 1 token and attends to
+    `num_tokens`.
     """
 
     prefill: tuple[Sequence, ...] = ()
     decode: tuple[Sequence, ...] = ()
     pad_to: int = 0
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
     group: int = 0
     """The group that decodes, and that the prefilled rows join."""
     phase: str = ""
@@ -77,14 +89,13 @@ class Batch:
         """Prefilled rows of which nothing is left to prefill after this pass."""
         if not self.chunks:
             return self.prefill
-        rows = zip(self.prefill, self.chunks, strict=True)
-        return tuple(row for row, chunk in rows if row.num_computed_tokens + chunk >= row.num_tokens)
+        return tuple(row for row, chunk in zip(self.prefill, self.chunks, strict=True) if chunk.last)
 
     @property
     def num_new_tokens(self) -> int:
         """Rows of the flat matrix products, padding included."""
         if self.chunks:
-            return sum(self.chunks) + len(self.decode)
+            return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decode)
         prefill = len(self.prefill) * self.pad_to if self.pad_to else sum(s.num_tokens for s in self.prefill)
         return prefill + len(self.decode)
 
@@ -114,14 +125,16 @@ class Scheduler:
         """Admitted sequences, oldest first."""
         self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
         """Running sequences by the micro-batch in which they decode, oldest first."""
-        self.ready: deque[Sequence] = deque()
-        """Handed over to the stages that decode, and in no group yet."""
+        self.ready: list[Sequence] = []
+        """Handed over to the stages that decode, and in no group yet; oldest first."""
         self.num_handing_over = 0
         """Admitted to the stages that prefill, and not ready yet."""
         self.busy: set[int] = set()
         """Groups that are under way."""
         self.last_group = -1
         """The group that was scheduled last."""
+        self.turns = list(range(len(self.groups)))
+        """All groups, the one that was scheduled longest ago first."""
         self.entered = [0] * len(self.groups)
         """Decode iterations that each group has begun since the last prefill was."""
         self.prefills_in_row = 0
@@ -130,11 +143,17 @@ class Scheduler:
         """Sequences in them."""
         self.num_prefills_in_flight = 0
         """Batches with prefills that are under way."""
+        self.num_admissions = 0
         self.num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def under_way(self) -> bool:
+        """Something that runs, or is handed over, will come back without anything being scheduled."""
+        return bool(self.busy or self.num_handing_over)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
@@ -153,9 +172,10 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def admissible(self, limit: int, *, reserve: bool = False) -> tuple[Sequence, ...]:
+    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
         """The first waiting sequences, in order, that fit into the free blocks: at most `limit`.
 
+        With `max_tokens` no more follow once those chosen have so many tokens, be the last of them cut.
         `reserve` counts every sequence at its full length (ORCA's slots reserved by max_tokens), so that nobody is ever
         preempted; otherwise each is counted at its tokens so far and the one it is about to produce.
         """
@@ -167,9 +187,11 @@ class Scheduler:
         chosen: list[Sequence] = []
         for sequence in self.waiting:
             room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
-            if room < 0 or len(chosen) >= limit:
+            if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break
             chosen.append(sequence)
+            if max_tokens is not None:
+                max_tokens -= sequence.num_tokens
         return tuple(chosen)
 
     def deal(self) -> None:
@@ -193,7 +215,7 @@ class Scheduler:
         decode = self._grow(batch.decode)
         admitted = self._admit(batch)
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
-            return self.next_batch(phase) if self.has_work and not self.busy else None
+            return self.next_batch(phase) if self.has_work and not self.under_way else None
         chunks = batch.chunks[: len(admitted)]
         batch = Batch(admitted, decode, pad_to=batch.pad_to, chunks=chunks, group=batch.group, phase=phase)
         self._begin(batch)
@@ -202,13 +224,14 @@ class Scheduler:
     def complete(self, batch: Batch) -> list[Sequence]:
         """Books a batch that has run. Returns the sequences that left and freed their blocks."""
         for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
-            row.num_computed_tokens += chunk
+            row.num_computed_tokens = 0 if chunk.last else chunk.end
         self.num_prefills_in_flight -= bool(batch.prefill)
-        if batch.phase != "prefill":
+        handing_over = batch.phase == "prefill"
+        if not handing_over:
             self.busy.discard(batch.group)
         rows = batch.prefill + batch.decode
         for row in rows:
-            row.in_flight = False
+            row.in_flight = handing_over and not row.finished
         if self.policy.KEEPS_FINISHED_ROWS:
             if self.busy or not all(s.finished for s in self.running):
                 return []
@@ -223,13 +246,18 @@ class Scheduler:
 
     def hand_over(self, batch: Batch) -> None:
         """The keys and values of a prefilled batch have arrived at the stages that decode."""
-        self.num_handing_over -= len(batch.prefill)
-        self.ready.extend(row for row in batch.prefill if row.num_blocks)
+        for row in batch.prefill:
+            if row.num_blocks:  # Neither finished by its prefill nor removed since.
+                row.in_flight = False
+                self.num_handing_over -= 1
+                insort(self.ready, row, key=lambda s: s.admission)
 
     def _begin(self, batch: Batch) -> None:
         if batch.phase != "prefill":
             self.busy.add(batch.group)
             self.last_group = batch.group
+            self.turns.remove(batch.group)
+            self.turns.append(batch.group)
         for row in batch.prefill + batch.decode:
             row.in_flight = True
         if batch.prefill:
@@ -260,14 +288,17 @@ class Scheduler:
             if needed <= self.free_blocks:
                 sequence.num_blocks += max(needed, 0)
                 self.free_blocks -= max(needed, 0)
-            elif not self.busy:
+            elif not self.under_way:
                 self._preempt(sequence)
         return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
 
     def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
+        begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
         for sequence in batch.prefill:
-            if sequence.num_blocks:  # A chunk of a prefill that has begun.
+            if id(sequence) in begun:
+                if not sequence.num_blocks:  # Preempted for a row of this very batch: it starts again.
+                    break
                 admitted.append(sequence)
                 continue
             needed = num_blocks_for(sequence.num_tokens)
@@ -277,6 +308,8 @@ class Scheduler:
             sequence.num_blocks = needed
             self.free_blocks -= needed
             self.running.append(sequence)
+            sequence.admission = self.num_admissions
+            self.num_admissions += 1
             if self.policy.SEPARATE_STAGES:
                 self.num_handing_over += 1
             else:
@@ -288,6 +321,12 @@ class Scheduler:
         """Puts a running sequence into a group."""
         sequence.group = group
         self.groups[group].append(sequence)
+
+    def join_ready(self, group: int, limit: int) -> None:
+        """Puts the oldest that are ready into a group, at most `limit`."""
+        for sequence in self.ready[:limit]:
+            self.join(sequence, group)
+        del self.ready[:limit]
 
     def _youngest_idle(self) -> Sequence | None:
         return next((s for s in reversed(self.running) if not s.in_flight), None)
@@ -305,6 +344,8 @@ class Scheduler:
             self.groups[sequence.group].remove(sequence)
         elif sequence in self.ready:
             self.ready.remove(sequence)
+        else:
+            self.num_handing_over -= 1
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
 
@@ -317,7 +358,8 @@ def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...
     for row in sorted(rows, key=lambda s: -s.num_tokens):
         tokens, number, share = shares[0]
         heapreplace(shares, (tokens + row.num_tokens, number, [*share, row]))
-    chosen = {id(row) for row in max(shares)[2]}
+    _, _, fullest = max(shares, key=lambda share: (share[0], -share[1]))
+    chosen = {id(row) for row in fullest}
     return tuple(row for row in rows if id(row) in chosen)
 
 

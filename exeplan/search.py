@@ -61,12 +61,14 @@ def search(
     bound: float,
     capacity: float,
     method: str = "branch-and-bound",
+    at_least: float = 0.0,
     tolerance: Slack = Slack(throughput=0.02, load=0.02),  # noqa: B008 (frozen)
     budget: int | None = None,
     seed: int = 0,
 ) -> Result:
     """The best point with latency <= bound and memory <= capacity; ties go to the least latency, then the first point.
 
+    Points of less throughput than `at_least`, which another grid may offer already, need not be found.
     `tolerance` is how far throughput and load (the fuller limit's share in use) may fall while a knob rises without
     leaving the gap's promise. `budget` is the number of trials of 'bayesian' (200 by default), and for branch and bound
     the points after which it splits no more boxes (20,000 by default). The same input gives the same result. Raises
@@ -75,7 +77,7 @@ def search(
     if method not in METHODS:
         raise InputError(f"no search method '{method}'; there are {', '.join(METHODS)}")
     start = time.perf_counter()
-    grid = Grid(knobs, evaluate, Limits(bound, capacity))
+    grid = Grid(knobs, evaluate, Limits(bound, capacity), at_least)
     grid(grid.bottom)
     gap: float | None = None
     dips: Slack | None = None

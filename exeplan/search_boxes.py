@@ -46,6 +46,8 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, 
     The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
     """
     gap = _pass(grid, Doubt(), budget)
+    if grid.best is None and grid.at_least and not _near(grid, tolerance):
+        return 0.0, Slack()
     dips, used = grid.dips(), Slack()
     steep = dips.throughput > tolerance.throughput
     limit = min(budget, len(grid.tried) + _allowance(grid))
@@ -55,6 +57,15 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, 
         gap = _pass(grid, Doubt(slack, envelope=steep), limit)
         dips, used = grid.dips(), slack
     return (1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, dips
+
+
+def _near(grid: Grid, tolerance: Slack) -> bool:
+    """Whether a point tried fits its limits, but for the tolerance, and is of interest, but for the tolerance."""
+    return any(
+        outcome.throughput * (1 + tolerance.throughput) >= grid.at_least
+        and not grid.limits.broken(outcome, tolerance.load)
+        for outcome in grid.tried.values()
+    )
 
 
 def _capped(dips: Slack, tolerance: Slack) -> Slack:
@@ -94,7 +105,7 @@ def _push(grid: Grid, queue: list[tuple[Rank, Box]], box: Box, doubt: Doubt) -> 
         return
     low, _ = cut
     bound = (-_ceiling(grid, cut, doubt), grid(low).latency * (1 - doubt.slack.load), low)
-    if grid.best is None or bound < grid.best:
+    if -bound[0] >= grid.at_least and (grid.best is None or bound < grid.best):
         heapq.heappush(queue, (bound, cut))
 
 
@@ -133,7 +144,7 @@ def _last(holds: Callable[[Index], bool], start: Index, knob: int, end: int) -> 
 
 def _can_win(grid: Grid, doubt: Doubt, low: Index, high: Index) -> bool:
     ceiling = _ceiling(grid, (low, high), doubt)
-    return grid.best is None or ceiling >= -grid.best[0]
+    return ceiling >= (grid.at_least if grid.best is None else max(grid.at_least, -grid.best[0]))
 
 
 def _ceiling(grid: Grid, box: Box, doubt: Doubt) -> float:

@@ -56,8 +56,16 @@ class Slack:
 class Grid:
     """Remembers every outcome; `best` is the rank of the best point tried that breaks no limit."""
 
-    def __init__(self, knobs: Sequence[Knob], evaluate: Callable[[Mapping[str, int]], Outcome], limits: Limits) -> None:
+    def __init__(
+        self,
+        knobs: Sequence[Knob],
+        evaluate: Callable[[Mapping[str, int]], Outcome],
+        limits: Limits,
+        at_least: float = 0.0,
+    ) -> None:
         assert all(knob.values for knob in knobs), "a knob without a value"
+        self.at_least = at_least
+        """Throughput below which no point is of interest."""
         self.knobs, self.evaluate, self.limits = tuple(knobs), evaluate, limits
         self.shape = tuple(len(knob.values) for knob in knobs)
         self.bottom: Index = (0,) * len(self.shape)

@@ -217,10 +217,8 @@ class CostModel:
 
     def _mixed_seconds(self, batch: Batch, kinds: Sequence[_Kind], context: float) -> list[float]:
         rows, prefills = len(batch.decode), len(batch.prefill)
-        spans = [(0, batch.pad_to or s.num_tokens) for s in batch.prefill]
-        if batch.chunks:
-            begun = [s.num_computed_tokens for s in batch.prefill]
-            spans = [(done, done + chunk) for done, chunk in zip(begun, batch.chunks, strict=True)]
+        spans = [(chunk.start, chunk.end) for chunk in batch.chunks]
+        spans = spans or [(0, batch.pad_to or s.num_tokens) for s in batch.prefill]
         prompts = float(sum(end - start for start, end in spans))
         prefill, decode = {}, {}
         for size, shard in self.shards.items():

@@ -66,7 +66,8 @@ def replay(
         raise InputError("a replay needs at least one request")
     requests = _requests(input_tokens, output_tokens, arrivals)
     scheduler = Scheduler(schedule, num_blocks, num_prefill_stages=len(cost.prefill_stages))
-    pipelines = [_Pipeline(cost, phase) for phase in dict.fromkeys(stage.phase for stage in cost.placement)]
+    # Those that decode come first: whom they take makes room for the next to be prefilled.
+    pipelines = [_Pipeline(cost, phase) for phase in sorted({stage.phase for stage in cost.placement})]
     passes: list[PassRecord] = []
     events: list[tuple[float, int, str, Batch]] = []
     now, arrived, under_way, peak_blocks = 0.0, 0, 0, 0
@@ -96,8 +97,7 @@ def replay(
             under_way -= _produce(batch, passes[number].start, now, prefills=cost.first_token_from_prefill)
             scheduler.complete(batch)
             if batch.phase == "prefill":
-                moved = sum(s.num_tokens for s in batch.prefill)
-                heappush(events, (now + cost.handover_seconds(moved), number, "arrived", batch))
+                heappush(events, (now + _handover_seconds(batch, cost), number, "arrived", batch))
     return Run(
         requests=tuple(_record(r) for r in requests),
         passes=tuple(passes),
@@ -157,6 +157,12 @@ def _produce(batch: Batch, start: float, end: float, *, prefills: bool) -> int:
         row.finished = row.num_output_tokens >= row.max_output_tokens
         num_finished += row.finished
     return num_finished
+
+
+def _handover_seconds(batch: Batch, cost: CostModel) -> float:
+    """Of those whom the prefill has not finished; the token that it yielded is in no cache yet."""
+    going_on = [row.num_tokens - cost.first_token_from_prefill for row in batch.prefill if not row.finished]
+    return cost.handover_seconds(sum(going_on)) if going_on else 0.0
 
 
 def _pass_record(batch: Batch, spans: list[tuple[int, float, float]]) -> PassRecord:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from exeplan.plan import BOUND_ABOUT
 
 if TYPE_CHECKING:
+    from exeplan.cluster import Cluster
     from exeplan.optimize import Optimum
     from exeplan.problem import Problem
+    from exeplan.profile import Profile
 
 _MOST_SEQS = 65536
 """Residents that a search considers at most: far beyond any device, and small enough to list."""
@@ -26,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", required=True, metavar="W", help="trace file, shipped name, or law")
     parser.add_argument("--latency-bound", required=True, metavar="TIME", help="such as 2s or 500ms; inf for no bound")
     parser.add_argument("--bound-on", choices=BOUND_ABOUT, default="p99-length", help="what the bound is about")
-    parser.add_argument("--policy", default="auto", help="static, orca, rra, or auto for the best of all (default)")
+    parser.add_argument(
+        "--cluster", metavar="C", help="a cluster file or shipped name (plans/clusters); one device otherwise"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="only so many GPUs of the cluster")
+    parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
     parser.add_argument(
@@ -50,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_suffix(args.plot)
     problem = _problem(args)
-    optimum = optimize(problem, policies=resolve_policies(args.policy), method=args.method)
+    optimum = optimize(problem, policies=resolve_policies(args.policy, problem.cluster), method=args.method)
     if args.output:
         optimum = _saved(optimum, args)
     if args.plot:
@@ -83,7 +89,25 @@ def _problem(args: argparse.Namespace) -> "Problem":
         profile = replace(profile_for(spec, profile), model=spec)
     workload = fitted(load_workload(args.workload), profile.model, fit=args.fit_context)
     memory = num_bytes(args.memory, "--memory") if args.memory else None
-    return make_problem(profile, workload, bound, memory=memory, max_seqs=args.max_num_seqs)
+    cluster = _cluster(args, profile)
+    return make_problem(profile, workload, bound, cluster=cluster, memory=memory, max_seqs=args.max_num_seqs)
+
+
+def _cluster(args: argparse.Namespace, profile: "Profile") -> "Cluster | None":
+    from exeplan.cluster import load_cluster
+    from exeplan.errors import InputError
+
+    if args.cluster is None:
+        if args.gpus is not None:
+            raise InputError("--gpus needs a --cluster")
+        return None
+    cluster = load_cluster(args.cluster)
+    if cluster.device != profile.device.name:
+        raise InputError(
+            f"cluster {cluster.name} has {cluster.device} GPUs, the profile is of {profile.device.name}; profile the "
+            f"model for {cluster.device}"
+        )
+    return cluster if args.gpus is None else cluster.part(args.gpus)
 
 
 def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":
@@ -138,7 +162,7 @@ def _rows(optimum: "Optimum") -> list[tuple[str, ...]]:
 
     rows: list[tuple[str, ...]] = []
     for c in optimum.candidates:
-        points = str(c.search.num_points)
+        points = str(c.search.num_points) if c.search else "0"
         if c.schedule is None or c.estimate is None:
             rows.append((c.policy, c.refusal, "-", "-", points))
             continue
@@ -151,5 +175,5 @@ def _plot(optimum: "Optimum", problem: "Problem", path: Path) -> None:
     from exeplan.frontier_plot import draw_frontier
     from exeplan.optimize import with_frontier
 
-    results = {c.policy: with_frontier(problem, c) for c in optimum.candidates}
+    results = {c.policy: with_frontier(problem, c) for c in optimum.candidates if c.search}
     draw_frontier(results, path, bound=problem.bound.seconds)

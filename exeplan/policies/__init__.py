@@ -99,6 +99,8 @@ class Policy(Protocol):
     """Finished rows stay in the batch until all of it is finished (static batching)."""
     SEPARATE_STAGES: bool
     """Some stages only prefill, the others only decode."""
+    SPLIT_BY: str
+    """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
     IN_ENGINE: bool
     """The engine can run it; otherwise it can be planned and replayed."""
 
@@ -110,6 +112,9 @@ class Policy(Protocol):
 
     def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
         """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
+
+    def schedule(self, variables: Mapping[str, int], workload: "Workload") -> "Schedule":
+        """The schedule of a point of the search: variables that follow from the others filled in."""
 
     def starts_together(self, schedule: "Schedule") -> int:
         """Requests whose prefills belong together; a run holds many times that to say something about the mean."""
@@ -149,11 +154,11 @@ def require(schedule: "Schedule", *names: str, optional: tuple[str, ...] = ("mic
 
 
 def micro_batch_counts(num_stages: int) -> tuple[int, ...]:
-    """Micro-batch counts worth trying: powers of two below the number of stages, that number, and twice it."""
-    if num_stages == 1:
-        return (1,)
-    powers = (2**k for k in range(num_stages.bit_length()) if 2**k < num_stages)
-    return (*powers, num_stages, 2 * num_stages)
+    """Micro-batch counts worth trying: half as many as stages, as many, and twice as many.
+
+    Fewer leave stages idle without making a pass shorter; more only help prefills, and twice as many do most of that.
+    """
+    return tuple(sorted({max(1, num_stages // 2), num_stages, 2 * num_stages}))
 
 
 def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:

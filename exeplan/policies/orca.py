@@ -12,6 +12,8 @@ one that takes longest holds up the others behind it: a round takes max(T*, t* +
 of m draws.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from exeplan.plan import Schedule
@@ -36,7 +38,7 @@ IN_ENGINE = True
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "starts_together", "steady_state"]
+__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
 
 
 def check(schedule: Schedule) -> None:
@@ -46,6 +48,10 @@ def check(schedule: Schedule) -> None:
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     """A larger batch raises throughput and latency."""
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
+
+
+def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+    return Schedule("orca", variables)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -14,6 +14,7 @@ A cycle whose batch runs empty before its last decode iteration goes on to the n
 therefore weighs every decode iteration with the probability that somebody is still there.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +30,7 @@ KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
 IN_ENGINE = True
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "starts_together", "steady_state"]
+__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
 
 
 def check(schedule: Schedule) -> None:
@@ -43,6 +44,10 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
         Knob("prefill_batch", tuple(range(1, max_seqs + 1))),
         Knob("decode_steps", tuple(range(longest, 0, -1))),
     )
+
+
+def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+    return Schedule("rra", variables)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -143,13 +143,16 @@ def rra(
     stage_seconds: StageSeconds,
     first_token_from_prefill: bool,
 ) -> Replayed:
-    """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew."""
+    """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew.
+
+    Prefill micro-batches are balanced by tokens, and the fullest enters first.
+    """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
     waiting, residents, begin = deque(requests), list[Request](), 0.0
     while waiting or residents:
         newcomers, drained = take(waiting, prefill_batch), begin
-        for part in cut(newcomers, micro_batches):
+        for part in balanced(newcomers, micro_batches):
             drained = line.run(begin, prefills=whole(part))
         residents = unfinished(residents + newcomers)
         groups = deal(residents, micro_batches)
@@ -209,9 +212,12 @@ def chunked(
     waiting, groups, back = deque(requests), [list[Request]() for _ in slots], [0.0] * len(slots)
     while waiting or any(groups):
         for g, group in enumerate(groups):
-            group += take(waiting, slots[g] - len(group))
+            decodes = [request for request in group if request.decoding]
+            unspent = max_num_batched_tokens - len(decodes) - sum(r.prompt - r.prefilled for r in group)
+            while waiting and len(group) < slots[g] and unspent > 0:  # A slot is taken with the first token.
+                group += take(waiting, 1)
+                unspent -= group[-1].prompt
             if group:
-                decodes = [request for request in group if request.decoding]
                 prefills = chunks(group, max_num_batched_tokens - len(decodes))
                 back[g] = line.run(back[g], prefills=prefills, decodes=decodes)
                 groups[g] = unfinished(group)
@@ -329,6 +335,22 @@ def cut(requests: list[Request], parts: int) -> list[list[Request]]:
     """Consecutive runs of nearly equal count, none of them empty."""
     queue = deque(requests)
     return [take(queue, share) for share in shares(len(requests), parts) if share]
+
+
+def balanced(requests: list[Request], parts: int) -> list[list[Request]]:
+    """Shares of nearly equal tokens, none of them empty, the fullest first.
+
+    Longest prompt first, each request joins the emptiest share. Of equal prompts the one that arrived first comes
+    first, of equal shares the one that was begun first.
+    """
+    piles = [list[Request]() for _ in range(min(parts, len(requests)))]
+    for request in sorted(requests, key=lambda request: request.prompt, reverse=True):
+        min(piles, key=prompt_tokens).append(request)
+    return sorted(piles, key=prompt_tokens, reverse=True)
+
+
+def prompt_tokens(requests: list[Request]) -> int:
+    return sum(request.prompt for request in requests)
 
 
 def deal(requests: list[Request], parts: int) -> list[list[Request]]:

@@ -6,7 +6,6 @@ the bound, the search is repeated under a bound tightened by the overshoot, so t
 
 import math
 import os
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -20,11 +19,11 @@ from exeplan.plan import Estimate, Placement, Plan, Schedule
 from exeplan.plan import as_json as plan_json
 from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, replay_estimate
-from exeplan.search import Outcome, Result, Trial, search
+from exeplan.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import Run
 from exeplan.units import show_bytes, show_seconds
-from exeplan.variants import Variant, variants
+from exeplan.variants import pareto, search_variants
 
 _RETRIES = 8
 
@@ -65,14 +64,17 @@ def optimize(
         if not kept:
             break
         winner = max(kept, key=lambda c: c.estimate.throughput if c.estimate else 0.0)
-        assert winner.schedule is not None and winner.placement is not None
+        assert winner.schedule is not None
+        assert winner.placement is not None
         placed = problem.at(winner.placement)
         run, replayed = replay_estimate(placed, winner.schedule, seed=seed)
         if replayed.latency is None or replayed.latency <= problem.bound.seconds:
             return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed)
         # A margin that doubles ends this soon, whatever chance does to the few long requests of a replay.
         limits[winner.policy] *= (1 - 0.005 * 2**attempt) * problem.bound.seconds / replayed.latency
-        candidates[winner.policy] = _candidate(problem, winner.policy, method, winner.search, limits[winner.policy])
+        # What is left to gain on another placement is less than what a tighter bound costs.
+        here = replace(placed, cluster=None)
+        candidates[winner.policy] = _candidate(here, winner.policy, method, winner.search, limits[winner.policy])
     return _last_resort(problem, candidates, method=method, seed=seed)
 
 
@@ -113,6 +115,8 @@ def _optimum(
         model=str(model.directory or model.name),
         schedule=schedule,
         placement=problem.cost.placement,
+        cluster=problem.cluster.name if problem.cluster else None,
+        gpus=problem.cluster.num_gpus if problem.cluster else None,
         bound=problem.bound,
         dtype=problem.profile.dtype,
         device=problem.profile.device.kind,
@@ -137,7 +141,8 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
     A single search tries few points away from its bound, so on its own it shows little of the frontier. On a cluster it
     stays on the candidate's placement.
     """
-    assert candidate.search is not None and candidate.placement is not None
+    assert candidate.search is not None
+    assert candidate.placement is not None
     gentlest = candidate.search.gentlest.outcome.latency
     widest = min(3 * problem.bound.seconds, 100 * gentlest)
     if widest <= gentlest:
@@ -148,16 +153,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
         looser = replace(placed, bound=replace(problem.bound, seconds=float(seconds)))
         found = _candidate(looser, candidate.policy, "branch-and-bound").search
         trials += found.frontier if found else ()
-    return replace(candidate.search, frontier=_pareto(trials))
-
-
-def _pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Those that no other beats in both latency and throughput, latency rising; their searches checked the memory."""
-    kept: list[Trial] = []
-    for trial in sorted(trials, key=lambda t: (t.outcome.latency, -t.outcome.throughput)):
-        if not kept or trial.outcome.throughput > kept[-1].outcome.throughput:
-            kept.append(trial)
-    return tuple(kept)
+    return replace(candidate.search, frontier=pareto(trials))
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None) -> tuple[str, ...]:
@@ -221,16 +217,11 @@ def _candidate(
     problem: Problem, policy: str, method: str, before: Result | None = None, bound: float | None = None
 ) -> Candidate:
     """The best schedule of a policy under the bound, or a tighter one; what a search `before` cost is added."""
-    results: list[tuple[Result, Placement]] = []
-    best = 0.0
-    for variant in variants(problem, load_policy(policy)):
-        result = _searched(variant, policy, method=method, bound=bound or problem.bound.seconds, at_least=best)
-        results.append((result, variant.problem.cost.placement))
-        best = max(best, result.best.outcome.throughput if result.best else 0.0)
-    if not results:
+    found = search_variants(problem, policy, method=method, bound=bound or problem.bound.seconds)
+    if found is None:
         refusal = f"{policy} cannot be placed"
         return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
-    result, placement = _merged(results)
+    result, placement = found
     if before is not None:
         points, seconds = before.num_points + result.num_points, before.seconds + result.seconds
         result = replace(result, num_points=points, seconds=seconds)
@@ -242,50 +233,6 @@ def _candidate(
     schedule = load_policy(policy).schedule(result.best.point, problem.workload)
     estimate = problem.at(placement).estimate(schedule)
     return Candidate(policy=policy, schedule=schedule, placement=placement, estimate=estimate, search=result)
-
-
-def _searched(variant: Variant, policy: str, *, method: str, bound: float, at_least: float) -> Result:
-    problem, module = variant.problem, load_policy(policy)
-
-    def evaluate(point: Mapping[str, int]) -> Outcome:
-        return problem.evaluate(module.schedule({**point, **variant.filling}, problem.workload))
-
-    knobs = module.knobs(problem.workload, problem.max_seqs)
-    result = search(knobs, evaluate, bound=bound, capacity=1.0, method=method, at_least=at_least)
-    return _with_filling(result, variant.filling)
-
-
-def _with_filling(result: Result, filling: Mapping[str, int]) -> Result:
-    """The filling's variables in every trial."""
-
-    def full(trial: Trial) -> Trial:
-        return replace(trial, point={**trial.point, **filling})
-
-    return replace(
-        result,
-        best=full(result.best) if result.best else None,
-        gentlest=full(result.gentlest),
-        frontier=tuple(full(trial) for trial in result.frontier),
-    )
-
-
-def _merged(results: Sequence[tuple[Result, Placement]]) -> tuple[Result, Placement]:
-    """The result of all variants together, and the placement of its best, or else its gentlest, point."""
-    won = [pair for pair in results if pair[0].best is not None]
-    if won:
-        chosen = max(won, key=lambda pair: pair[0].best.outcome.throughput if pair[0].best else 0.0)
-    else:
-        chosen = min(results, key=lambda pair: ("memory" in pair[0].what_binds, pair[0].gentlest.outcome.latency))
-    gaps = [result.gap for result, _ in results if result.gap is not None]
-    merged = replace(
-        chosen[0],
-        frontier=_pareto([trial for result, _ in results for trial in result.frontier]),
-        num_points=sum(result.num_points for result, _ in results),
-        grid_size=sum(result.grid_size for result, _ in results),
-        seconds=sum(result.seconds for result, _ in results),
-        gap=max(gaps, default=None),
-    )
-    return merged, chosen[1]
 
 
 def _refusal(problem: Problem, policy: str, result: Result) -> str:

@@ -54,8 +54,7 @@ class Problem:
         """One point of the search; `memory` is the share of the tighter of the two capacities, bytes and residents."""
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
-            memory_bytes(self.profile, self.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
-            / self.memory,
+            self.cost.memory.fullest(steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
             steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
         return Outcome(throughput=steady.throughput, latency=steady.bound_latency(self.bound.about), memory=share)
@@ -119,7 +118,11 @@ def check_room(profile: Profile, cluster: Cluster, available: float, longest: in
     if room * cluster.num_gpus >= weights:
         return
     short = weights / cluster.num_gpus + profile.workspace_bytes - available
-    enough = f"{math.ceil(weights / room)} such GPUs would do" if room > 0 else "no number of such GPUs would do"
+    enough = "no number of such GPUs would do"
+    if room > 0:
+        number, per_node = math.ceil(weights / room), cluster.gpus_per_node
+        number = number if number <= per_node else math.ceil(number / per_node) * per_node
+        enough = f"{number} such GPUs would do"
     raise Infeasible(
         f"{profile.model.name} does not fit cluster {cluster.name}: each of its {cluster.num_gpus} GPUs lacks "
         f"{show_bytes(short)} beside the {show_bytes(available)} it has for weights, workspace and one request of "

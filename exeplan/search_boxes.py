@@ -79,7 +79,8 @@ def _allowance(grid: Grid) -> int:
 
 def _pass(grid: Grid, doubt: Doubt, budget: int) -> float:
     gap = _explore(grid, doubt, budget)
-    _polish(grid)
+    if grid.best is not None or not grid.at_least:
+        _polish(grid)
     return gap
 
 

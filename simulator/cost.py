@@ -12,21 +12,25 @@ Not here: measuring (`profiler/`) and what happens when (`closed_form.py`, `repl
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
 from exeplan.cluster import Cluster
 from exeplan.errors import InputError
+from exeplan.length_law import LengthLaw
 from exeplan.plan import Placement, single_stage
 from exeplan.policies import Cycle, Floats
 from exeplan.profile import Measurement, Profile
 from exeplan.scheduling import Batch
 from exeplan.shape import activation_bytes, layer_kv_bytes_per_token, num_all_reduces
 from exeplan.simulator.curves import Curve, curve_of, surface_of
+from exeplan.simulator.memory import PlacementMemory
 
 _QUADRATURE = 9
 """Points of the prompt-length law at which a pass with prefills is timed."""
+_LAWS = 256
+"""Prompt laws whose mean attention is remembered: a search asks for the same ones again and again."""
 _MANY_PROMPTS = 2048
 """Prompts of one batch beyond which the attention of each is not timed on a curve for that very number."""
 
@@ -48,6 +52,11 @@ class Shard:
         # A replay asks for one scalar at a time, thousands of times: the same interpolation without numpy's overhead.
         self.decode_curve = cache(self.decode_attention.at_num_seqs)
         self.prefill_curve = cache(self.prefill_attention.at_num_seqs)
+        self.prefill_shares = lru_cache(_LAWS)(self._prefill_shares)
+
+    def _prefill_shares(self, prompts: LengthLaw) -> Floats:
+        """The mean attention over a law of prompts, on the curve of each measured number of sequences."""
+        return np.array([curve(_points(prompts)).mean() for curve in self.prefill_attention.curves])
 
 
 class Timings:
@@ -116,6 +125,7 @@ class CostModel:
         }
         self._send = {k.send: self._send_curve(k.send) for k in self._kinds if k.send}
         self._fixed_decode = cache(self._fixed_decode_seconds)
+        self.memory = PlacementMemory(self.profile, self.placement)
 
     def seconds(self, cycle: Cycle) -> Floats:
         """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""
@@ -153,7 +163,7 @@ class CostModel:
 
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
         """Axes on which the estimate of this cycle leaves what was measured, as sentences."""
-        points, _ = _quadrature(cycle)
+        points = _points(cycle.prompt_law)
         tokens = float(np.max(cycle.num_decode + cycle.num_prefill * points.mean()))
         context = float(np.max(cycle.context_tokens / np.maximum(cycle.num_decode, 1e-12)))
         shard = self.shards[min(self.shards)]
@@ -273,10 +283,11 @@ class _Passes:
     def __init__(self, cycle: Cycle) -> None:
         self.rows, self.prefills = cycle.num_decode, cycle.num_prefill
         self.context = cycle.context_tokens / np.maximum(self.rows, 1e-12)
-        self.points, self.weights = _quadrature(cycle)
+        self.prompt_law = cycle.prompt_law
+        self.points = _points(cycle.prompt_law)
         self.some = np.flatnonzero(self.prefills > 0)
         count = self.prefills[self.some]
-        mean = float(self.weights @ self.points)
+        mean = float(self.points.mean())
         # The sum of k independent prompts spreads like one prompt times sqrt(k); padded ones are all alike.
         spread = count if cycle.padded else np.sqrt(count)
         prompts = count[:, None] * mean + spread[:, None] * (self.points - mean)
@@ -288,7 +299,7 @@ class _Passes:
         if prompts and len(self.some):
             with_rows = self.rows[self.some, None] if rows else 0.0
             out = np.array(out)
-            out[self.some] = of_tokens(self.prompts + with_rows) @ self.weights
+            out[self.some] = of_tokens(self.prompts + with_rows).mean(axis=1)
         return out
 
 
@@ -304,9 +315,8 @@ class _Work:
         self.decode_attention = np.where(p.rows > 0, shard.decode_attention(p.rows, p.context), 0.0)
         self.prefill_attention = np.zeros(len(p.rows))
         if len(p.some):
-            shares = np.stack([curve(p.points) @ p.weights for curve in shard.prefill_attention.curves])
-            heights = np.repeat(shares[:, None], len(p.some), axis=1)
-            self.prefill_attention[p.some] = shard.prefill_attention.blend(p.prefills[p.some], heights)
+            shares = shard.prefill_shares(p.prompt_law)
+            self.prefill_attention[p.some] = shard.prefill_attention.blend(p.prefills[p.some], shares)
         if apart:
             self.decoder_rest = np.where(p.rows > 0, shard.rest["decode"](p.rows), 0.0)
             self.encoder_rest = p.expected(shard.rest["prefill"], rows=False)
@@ -355,6 +365,7 @@ def _either(rows: Sequence[Measurement], op: str, phase: str) -> list[Measuremen
     return [m for m in rows if m.op == op and m.phase in ("", phase)]
 
 
-def _quadrature(cycle: Cycle) -> tuple[Floats, Floats]:
+@lru_cache(_LAWS)
+def _points(prompts: LengthLaw) -> Floats:
     """A few points of the prompt law with equal weights, exact in the mean."""
-    return cycle.prompt_law.slice_means(_QUADRATURE), np.full(_QUADRATURE, 1 / _QUADRATURE)
+    return prompts.slice_means(_QUADRATURE)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from exeplan.length_law import Ints
 from exeplan.policies import Floats
 from exeplan.profile import Measurement
 
@@ -49,7 +50,7 @@ class Curve:
         return max(0.0, float((self.seconds[-1] - self.seconds[-2]) / (self.x[-1] - self.x[-2])))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Surface:
     """Seconds over (num_seqs, tokens a sequence): one curve over tokens for each measured num_seqs, linear between.
 
@@ -60,26 +61,40 @@ class Surface:
     curves: tuple[Curve, ...]
 
     def __call__(self, num_seqs: Floats | float, tokens: Floats | float) -> Floats:
-        n, tokens = np.broadcast_arrays(np.asarray(num_seqs, dtype=float), np.asarray(tokens, dtype=float))
-        heights = np.stack([curve(tokens) for curve in self.curves])
-        return self.blend(n, heights)
+        n, tokens = np.asarray(num_seqs, dtype=float), np.asarray(tokens, dtype=float)
+        x, table = self._table
+        right = np.searchsorted(x, tokens).clip(1, len(x) - 1)
+        share = np.maximum((tokens - x[right - 1]) / (x[right] - x[right - 1]), 0.0)
+        clipped, low, high, weight = self._neighbours(n)
+        lower = table[low, right - 1] + share * (table[low, right] - table[low, right - 1])
+        upper = table[high, right - 1] + share * (table[high, right] - table[high, right - 1])
+        return np.asarray((lower + weight * (upper - lower)) * n / np.maximum(clipped, 1e-12))
 
     def at_num_seqs(self, num_seqs: int) -> "Curve":
         """The curve over tokens a sequence at one number of sequences; exact, as it has the points of all curves."""
-        x = np.unique(np.concatenate([curve.x for curve in self.curves]))
-        x = np.append(x, x[-1] * 2)  # Beyond the last point each curve has its own slope.
+        x, _ = self._table
         return Curve(x, self(float(num_seqs), x))
 
-    def blend(self, n: Floats, heights: Floats) -> Floats:
-        """Interpolates over num_seqs the values that each curve gives; `heights` has the curves as its first axis."""
+    def blend(self, num_seqs: Floats, heights: Floats) -> Floats:
+        """Interpolates over num_seqs the values that each curve gives: `heights` has one for each curve."""
+        clipped, low, high, weight = self._neighbours(num_seqs)
+        between = heights[low] + weight * (heights[high] - heights[low])
+        return np.asarray(between * num_seqs / np.maximum(clipped, 1e-12))
+
+    def _neighbours(self, n: Floats) -> tuple[Floats, Ints, Ints, Floats]:
+        """n within the measured range, the curves on both sides of it, and the weight of the upper one."""
         clipped = np.clip(n, self.num_seqs[0], self.num_seqs[-1])
-        right = np.searchsorted(self.num_seqs, clipped).clip(1 if len(self.curves) > 1 else 0, len(self.curves) - 1)
-        left = np.maximum(right - 1, 0)
-        width = np.maximum(self.num_seqs[right] - self.num_seqs[left], 1e-12)
-        share = np.where(right > left, (clipped - self.num_seqs[left]) / width, 0.0)
-        low = np.take_along_axis(heights, left[None], 0)[0]
-        high = np.take_along_axis(heights, right[None], 0)[0]
-        return (low + share * (high - low)) * n / np.maximum(clipped, 1e-12)
+        high = np.searchsorted(self.num_seqs, clipped).clip(min(1, len(self.curves) - 1), len(self.curves) - 1)
+        low = np.maximum(high - 1, 0)
+        width = np.maximum(self.num_seqs[high] - self.num_seqs[low], 1e-12)
+        return clipped, low, high, np.where(high > low, (clipped - self.num_seqs[low]) / width, 0.0)
+
+    @cached_property
+    def _table(self) -> tuple[Floats, Floats]:
+        """Tokens at which any curve has a point, one far beyond where each goes its own way, and the curves there."""
+        x = np.unique(np.concatenate([curve.x for curve in self.curves]))
+        x = np.append(x, x[-1] * 2)
+        return x, np.stack([curve(x) for curve in self.curves])
 
 
 def curve_of(rows: Iterable[Measurement], axis: str) -> Curve:

@@ -11,12 +11,24 @@ def memory_bytes(profile: Profile, placement: Placement, kv_tokens: float, prefi
 
     Stages that only prefill hold `prefill_kv_tokens` instead.
     """
-    return max(
-        _fixed_bytes(profile, placement, number)
-        + (prefill_kv_tokens if stage.phase == "prefill" else kv_tokens)
-        * kv_bytes_per_token(profile, placement, number)
-        for number, stage in enumerate(placement)
-    )
+    return PlacementMemory(profile, placement).fullest(kv_tokens, prefill_kv_tokens)
+
+
+class PlacementMemory:
+    """The same for one placement, asked again and again."""
+
+    def __init__(self, profile: Profile, placement: Placement) -> None:
+        stages = range(len(placement))
+        self._fixed = [_fixed_bytes(profile, placement, number) for number in stages]
+        self._per_token = [kv_bytes_per_token(profile, placement, number) for number in stages]
+        self._prefills = [stage.phase == "prefill" for stage in placement]
+
+    def fullest(self, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
+        """Bytes of the fullest GPU."""
+        return max(
+            fixed + (prefill_kv_tokens if prefills else kv_tokens) * per_token
+            for fixed, per_token, prefills in zip(self._fixed, self._per_token, self._prefills, strict=True)
+        )
 
 
 def kv_room_tokens(profile: Profile, placement: Placement, memory: float) -> float:

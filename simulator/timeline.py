@@ -13,9 +13,14 @@ from exeplan.files import write_text
 from exeplan.simulator.replay import PassRecord, Run
 
 PICTURES = (".png", ".svg", ".pdf")
-_COLOURS = {"prefill": "#d1495b", "decode": "#30638e", "mixed": "#edae49"}
+_COLOURS = {"decode": "#30638e", "mixed": "#edae49", "prefill": "#d1495b"}
+"""Drawn in this order: where stages are separate, prefills of few requests stand before decodes of many."""
 _PICTURE_PASSES = 400
 """Passes drawn in a picture; more would be thinner than a pixel."""
+_EDGED = 0.005
+"""Share of a picture's width from which a bar has an edge."""
+_LABELS = 16
+"""Stages named at most in a picture."""
 
 
 def write_timeline(run: Run, path: Path, *, title: str) -> None:
@@ -36,26 +41,21 @@ def phase(record: PassRecord) -> str:
 
 
 def trace_events(run: Run) -> list[dict[str, Any]]:
-    """Passes as complete events on one track, requests as asynchronous spans, rows as a counter; microseconds."""
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "device 0"}},
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "stage 0"}},
+    """One track a stage with its share of each pass; requests as asynchronous spans, rows as a counter; microseconds."""
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "replay"}}]
+    events += [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
+        for stage in _stages(run.passes)
     ]
-    for record in run.passes:
+    for number, record in enumerate(run.passes):
         rows = {"prefill": record.num_prefill, "decode": record.num_decode}
-        start, duration = record.start * 1e6, (record.end - record.start) * 1e6
-        events.append(
-            {
-                "name": phase(record),
-                "ph": "X",
-                "pid": 0,
-                "tid": 0,
-                "ts": start,
-                "dur": duration,
-                "args": {**rows, "new_tokens": record.num_new_tokens},
-            }
-        )
-        events.append({"name": "rows", "ph": "C", "pid": 0, "ts": start, "args": rows})
+        args = {"pass": number, **rows, "new_tokens": record.num_new_tokens}
+        common = {"name": phase(record), "ph": "X", "pid": 0, "args": args}
+        events += [
+            {**common, "tid": stage, "ts": start * 1e6, "dur": (end - start) * 1e6}
+            for stage, start, end in record.spans
+        ]
+        events.append({"name": "rows", "ph": "C", "pid": 0, "ts": record.start * 1e6, "args": rows})
     for index, request in enumerate(run.requests):
         common = {"cat": "request", "id": index, "pid": 0, "name": f"request {index}"}
         args = {"input_tokens": request.input_tokens, "output_tokens": request.output_tokens}
@@ -64,25 +64,45 @@ def trace_events(run: Run) -> list[dict[str, Any]]:
     return events
 
 
+def _stages(passes: Sequence[PassRecord]) -> list[int]:
+    return sorted({stage for record in passes for stage, _, _ in record.spans})
+
+
 def _draw(run: Run, path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    passes = _middle(run.passes)
+    begin, end = _middle(run.passes)
+    passes = [record for record in run.passes if record.start < end and record.end > begin]
+    stages = _stages(passes)
+    lanes = 0.8 + min(0.3 * len(stages), 6.0)
     figure, (bars, rows) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(11, 4.2), height_ratios=(1, 2), layout="constrained"
+        2, 1, sharex=True, figsize=(11, lanes + 3), height_ratios=(lanes, 2.2), layout="constrained"
     )
     for name, colour in _COLOURS.items():
-        spans = [(p.start, p.end - p.start) for p in passes if phase(p) == name]
-        if spans:
-            bars.broken_barh(spans, (0, 1), color=colour, label=name, linewidth=0.3, edgecolor="white")
-    bars.set(yticks=[], title=title)
-    bars.legend(loc="upper right", ncols=3, fontsize="small")
-    edges = [*(p.start for p in passes), passes[-1].end]
-    rows.stairs([p.num_prefill + p.num_decode for p in passes], edges, fill=True, color="#8aa6c1")
-    rows.set(xlabel="seconds", ylabel="requests in the pass", xlim=(edges[0], edges[-1]))
+        own = [record for record in passes if phase(record) == name]
+        for lane, stage in enumerate(stages):
+            spans = [(a, b - a) for record in own for number, a, b in record.spans if number == stage]
+            # An edge would hide a bar that is about as narrow as itself.
+            edges = [0.4 if width > _EDGED * (end - begin) else 0.0 for _, width in spans]
+            bars.broken_barh(
+                spans, (lane - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=edges, antialiased=False
+            )
+        if own:
+            bars.plot([], [], color=colour, linewidth=6, label=name)
+            # A pass stands in the lower picture for as long as it keeps its first stage.
+            first = [record.spans[0] for record in own]
+            heights = [record.num_prefill + record.num_decode for record in own]
+            widths = [b - a for _, a, b in first]
+            rows.bar([a for _, a, _ in first], heights, widths, align="edge", color=colour, antialiased=False)
+    every = -(-len(stages) // _LABELS)
+    bars.set(yticks=range(0, len(stages), every), yticklabels=[f"stage {stage}" for stage in stages[::every]])
+    bars.invert_yaxis()
+    bars.set_title(title, fontsize="medium", loc="left")
+    bars.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="small", frameon=False, borderpad=0)
+    rows.set(xlabel="seconds", ylabel="requests in the pass", xlim=(begin, end))
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
@@ -91,6 +111,8 @@ def _draw(run: Run, path: Path, title: str) -> None:
         pyplot.close(figure)
 
 
-def _middle(passes: Sequence[PassRecord]) -> Sequence[PassRecord]:
+def _middle(passes: Sequence[PassRecord]) -> tuple[float, float]:
+    """The seconds from the start of the first of so many passes in the middle to the end of the last."""
     first = max(0, (len(passes) - _PICTURE_PASSES) // 2)
-    return passes[first : first + _PICTURE_PASSES]
+    shown = passes[first : first + _PICTURE_PASSES]
+    return shown[0].start, max(record.end for record in shown)

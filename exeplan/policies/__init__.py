@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -126,6 +127,7 @@ class Policy(Protocol):
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
 
 
+@cache
 def load_policy(name: str) -> Policy:
     """The policy of that name. Raises InputError listing what there is."""
     if name not in policy_names():
@@ -133,10 +135,11 @@ def load_policy(name: str) -> Policy:
     return cast(Policy, importlib.import_module(f"exeplan.policies.{name.replace('-', '_')}"))
 
 
-def policy_names() -> list[str]:
+@cache
+def policy_names() -> tuple[str, ...]:
     """All policies, sorted."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
+    return tuple(sorted(name.replace("_", "-") for name in names if not name.startswith("_")))
 
 
 def require(schedule: "Schedule", *names: str, optional: tuple[str, ...] = ("micro_batches",)) -> None:

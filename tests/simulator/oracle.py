@@ -11,6 +11,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, cycle
 from typing import NamedTuple
 
 StageSeconds = Callable[[int, list[tuple[int, int]], list[int], int], float]
@@ -115,7 +116,10 @@ def static(
     stage_seconds: StageSeconds,
     first_token_from_prefill: bool,
 ) -> Replayed:
-    """One batch after the other: padded prefill, drain, then all rows decode until the longest output is there."""
+    """One batch after the other: padded prefill, drain, then all rows decode until the longest output is there.
+
+    While that is on its last way through the stages, groups that are back enter once more.
+    """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
     waiting, left = deque(requests), 0.0
@@ -123,12 +127,13 @@ def static(
         batch, begin = take(waiting, batch_size), left
         for part in cut(batch, prefill_micro_batches):
             left = line.run(begin, prefills=whole(part), padded_to=max(request.prompt for request in batch))
-        groups = deal(batch, micro_batches)
+        groups = [group for group in deal(batch, micro_batches) if group]
         back = [left] * len(groups)
-        while not all(request.done for request in batch):
-            for g, group in enumerate(groups):
-                if group:
-                    left = back[g] = line.run(back[g], decodes=group)
+        for g in cycle(range(len(groups))):
+            entered = max(back[g], line.free[line.entrance])
+            if all(request.done and request.token_times[-1] <= entered for request in batch):
+                break
+            left = back[g] = line.run(entered, decodes=groups[g])
     return told(requests, passes)
 
 
@@ -145,20 +150,24 @@ def rra(
 ) -> Replayed:
     """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew.
 
-    Prefill micro-batches are balanced by tokens, and the fullest enters first.
+    Prefill micro-batches are balanced by tokens, and the fullest enters first. Requests are dealt in the order in which
+    they were prefilled. When nobody is waiting any more, the last cycle goes on to the end.
     """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
     waiting, residents, begin = deque(requests), list[Request](), 0.0
     while waiting or residents:
-        newcomers, drained = take(waiting, prefill_batch), begin
-        for part in balanced(newcomers, micro_batches):
+        drained = begin
+        for part in balanced(take(waiting, prefill_batch), micro_batches):
             drained = line.run(begin, prefills=whole(part))
-        residents = unfinished(residents + newcomers)
+            residents += part
+        residents = unfinished(residents)
         groups = deal(residents, micro_batches)
         back = [max([drained, *(request.back for request in group)]) for group in groups]
         begin = drained
-        for step in range(1, decode_steps + 1):
+        for step in count(1):
+            if not any(groups) or (waiting and step > decode_steps):
+                break
             for g, group in enumerate(groups):
                 if group:
                     back[g] = line.run(back[g], decodes=group)
@@ -341,12 +350,12 @@ def balanced(requests: list[Request], parts: int) -> list[list[Request]]:
     """Shares of nearly equal tokens, none of them empty, the fullest first.
 
     Longest prompt first, each request joins the emptiest share. Of equal prompts the one that arrived first comes
-    first, of equal shares the one that was begun first.
+    first, of equal shares the one that was begun first. Inside a share requests stay in order of arrival.
     """
     piles = [list[Request]() for _ in range(min(parts, len(requests)))]
     for request in sorted(requests, key=lambda request: request.prompt, reverse=True):
         min(piles, key=prompt_tokens).append(request)
-    return sorted(piles, key=prompt_tokens, reverse=True)
+    return [sorted(pile, key=requests.index) for pile in sorted(piles, key=prompt_tokens, reverse=True)]
 
 
 def prompt_tokens(requests: list[Request]) -> int:

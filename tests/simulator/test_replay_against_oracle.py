@@ -69,16 +69,18 @@ def stage_seconds(cost: CostModel) -> Callable[[int, list[tuple[int, int]], list
 @pytest.mark.parametrize("encoder_layers", [0, LAYERS], ids=["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("policy", CONTROLS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_every_token_comes_when_the_oracle_says(
     policy: str, encoder_layers: int, data: st.DataObject, profile: Profile
 ) -> None:
     cuts = data.draw(st.lists(st.integers(1, LAYERS - 1), unique=True, max_size=3).map(sorted))
     lengths = data.draw(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 12)), min_size=1, max_size=24))
-    micro_batches = data.draw(st.integers(1, 8))
+    micro_batches = data.draw(st.integers(1, 8 if cuts else 1))  # One stage has nothing to fill.
     variables = {name: data.draw(st.integers(1, 12)) for name in CONTROLS[policy]}
     if policy == "chunked":
         variables["max_num_batched_tokens"] += -(-variables["max_num_seqs"] // micro_batches)
+    if policy == "static" and not cuts:
+        variables["prefill_micro_batches"] = 1
     cost = pipeline(profile, cuts, encoder_layers)
     inputs, outputs = (list(side) for side in zip(*lengths, strict=True))
     run = replay(

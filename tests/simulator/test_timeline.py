@@ -1,6 +1,7 @@
 """A timeline shows every pass and every request of a run at its time, as a Chrome trace or as a picture."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,30 @@ def test_passes_are_complete_events_in_microseconds() -> None:
         ("decode", 1e6, 0.5e6),
         ("mixed", 1.5e6, 1.5e6),
     ]
-    assert passes[2]["args"] == {"prefill": 1, "decode": 1, "new_tokens": 11}
+    assert passes[2]["args"] == {"pass": 2, "prefill": 1, "decode": 1, "new_tokens": 11}
+
+
+PIPELINED = replace(
+    RUN,
+    passes=(
+        PassRecord(0.0, 3.0, ((0, 0.0, 1.0), (1, 1.0, 3.0)), num_prefill=1, num_decode=0, num_new_tokens=10),
+        PassRecord(1.0, 4.0, ((0, 1.0, 2.0), (1, 3.0, 4.0)), num_prefill=0, num_decode=1, num_new_tokens=1),
+    ),
+)
+
+
+def test_every_stage_has_a_track_with_its_share_of_each_pass() -> None:
+    events = trace_events(PIPELINED)
+    assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
+        (0, "stage 0"),
+        (1, "stage 1"),
+    ]
+    assert [(e["tid"], e["name"], e["args"]["pass"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        (0, "prefill", 0, 0.0, 1e6),
+        (1, "prefill", 0, 1e6, 2e6),
+        (0, "decode", 1, 1e6, 1e6),
+        (1, "decode", 1, 3e6, 1e6),
+    ]
 
 
 def test_rows_are_a_counter() -> None:
@@ -71,9 +95,10 @@ def test_the_trace_is_strict_json_that_perfetto_knows(tmp_path: Path) -> None:
     assert body["displayTimeUnit"] == "ms"
 
 
+@pytest.mark.parametrize("run", [RUN, PIPELINED], ids=["one stage", "two stages"])
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_the_suffix_decides_the_kind(tmp_path: Path, suffix: str, magic: bytes) -> None:
-    write_timeline(RUN, tmp_path / f"t{suffix}", title="run")
+def test_the_suffix_decides_the_kind(tmp_path: Path, suffix: str, magic: bytes, run: Run) -> None:
+    write_timeline(run, tmp_path / f"t{suffix}", title="run")
     assert (tmp_path / f"t{suffix}").read_bytes().startswith(magic)
 
 

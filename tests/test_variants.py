@@ -1,0 +1,89 @@
+"""On a cluster the search over placements and fillings finds what trying everything finds, and every placement fits."""
+
+import pytest
+
+from exeplan.cluster import Cluster, load_cluster
+from exeplan.errors import Infeasible
+from exeplan.model import load_model_spec
+from exeplan.plan import Bound
+from exeplan.policies import load_policy, policy_names
+from exeplan.problem import Problem, make_problem
+from exeplan.profile import Profile
+from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.variants import search_variants, variants
+from exeplan.workload_files import load_workload
+
+A40 = load_cluster("a40")
+SHORT = "normal:in=40,10,80;out=12,5,24"
+
+
+def profile_of(model: str) -> Profile:
+    sheet = with_links(load_datasheet("a40-48gb"), A40)
+    return profile_from_datasheet(load_model_spec(model), sheet, dtype="float16")
+
+
+@pytest.fixture(scope="module")
+def opt() -> Profile:
+    return profile_of("opt-13b")
+
+
+@pytest.fixture(scope="module")
+def t5() -> Profile:
+    return profile_of("t5-11b")
+
+
+def asked(profile: Profile, cluster: Cluster, bound: float, *, max_seqs: int | None = None) -> Problem:
+    return make_problem(profile, load_workload(SHORT), Bound(seconds=bound), cluster=cluster, max_seqs=max_seqs)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
+def test_every_placement_holds_every_layer_once_and_fits(policy: str, model: str) -> None:
+    problem = asked(profile_of(model), A40.part(4), 10.0)
+    spec, found = problem.profile.model, list(variants(problem, load_policy(policy)))
+    assert found
+    for variant in found:
+        placement = variant.problem.cost.placement
+        devices = [d for stage in placement for d in stage.devices]
+        assert sorted(devices) == [0, 1, 2, 3]
+        assert variant.problem.cost.memory.fullest(0.0) <= problem.memory
+        for phase in {stage.phase for stage in placement}:
+            stages = [stage for stage in placement if stage.phase == phase]
+            decoder = [n for stage in stages for n in range(*stage.layers)]
+            encoder = [n for stage in stages for n in range(*stage.encoder_layers)]
+            assert encoder == list(range(spec.num_encoder_layers if phase != "decode" else 0))
+            decodes = phase != "prefill" or not spec.is_encoder_decoder
+            assert decoder == list(range(spec.num_layers if decodes else 0))
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("bound", [0.9, 2.0, float("inf")])
+def test_branch_and_bound_finds_the_exhaustive_optimum(policy: str, bound: float, opt: Profile) -> None:
+    problem = asked(opt, A40.part(2), bound, max_seqs=12)
+    found, everything = (
+        search_variants(problem, policy, method=method, bound=bound) for method in ("branch-and-bound", "exhaustive")
+    )
+    assert found is not None
+    assert everything is not None
+    if everything[0].best is None:
+        assert found[0].best is None
+        return
+    assert found[0].best is not None
+    assert found[0].best.outcome.throughput == pytest.approx(everything[0].best.outcome.throughput, rel=1e-9)
+    assert found[0].num_points < everything[0].num_points
+
+
+def test_a_model_too_large_names_the_shortfall_and_the_cluster_that_would_do() -> None:
+    with pytest.raises(
+        Infeasible, match=r"gpt3-341b does not fit cluster a40: each of its 8 GPUs lacks 41\..* GiB .* 24 such GPUs"
+    ):
+        asked(profile_of("gpt3-341b"), A40.part(8), 100.0)
+
+
+def test_encoder_and_decoder_layers_are_apart_where_some_stages_only_prefill(t5: Profile) -> None:
+    problem = asked(t5, A40.part(4), 10.0)
+    placement = next(variants(problem, load_policy("waa-c"))).problem.cost.placement
+    assert {(s.phase, s.layers[1] > s.layers[0], s.encoder_layers[1] > 0) for s in placement} == {
+        ("prefill", False, True),
+        ("decode", True, False),
+    }

@@ -12,4 +12,8 @@ class InputError(ValueError):
 
 
 class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
-    """Correct input that no schedule can satisfy."""
+    """Correct input that no schedule can satisfy; `nearest` says in a few words what would be possible."""
+
+    def __init__(self, message: str, *, nearest: str = "") -> None:
+        super().__init__(message)
+        self.nearest = nearest

@@ -1,16 +1,23 @@
 """The files that commands name, turned into a Problem: references in a plan are relative to the plan's own folder."""
 
-import itertools
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from exeplan.errors import InputError
+from exeplan.bounds import Bound
+from exeplan.cluster import Cluster, load_cluster
+from exeplan.errors import Infeasible, InputError
 from exeplan.model import ModelSpec, load_model_spec
-from exeplan.plan import Bound, Plan, load_plan
-from exeplan.problem import Problem, make_problem
+from exeplan.placement_check import check_devices, check_placement
+from exeplan.plan import Plan, load_plan
+from exeplan.policies import load_policy
+from exeplan.problem import MEMORY_UTILIZATION, Problem, make_problem
 from exeplan.profile import Profile, load_profile
-from exeplan.scheduling import BLOCK_SIZE
+from exeplan.queueing import Arrivals, trace_arrivals
+from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
+from exeplan.simulator.memory import memory_bytes
+from exeplan.units import show_bytes
 from exeplan.workload import Workload
 from exeplan.workload_files import load_workload
 
@@ -23,6 +30,7 @@ def read_plan(path: Path) -> Plan:
         model=_from(path, plan.model),
         workload=_from(path, plan.workload) if plan.workload else None,
         profile=_from(path, plan.profile) if plan.profile else None,
+        cluster=_from(path, plan.cluster) if plan.cluster else None,
     )
 
 
@@ -41,17 +49,28 @@ def plan_model(plan: Plan) -> ModelSpec:
             f"the plan was made for a model of shape {plan.model_fingerprint}, {plan.model} has shape "
             f"{spec.fingerprint}; optimize again with a profile of this model"
         )
-    layers = [stage.layers for stage in plan.placement]
-    if (
-        layers[0][0] != 0
-        or layers[-1][1] != spec.num_layers
-        or any(a[1] != b[0] for a, b in itertools.pairwise(layers))
-    ):
-        raise InputError(f"the plan places layers {layers}, {spec.name} has layers 0 to {spec.num_layers}")
-    if len(plan.placement) > 1 or plan.placement[0].tensor_parallel_size > 1:
-        devices = sum(stage.tensor_parallel_size for stage in plan.placement)
-        raise InputError(f"the plan is for {devices} devices; this version runs plans for one device")
+    check_placement(plan.placement, spec, plan.schedule)
+    check_devices(plan.placement)
     return spec
+
+
+def engine_model(plan: Plan) -> ModelSpec:
+    """The model of a plan, for its engine. Raises InputError when the plan is not for this version's engine."""
+    spec = plan_model(plan)
+    if in_engine(plan):
+        return spec
+    devices = sum(stage.tensor_parallel_size for stage in plan.placement)
+    if devices > 1:
+        raise InputError(
+            f"the plan is for {devices} devices; this version runs plans for one device, and simulates the others"
+        )
+    raise InputError(f"this version plans and simulates {plan.schedule.policy}, it cannot run it")
+
+
+def in_engine(plan: Plan) -> bool:
+    """Whether this version's engine runs such plans: one device, and a policy that it knows."""
+    one_device = len(plan.placement) == 1 and plan.placement[0].tensor_parallel_size == 1
+    return one_device and load_policy(plan.schedule.policy).IN_ENGINE
 
 
 def plan_workload(plan: Plan, spec: ModelSpec, override: str | None = None) -> Workload:
@@ -67,15 +86,77 @@ def fitted(workload: Workload, spec: ModelSpec, *, fit: bool) -> Workload:
     return workload.fit_context(spec.max_context) if fit else workload
 
 
-def plan_problem(plan: Plan, *, profile: str | None = None, workload: str | None = None) -> Problem:
-    """The Problem that a plan answers. Raises InputError when its inputs are missing or belong to another model."""
+def plan_cluster(plan: Plan, profile: Profile, override: str | None = None) -> Cluster | None:
+    """The GPUs that a plan is for, or another cluster; None where it names none: its devices stand in one node then.
+
+    Raises InputError when the cluster is of other devices than the profile, or lacks one that the plan uses.
+    """
+    reference = override or plan.cluster
+    if reference is None:
+        return None
+    cluster = cluster_for(profile, reference, None if override else plan.gpus)
+    check_devices(plan.placement, cluster)
+    return cluster
+
+
+def cluster_for(profile: Profile, reference: str, num_gpus: int | None = None) -> Cluster:
+    """The cluster, or so many of its GPUs, checked to be of the profile's devices."""
+    cluster = load_cluster(reference)
+    if cluster.device != profile.device.name:
+        raise InputError(
+            f"cluster {cluster.name} has {cluster.device} GPUs, the profile is of {profile.device.name}; profile the "
+            f"model for {cluster.device}"
+        )
+    return cluster if num_gpus is None else cluster.part(num_gpus)
+
+
+def plan_problem(
+    plan: Plan, *, profile: str | None = None, workload: str | None = None, cluster: str | None = None
+) -> Problem:
+    """The Problem that a plan answers, on the plan's placement.
+
+    Raises InputError when its inputs are missing, belong to another model or device, or lack memory.
+    """
     spec = plan_model(plan)
     reference = profile or plan.profile
     if reference is None:
         raise InputError("the plan names no profile; give one with --profile")
     measured = profile_for(spec, load_profile(Path(reference)))
-    bound = plan.bound or Bound(seconds=float("inf"))
-    return make_problem(measured, plan_workload(plan, spec, workload), bound, max_seqs=plan.max_seqs)
+    gpus = plan_cluster(plan, measured, cluster)
+    requests = plan_workload(plan, spec, workload)
+    problem = _placed(plan, measured, requests, gpus)
+    return replace(problem, more_bounds=plan.more_bounds, arrivals=_arrivals(plan, requests))
+
+
+def _arrivals(plan: Plan, workload: Workload) -> Arrivals | None:
+    if plan.trace_arrivals:
+        return trace_arrivals(workload)
+    return Arrivals(rate=plan.arrival_rate) if plan.arrival_rate else None
+
+
+def _placed(plan: Plan, measured: Profile, requests: Workload, gpus: Cluster | None) -> Problem:
+    """The problem on the plan's placement, checked to have room for it."""
+    bound = plan.bound or Bound(seconds=math.inf)
+    if len(plan.placement) == 1 and gpus is None and plan.placement[0].tensor_parallel_size == 1:
+        return make_problem(measured, requests, bound, max_seqs=plan.max_seqs)
+    memory = (gpus.memory_bytes if gpus else measured.device.memory_bytes) * MEMORY_UTILIZATION
+    # Whether the model fits one device or could fit the cluster says nothing about this placement.
+    unplaced = make_problem(measured, requests, bound, cluster=gpus, memory=math.inf, max_seqs=plan.max_seqs)
+    problem = replace(unplaced, memory=memory).at(plan.placement)
+    _check_room(problem)
+    return problem
+
+
+def _check_room(problem: Problem) -> None:
+    """Raises Infeasible unless the fullest GPU of the placement holds its layers and the longest request."""
+    longest = int((problem.workload.inputs + problem.workload.outputs).max())
+    tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
+    needed = memory_bytes(problem.profile, problem.cost.placement, tokens, tokens)
+    if needed > problem.memory:
+        raise Infeasible(
+            f"the plan's fullest GPU needs {show_bytes(needed)} for weights, workspace and one request of {longest} "
+            f"tokens, {problem.profile.device.name} has {show_bytes(problem.memory)} for it; place fewer layers on it"
+        )
 
 
 def profile_for(spec: ModelSpec, profile: Profile) -> Profile:

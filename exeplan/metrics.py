@@ -2,9 +2,9 @@
 
     ttft      first token - start of its prefill
     tpot      (last token - first token) / (output tokens - 1), mean over requests with at least two tokens
-    e2e       last token - start of its prefill; with the wait for a slot, last token - arrival
+    e2e       last token - start of its prefill
     latency   p99-length: mean time from the start until the n-th token, n the planned 99th-percentile length, over the
-              requests that have so many; p99-requests: the 99th percentile of e2e
+              requests that have so many; pNN-requests: the NN-th percentile of e2e
     throughput   requests/s: output tokens a second over the mean output length
 
 The steady window opens when a whole generation of requests has passed: nobody of the first, synchronised batch is left,
@@ -12,19 +12,26 @@ or a quarter of all tokens is out, whichever is earlier; at once where batches d
 has run dry. A batch that fills up or drains is not what a plan under a backlog predicts. Rates count what falls in it;
 times count requests that start in it (for p99-length also reach the n-th token in it), or all requests where there are
 none. With no backlog the window is the whole run.
+
+Where `waiting` counts, ttft, e2e and latency begin at the arrival instead of the start of the prefill, and the window
+is that of the arrivals but for the first tenth of them, while the engine fills up.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from exeplan.bounds import share_of_requests
 from exeplan.plan import Estimate
 from exeplan.policies import Floats
 
 _SAME_START = 5e-3
 _LEAST_INSIDE = 0.2
+_FILLING_UP = 0.1
+"""Share of the arrivals that find the engine emptier than it will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +56,27 @@ def summarize(
     p99_output: int,
     bound_about: str = "p99-length",
     backlog: bool = True,
+    waiting: bool = False,
     kv_tokens: float = 0.0,
     memory_bytes: float = 0.0,
 ) -> Estimate:
-    """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window."""
-    opens, closes = window(records, backlog)
+    """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window;
+    `waiting` that they came at their own times and the wait counts."""
+    if waiting:
+        records = [replace(r, start=r.arrival) for r in records]
+    opens, closes = _arrival_window(records) if waiting else window(records, backlog)
     inside = [r for r in records if opens <= r.start < closes] or records
     e2e = np.array([r.token_times[-1] - r.start for r in inside])
+    share = share_of_requests(bound_about)
     rate = _token_rate(records, opens, closes)
     return Estimate(
         throughput=float(rate / np.mean([r.output_tokens for r in records])),
         token_throughput=rate,
         ttft=float(np.mean([r.token_times[0] - r.start for r in inside])),
         tpot=_tpot(inside),
-        latency=_length_latency(records, p99_output, opens, closes)
-        if bound_about == "p99-length"
-        else float(np.quantile(e2e, 0.99)),
+        latency=_length_latency(records, p99_output, opens, math.inf if waiting else closes)
+        if share is None
+        else float(np.quantile(e2e, share)),
         latency_p50=float(np.quantile(e2e, 0.5)),
         latency_p99=float(np.quantile(e2e, 0.99)),
         kv_tokens=kv_tokens,
@@ -90,6 +102,12 @@ def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, floa
     opens, closes = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)], starts[-1]
     inside = np.count_nonzero((times > opens) & (times <= closes))
     return (float(opens), float(closes)) if inside >= _LEAST_INSIDE * len(times) else whole
+
+
+def _arrival_window(records: Sequence[RequestRecord]) -> tuple[float, float]:
+    arrivals = np.sort([r.arrival for r in records])
+    opens, closes = float(arrivals[int(_FILLING_UP * len(arrivals))]), float(arrivals[-1])
+    return (opens, closes) if closes > opens else (opens, max(r.token_times[-1] for r in records))
 
 
 def _batches(starts: Floats) -> tuple[Floats, NDArray[np.int64]]:

@@ -1,11 +1,14 @@
 """From a profile, a workload and a bound to a plan: the closed form searches, the replay has the final word.
 
-Every policy is searched on its own; the highest throughput that keeps the bound wins. If the winner's replay breaks
-the bound, the search is repeated under a bound tightened by the overshoot, so that what is promised has been replayed.
+Every policy is searched on its own; the highest throughput that keeps the bounds wins. If the winner's replay breaks
+a bound, the search is repeated under bounds tightened by the overshoot, so that what is promised has been replayed.
+
+Where requests come at a rate, the schedule wins that could take the highest one within the bounds: the most headroom.
+With a stated risk the bounds are tightened by margins (`margins.py`).
 """
 
-import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -13,16 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from exeplan.bounds import fullest, scaled, shares
 from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible
+from exeplan.margins import Margins, Risk, expected_margins, margins
 from exeplan.plan import Estimate, Placement, Plan, Schedule
 from exeplan.plan import as_json as plan_json
 from exeplan.policies import load_policy, policy_names
-from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, replay_estimate
+from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
+from exeplan.refusals import burst, policy_refusal, too_slow, too_tight, wider_bounds
 from exeplan.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import Run
-from exeplan.units import show_bytes, show_seconds
+from exeplan.units import show_bytes
 from exeplan.variants import pareto, search_variants
 
 _RETRIES = 8
@@ -54,32 +60,102 @@ class Optimum:
 
 
 def optimize(
-    problem: Problem, *, policies: tuple[str, ...], method: str = "branch-and-bound", seed: int = 0
+    problem: Problem,
+    *,
+    policies: tuple[str, ...],
+    method: str = "branch-and-bound",
+    seed: int = 0,
+    risk: Risk | None = None,
+    advise: bool = True,
 ) -> Optimum:
-    """The best plan under the bound. Raises Infeasible saying what binds and the tightest bound that is possible."""
-    candidates = _candidates(problem, policies, method)
-    limits = dict.fromkeys(policies, problem.bound.seconds)
+    """The best plan under the bounds. Raises Infeasible saying what binds and the tightest bound that is possible.
+
+    `advise` lets it search for the bounds under which a rate that is too high would be sustained.
+    """
+    margin = expected_margins(problem, risk) if risk else None
+    held = scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
+    candidates = _candidates(problem.held_to(held), policies, method)
+    limits = dict.fromkeys(policies, held)
+    num_compared = sum(c.schedule is not None for c in candidates.values())
+    replays: list[tuple[Schedule, Estimate]] = []
     for attempt in range(_RETRIES):
         kept = [c for c in candidates.values() if c.schedule is not None]
         if not kept:
             break
-        winner = max(kept, key=lambda c: c.estimate.throughput if c.estimate else 0.0)
+        winner = max(kept, key=_sustained)
         assert winner.schedule is not None
         assert winner.placement is not None
         placed = problem.at(winner.placement)
         run, replayed = replay_estimate(placed, winner.schedule, seed=seed)
-        if replayed.latency is None or replayed.latency <= problem.bound.seconds:
-            return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed)
+        if risk:
+            margin = margins(placed, winner.schedule, risk, num_compared=num_compared, seed=seed)
+        filled = _filled(problem, winner, replayed, margin)
+        if max(filled) <= 1:
+            return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed, margin=margin)
+        replays.append((winner.schedule, replayed))
         # A margin that doubles ends this soon, whatever chance does to the few long requests of a replay.
-        limits[winner.policy] *= (1 - 0.005 * 2**attempt) * problem.bound.seconds / replayed.latency
+        slack = 1 - 0.005 * 2**attempt
+        limits[winner.policy] = scaled(limits[winner.policy], [slack / full if full > 1 else 1.0 for full in filled])
         # What is left to gain on another placement is less than what a tighter bound costs.
         here = replace(placed, cluster=None)
-        candidates[winner.policy] = _candidate(here, winner.policy, method, winner.search, limits[winner.policy])
-    return _last_resort(problem, candidates, method=method, seed=seed)
+        tightened = here.held_to(limits[winner.policy])
+        candidates[winner.policy] = _candidate(tightened, winner.policy, method, winner.search)
+    if problem.required:
+        _refuse_rate(problem, candidates, method, replays, advise=advise)
+    return _last_resort(problem, candidates, method=method, seed=seed, margin=margin)
 
 
-def _last_resort(problem: Problem, candidates: dict[str, Candidate], *, method: str, seed: int) -> Optimum:
-    """The gentlest schedule of all, if it keeps the bound; what it needs is the tightest bound that is possible."""
+def _sustained(candidate: Candidate) -> float:
+    """Requests/s that a candidate's schedule takes with its batches full."""
+    return candidate.search.best.outcome.throughput if candidate.search and candidate.search.best else 0.0
+
+
+def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
+    """How full each bound is: by the replay and, with a margin, by the closed form with it."""
+    assert winner.estimate is not None
+    filled = shares(problem.bounds, replayed)
+    if margin is None:
+        return filled
+    predicted = shares(problem.bounds, winner.estimate)
+    return [max(full, share * (1 + value)) for full, share, value in zip(filled, predicted, margin.values, strict=True)]
+
+
+def _refuse_rate(
+    problem: Problem,
+    candidates: dict[str, Candidate],
+    method: str,
+    replays: Sequence[tuple[Schedule, Estimate]],
+    *,
+    advise: bool,
+) -> None:
+    """Raises Infeasible for a rate that nothing sustains; returns where the bounds alone are what nothing keeps."""
+    if problem.arrivals and replays:
+        schedule, replayed = min(replays, key=lambda pair: max(shares(problem.bounds, pair[1])))
+        bound, share = fullest(problem.bounds, replayed) or (problem.bound, 0.0)
+        if share > 1:
+            raise burst(problem, schedule, bound, share * bound.seconds)
+    most = max(candidates.values(), key=_sustained)
+    if most.search is None or most.search.best is None or most.placement is None:
+        return
+    schedule = load_policy(most.policy).schedule(most.search.best.point, problem.workload)
+
+    def search_again(other: Problem) -> tuple[float, Placement | None]:
+        found = _candidate(other, most.policy, method)
+        return _sustained(found), found.placement
+
+    advice = wider_bounds(problem, search_again) if advise else ""
+    raise too_slow(problem.at(most.placement), schedule, most.search, advice)
+
+
+def _last_resort(
+    problem: Problem,
+    candidates: dict[str, Candidate],
+    *,
+    method: str,
+    seed: int,
+    margin: Margins | None,
+) -> Optimum:
+    """The gentlest schedule of all, if it keeps the bounds; what it needs is the tightest bound that is possible."""
     gentlest = {c.policy: c.search.gentlest for c in candidates.values() if c.search}
     fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
     if not fitting:
@@ -90,12 +166,15 @@ def _last_resort(problem: Problem, candidates: dict[str, Candidate], *, method: 
     placed = problem.at(best.placement)
     schedule = load_policy(best.policy).schedule(gentlest[best.policy].point, problem.workload)
     run, replayed = replay_estimate(placed, schedule, seed=seed)
-    needed = max(gentlest[best.policy].outcome.latency, replayed.latency or 0.0)
-    if needed > problem.bound.seconds:
-        raise Infeasible(_why_not(placed, schedule, needed))
-    winner = replace(best, schedule=schedule, estimate=placed.estimate(schedule), refusal="")
+    estimate = placed.estimate(schedule)
+    winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
+    predicted = shares(problem.bounds, estimate)
+    filled = [max(pair) for pair in zip(predicted, _filled(problem, winner, replayed, margin), strict=True)]
+    if max(filled) > 1:
+        bound = problem.bounds[filled.index(max(filled))]
+        raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
     candidates = {**candidates, best.policy: winner}
-    return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed)
+    return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed, margin=margin)
 
 
 def _optimum(
@@ -106,6 +185,7 @@ def _optimum(
     method: str,
     run: Run,
     replayed: Estimate,
+    margin: Margins | None,
 ) -> Optimum:
     schedule = winner.schedule
     assert schedule is not None
@@ -118,6 +198,9 @@ def _optimum(
         cluster=problem.cluster.name if problem.cluster else None,
         gpus=problem.cluster.num_gpus if problem.cluster else None,
         bound=problem.bound,
+        more_bounds=problem.more_bounds,
+        arrival_rate=problem.arrivals.rate if problem.arrivals and not problem.arrivals.of_trace else None,
+        trace_arrivals=problem.arrivals is not None and problem.arrivals.of_trace,
         dtype=problem.profile.dtype,
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
@@ -129,10 +212,19 @@ def _optimum(
         estimate=winner.estimate,
         replay=replayed,
         drift_headroom=drift_headroom(problem, schedule),
+        rate_headroom=rate_headroom(problem, schedule),
+        promise=_promise(problem, margin),
         search=search_summary(everyone, method),
     )
     steady = steady_state(schedule, problem.workload, problem.cost)
     return Optimum(plan=plan, candidates=everyone, beyond=problem.cost.beyond(steady.cycle), run=run)
+
+
+def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
+    if margin is None:
+        return {}
+    kept = {bound.about: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
+    return {"risk": margin.risk, "margin": kept, "source": margin.source}
 
 
 def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 24) -> Result:
@@ -144,13 +236,13 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
     assert candidate.search is not None
     assert candidate.placement is not None
     gentlest = candidate.search.gentlest.outcome.latency
-    widest = min(3 * problem.bound.seconds, 100 * gentlest)
+    widest = min(3 * problem.limit, 100 * gentlest)
     if widest <= gentlest:
         return candidate.search
     placed = replace(problem.at(candidate.placement), cluster=None)
     trials = list(candidate.search.frontier)
     for seconds in np.geomspace(gentlest, widest, num_bounds):
-        looser = replace(placed, bound=replace(problem.bound, seconds=float(seconds)))
+        looser = placed.limited_to(float(seconds))
         found = _candidate(looser, candidate.policy, "branch-and-bound").search
         trials += found.frontier if found else ()
     return replace(candidate.search, frontier=pareto(trials))
@@ -213,11 +305,9 @@ def _shared_candidate(policy: str, method: str) -> Candidate:
     return _candidate(_shared[0], policy, method)
 
 
-def _candidate(
-    problem: Problem, policy: str, method: str, before: Result | None = None, bound: float | None = None
-) -> Candidate:
-    """The best schedule of a policy under the bound, or a tighter one; what a search `before` cost is added."""
-    found = search_variants(problem, policy, method=method, bound=bound or problem.bound.seconds)
+def _candidate(problem: Problem, policy: str, method: str, before: Result | None = None) -> Candidate:
+    """The best schedule of a policy under the bounds; what a search `before` cost is added."""
+    found = search_variants(problem, policy, method=method, bound=problem.limit)
     if found is None:
         refusal = f"{policy} cannot be placed"
         return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
@@ -225,50 +315,19 @@ def _candidate(
     if before is not None:
         points, seconds = before.num_points + result.num_points, before.seconds + result.seconds
         result = replace(result, num_points=points, seconds=seconds)
-    if result.best is None:
-        refusal = _refusal(problem, policy, result)
+    if result.best is None or result.best.outcome.throughput < problem.required:
+        refusal = policy_refusal(problem, policy, result)
         return Candidate(
             policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=refusal
         )
+    # Without a cluster to choose from it is the problem's own placement, and the problem knows its links.
+    placed = problem.at(placement) if problem.cluster else problem
     schedule = load_policy(policy).schedule(result.best.point, problem.workload)
-    estimate = problem.at(placement).estimate(schedule)
+    schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
+    try:
+        estimate = placed.estimate(schedule)
+    except Infeasible as refusal:  # The rate is all that it sustains: nothing is left for a queue to end.
+        return Candidate(
+            policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=str(refusal)
+        )
     return Candidate(policy=policy, schedule=schedule, placement=placement, estimate=estimate, search=result)
-
-
-def _refusal(problem: Problem, policy: str, result: Result) -> str:
-    outcome = result.gentlest.outcome
-    if "memory" in result.what_binds:
-        return f"{policy} needs {show_bytes(outcome.memory * problem.memory)} at its gentlest"
-    return f"{policy} needs {show_seconds(outcome.latency)} at its gentlest"
-
-
-def _why_not(problem: Problem, gentlest: Schedule, needed: float) -> str:
-    """What binds, and the tightest bound that is possible."""
-    length = problem.workload.output_quantile(0.99)
-    what = (
-        f"an output of the 99th-percentile length ({length} tokens)"
-        if problem.bound.about == "p99-length"
-        else "99 % of requests"
-    )
-    return (
-        f"latency bound {show_seconds(problem.bound.seconds)}, but the gentlest schedule, {gentlest}, needs "
-        f"{show_seconds(needed)} for {what}: {_floor(problem, length)}; "
-        f"the tightest bound that is possible is {_round_up(needed)}"
-    )
-
-
-def _floor(problem: Problem, length: int) -> str:
-    """Where the time of the gentlest schedule goes: one row through all layers, once a token."""
-    cost, layers = problem.cost, problem.profile.model.num_layers
-    shard = cost.shards[min(cost.shards)]
-    layer = float(shard.rest["decode"](1.0) + shard.decode_attention(1.0, problem.workload.mean_input + length / 2))
-    around = float(shard.embed(1.0) + shard.head(1.0) + cost.overhead(1.0))
-    return (
-        f"what binds is one row alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "
-        f"them, {length} times"
-    )
-
-
-def _round_up(value: float) -> str:
-    digits = 2 - math.floor(math.log10(value))
-    return show_seconds(math.ceil(value * 10**digits) / 10**digits)

@@ -10,21 +10,36 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from exeplan.bounds import Bound, check_together
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, write_text
 from exeplan.model import DTYPE_BYTES, ModelSpec
+from exeplan.queueing import check_rate
 
-BOUND_ABOUT = ("p99-length", "p99-requests")
-"""What a latency bound is about: an output of the 99th-percentile length, or 99 % of all requests."""
+__all__ = [
+    "Bound",
+    "Estimate",
+    "Placement",
+    "Plan",
+    "Schedule",
+    "Stage",
+    "as_json",
+    "is_number",
+    "load_plan",
+    "save_plan",
+    "single_stage",
+]
+
 _TEXTS = (
     "model",
     "workload",
     "profile",
+    "cluster",
     "device",
     "dtype",
     *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
 )
-_COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs")
+_COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +81,11 @@ def single_stage(spec: ModelSpec) -> Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """a promise: `seconds` for what `about` says, counted from the start of a request's prefill."""
-
-    seconds: float
-    about: str = "p99-length"
-
-    def __post_init__(self) -> None:
-        if not is_number(self.seconds) or math.isnan(self.seconds) or self.seconds <= 0:
-            raise InputError(f"a latency bound must be a positive number of seconds, found {self.seconds!r}")
-        if self.about not in BOUND_ABOUT:
-            raise InputError(f"a bound can be on {' or '.join(BOUND_ABOUT)}, not on '{self.about}'")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What a schedule does: predicted by closed form or replay, or measured. Requests/s, seconds, tokens, bytes.
 
-    Times count from the start of a request's prefill. `latency` is the one the bound is about; where a measurement
-    holds no request that long it is None.
+    Times count from the start of a request's prefill, where requests come at a rate from its arrival. `latency` is the
+    one the bound is about; where a measurement holds no request that long it is None.
     """
 
     throughput: float
@@ -112,7 +113,17 @@ class Plan:
     fit_context: bool = False
     """The workload's lengths were scaled to the model's context."""
     profile: str | None = None
+    cluster: str | None = None
+    """A cluster file or a shipped name; None for one device."""
+    gpus: int | None = None
+    """So many GPUs of the cluster; None for all."""
     bound: Bound | None = None
+    more_bounds: tuple[Bound, ...] = ()
+    """Bounds that hold beside it."""
+    arrival_rate: float | None = None
+    """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
+    trace_arrivals: bool = False
+    """Requests come as in the workload's own trace."""
     dtype: str | None = None
     device: str | None = None
     num_threads: int = 1
@@ -126,6 +137,10 @@ class Plan:
     replay: Estimate | None = None
     drift_headroom: float | None = None
     """The mean output may rise by this share before the bound breaks; None when nothing bounds it."""
+    rate_headroom: float | None = None
+    """The arrival rate may rise by this share before a bound breaks; None for a backlog."""
+    promise: Mapping[str, Any] = field(default_factory=dict)
+    """The `risk` of breaking a bound, the `margin` kept below each, relative to the estimate, and its `source`."""
     search: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -141,11 +156,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, its policy beside its variables."""
     body = asdict(plan)
     body["schedule"] = {"policy": plan.schedule.policy, **plan.schedule.variables}
-    body["placement"] = [_stage_json(stage) for stage in plan.placement]
+    body["placement"] = [stage_json(stage) for stage in plan.placement]
+    body["more_bounds"] = list(body["more_bounds"])
     return body
 
 
-def _stage_json(stage: Stage) -> dict[str, Any]:
+def stage_json(stage: Stage) -> dict[str, Any]:
+    """A stage as plain values, as in a plan's `placement`."""
     body: dict[str, Any] = {
         "devices": list(stage.devices),
         "tensor_parallel_size": stage.tensor_parallel_size,
@@ -174,6 +191,7 @@ def load_plan(path: Path) -> Plan:
             schedule=_schedule(body["schedule"]),
             placement=_placement(body["placement"]),
             bound=_bound(body["bound"]) if "bound" in body else None,
+            more_bounds=_more_bounds(body),
         )
         body.update({name: _estimate(name, body[name]) for name in ("estimate", "replay") if name in body})
         return Plan(**body)
@@ -196,12 +214,19 @@ def _check_values(body: Mapping[str, Any]) -> None:
             raise InputError(f"{name} must be a positive integer, found {value!r}")
     if body.get("dtype", "float32") not in DTYPE_BYTES:
         raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, found '{body['dtype']}'")
-    if not isinstance(body.get("fit_context", False), bool):
-        raise InputError(f"fit_context must be true or false, found {body['fit_context']!r}")
-    if not is_number(body.get("drift_headroom", 0.0)):
-        raise InputError(f"drift_headroom must be a number, found {body['drift_headroom']!r}")
-    if not isinstance(body.get("search", {}), Mapping):
-        raise InputError(f"search must be a mapping, found {body['search']!r}")
+    for name in ("fit_context", "trace_arrivals"):
+        if not isinstance(body.get(name, False), bool):
+            raise InputError(f"{name} must be true or false, found {body[name]!r}")
+    for name in ("drift_headroom", "rate_headroom"):
+        if not is_number(body.get(name, 0.0)):
+            raise InputError(f"{name} must be a number, found {body[name]!r}")
+    for name in ("search", "promise"):
+        if not isinstance(body.get(name, {}), Mapping):
+            raise InputError(f"{name} must be a mapping, found {body[name]!r}")
+    if "arrival_rate" in body:
+        check_rate(body["arrival_rate"])
+        if body.get("trace_arrivals"):
+            raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
 
 
 def _schedule(body: Any) -> Schedule:
@@ -247,6 +272,15 @@ def _bound(body: Any) -> Bound:
     if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about"}:
         raise InputError(f"a bound has seconds and about, found {body!r}")
     return Bound(**body)
+
+
+def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
+    found = body.get("more_bounds", [])
+    if not isinstance(found, list):
+        raise InputError(f"more_bounds must list bounds such as {{seconds: 0.5, about: ttft}}, found {found!r}")
+    more = tuple(_bound(bound) for bound in found)
+    check_together((_bound(body["bound"]) if "bound" in body else Bound(seconds=math.inf), *more))
+    return more
 
 
 def _estimate(name: str, body: Any) -> Estimate:

@@ -1,18 +1,23 @@
-"""Problem: one model on one profiled device under one workload and bound, and what a schedule does in it."""
+"""Problem: one model on one profiled device under one workload and bounds, and what a schedule does in it."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from exeplan.bounds import Bound, check_together, limit, shares, worst
 from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible, InputError
 from exeplan.metrics import summarize
-from exeplan.plan import Bound, Estimate, Placement, Schedule, single_stage
+from exeplan.plan import Estimate, Placement, Schedule, single_stage
+from exeplan.policies import load_policy
 from exeplan.profile import Profile
+from exeplan.queueing import Arrivals, Wait, with_spare_places
 from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
 from exeplan.search import Outcome
-from exeplan.simulator.closed_form import estimate, steady_state
+from exeplan.simulator.at_rate import estimate_at_rate
+from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_room_tokens, memory_bytes
 from exeplan.simulator.replay import Run, replay
@@ -23,15 +28,19 @@ MEMORY_UTILIZATION = 0.9
 """Share of the device's memory that weights, KV cache and workspace may take."""
 KV_SLACK = 1.5
 """The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
-_REPLAY_REQUESTS = (300, 2000)
+_REPLAY_REQUESTS = (300, 8000)
+_MOST_ARRIVING = 10_000
+"""Requests that come at a rate in a replay, at most; of a trace that is replayed at its own times the first so many."""
 _HEADROOM_LIMIT = 4.0
+_BATCH_SIZES = 12
+"""Batch sizes at which the closed form looks at a schedule whose batches are not full."""
 _LONG_REQUESTS = 4
 """Requests of the 99th-percentile length that a replay should hold at least: it is their latency that is promised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is optimized: one model on one profiled device, or on a cluster of it, under one workload and bound.
+    """What is optimized: one model on one profiled device, or on a cluster of it, under one workload and its bounds.
 
     On a cluster the cost model stands for one of many placements (`at`, and `variants.py` for which).
     """
@@ -39,6 +48,12 @@ class Problem:
     profile: Profile
     workload: Workload
     bound: Bound
+    more_bounds: tuple[Bound, ...] = ()
+    """Bounds that hold beside it (see `exeplan.bounds`)."""
+    arrivals: Arrivals | None = None
+    """When requests come, where waiting counts; None for a backlog."""
+    min_throughput: float = 0.0
+    """Requests a second that are wanted at least."""
     cost: CostModel
     cluster: Cluster | None = None
     memory: float
@@ -46,22 +61,118 @@ class Problem:
     max_seqs: int
     """Residents that the engine may hold at once."""
 
+    def __post_init__(self) -> None:
+        check_together(self.bounds)
+
     def at(self, placement: Placement) -> "Problem":
         """The same on another placement."""
         return replace(self, cost=CostModel(self.cost.timings, placement, self.cluster))
 
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        return (self.bound, *self.more_bounds)
+
+    @property
+    def limit(self) -> float:
+        """What the latency of an Outcome may not exceed: seconds of the first finite bound."""
+        return limit(self.bounds)
+
+    @property
+    def required(self) -> float:
+        """Requests a second that a schedule has to sustain."""
+        return max(self.min_throughput, self.arrivals.rate if self.arrivals else 0.0)
+
+    def held_to(self, bounds: Sequence[Bound]) -> "Problem":
+        """The same under other bounds, in the same order."""
+        return replace(self, bound=bounds[0], more_bounds=tuple(bounds[1:]))
+
+    def limited_to(self, seconds: float) -> "Problem":
+        """The same with all bounds scaled so that `limit` is this; one where there was none."""
+        if math.isinf(self.limit):
+            return replace(self, bound=replace(self.bound, seconds=seconds))
+        factor = seconds / self.limit
+        return self.held_to([replace(b, seconds=b.seconds * factor) for b in self.bounds])
+
     def evaluate(self, schedule: Schedule) -> Outcome:
-        """One point of the search; `memory` is the share of the tighter of the two capacities, bytes and residents."""
+        """One point of the search: a schedule with its batches full.
+
+        `latency` stands for all bounds, the fullest one's share times `limit`; where requests come at a rate it is that
+        of the highest rate that fills these batches. `memory` is the share of the tighter of the two capacities, bytes
+        and residents.
+        """
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
             self.cost.memory.fullest(steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
             steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
-        return Outcome(throughput=steady.throughput, latency=steady.bound_latency(self.bound.about), memory=share)
+        # An infinite bound limits nothing, whatever its value; the first one stands for all where none is finite.
+        unbounded = math.isinf(self.limit)
+        asked = [math.isfinite(b.seconds) or (unbounded and b is self.bound) for b in self.bounds]
+        values = [
+            steady.bound_latency(b.about, self._turn(steady)) if needed else 0.0
+            for b, needed in zip(self.bounds, asked, strict=True)
+        ]
+        return Outcome(throughput=steady.throughput, latency=worst(self.bounds, values), memory=share)
 
     def estimate(self, schedule: Schedule) -> Estimate:
-        """The closed form's Estimate of a schedule."""
-        return estimate(steady_state(schedule, self.workload, self.cost), self.cost, self.bound.about)
+        """The closed form's Estimate of a schedule.
+
+        Where requests come at a rate, at the batch that reaches it. Raises Infeasible when none does.
+        """
+        full = steady_state(schedule, self.workload, self.cost)
+        if self.arrivals is None:
+            return estimate(full, self.cost, self.bound.about)
+        if full.throughput <= self.arrivals.rate:
+            raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {self.arrivals} come")
+        return estimate_at_rate([*self._smaller(schedule), full], self.arrivals, self.cost, self.bound.about)
+
+    def fullest_bound(self, schedule: Schedule) -> Bound:
+        """The bound that a schedule with its batches full fills most."""
+        steady = steady_state(schedule, self.workload, self.cost)
+        return max(self.bounds, key=lambda b: steady.bound_latency(b.about, self._turn(steady)) / b.seconds)
+
+    def _turn(self, steady: SteadyState) -> Wait:
+        return Wait(turn=steady.turn) if self.arrivals else Wait()
+
+    def keeps(self, schedule: Schedule) -> bool:
+        """Whether a schedule keeps all bounds and, where requests come at a rate, sustains it; by the closed form."""
+        if self.arrivals is None:
+            return self.evaluate(schedule).latency <= self.limit
+        try:
+            return max(shares(self.bounds, self.estimate(schedule))) <= 1
+        except Infeasible:
+            return False
+
+    def with_spare_places(self, schedule: Schedule) -> Schedule:
+        """A schedule with batches as large as bursts of arrivals may need, as far as memory and residents allow."""
+        name = _batch_name(schedule, self.workload)
+        batch = schedule[name]
+        high = with_spare_places(batch)
+        low = batch
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.evaluate(_with_batch(schedule, name, middle, self.workload)).memory <= 1
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return _with_batch(schedule, name, low, self.workload)
+
+    def _smaller(self, schedule: Schedule) -> list[SteadyState]:
+        """Steady states of a request alone, and of the schedule with smaller batches."""
+        knobs = load_policy(schedule.policy).knobs(self.workload, 1)
+        name = knobs[0].name
+        sizes = np.unique(np.geomspace(1, schedule[name], _BATCH_SIZES).astype(int))[:-1]
+        smaller = [_with_batch(schedule, name, int(size), self.workload) for size in sizes]
+        if schedule.variables != (alone := {**schedule.variables, **{knob.name: knob.values[0] for knob in knobs}}):
+            smaller.insert(0, load_policy(schedule.policy).schedule(alone, self.workload))
+        return [steady_state(one, self.workload, self.cost) for one in smaller]
+
+
+def _batch_name(schedule: Schedule, workload: Workload) -> str:
+    """The variable that says how large batches may become: the first knob of every policy."""
+    return load_policy(schedule.policy).knobs(workload, 1)[0].name
+
+
+def _with_batch(schedule: Schedule, name: str, size: int, workload: Workload) -> Schedule:
+    return load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
 
 
 def make_problem(
@@ -133,26 +244,51 @@ def check_room(profile: Profile, cluster: Cluster, available: float, longest: in
 def replay_estimate(
     problem: Problem, schedule: Schedule, *, seed: int, num_requests: int | None = None, kv_tokens: int | None = None
 ) -> tuple[Run, Estimate]:
-    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` is the KV cache, if it is set."""
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` is the KV cache, if it is set.
+
+    Where requests come at a rate they do so here, and their waiting counts; a trace is replayed as it was.
+    """
     steady = steady_state(schedule, problem.workload, problem.cost)
     low, high = _REPLAY_REQUESTS
     # Long enough that the longest of the planned requests live through it whole, several generations of them.
-    generations = 4 * steady.throughput * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
+    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
+    generations = 4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
     n = num_requests or int(min(max(low, generations), high))
     p99 = problem.workload.output_quantile(0.99)
     inputs, outputs = problem.workload.sample(n, seed=seed)
     while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
         n = min(2 * n, high)
         inputs, outputs = problem.workload.sample(n, seed=seed)
+    arrivals = None
+    if problem.arrivals:
+        n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
+        inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
     num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
-    run = replay(schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=num_blocks)
+    run = replay(
+        schedule,
+        problem.cost,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_blocks=num_blocks,
+        arrivals=arrivals,
+    )
     return run, summarize(
         run.requests,
         p99_output=p99,
         bound_about=problem.bound.about,
+        backlog=arrivals is None,
+        waiting=arrivals is not None,
         kv_tokens=float(run.peak_kv_tokens),
         memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
     )
+
+
+def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
+    """Enough for the queue to find its length, which takes the longer the fuller the engine is."""
+    if arrivals.of_trace:
+        return _MOST_ARRIVING
+    spare = max(1.0 - arrivals.rate / capacity, 1e-3)
+    return int(min(_REPLAY_REQUESTS[1] / spare, _MOST_ARRIVING))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
@@ -165,17 +301,32 @@ def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
 
 
 def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
-    """The share by which the mean output may rise, all lengths in proportion, before the bound breaks.
+    """The share by which the mean output may rise, all lengths in proportion, before a bound breaks.
 
     None without a finite bound; never more than 400 %.
     """
-    if math.isinf(problem.bound.seconds):
+    if math.isinf(problem.limit):
+        return None
+    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).keeps(schedule))
+
+
+def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
+    """The share by which the arrival rate may rise before a bound breaks or the queue grows without end.
+
+    None for a backlog; never more than 400 %.
+    """
+    arrivals = problem.arrivals
+    if arrivals is None:
         return None
 
     def keeps(rise: float) -> bool:
-        drifted = replace(problem, workload=problem.workload.scale(1.0 + rise))
-        return drifted.evaluate(schedule).latency <= problem.bound.seconds
+        faster = replace(arrivals, rate=arrivals.rate * (1.0 + rise))
+        return replace(problem, arrivals=faster).keeps(schedule)
 
+    return _headroom(keeps)
+
+
+def _headroom(keeps: Callable[[float], bool]) -> float:
     low, high = 0.0, _HEADROOM_LIMIT
     if keeps(high):
         return high

@@ -221,6 +221,33 @@ class Scheduler:
         self._begin(batch)
         return batch
 
+    def num_repeats(self, batch: Batch) -> int:
+        """How often in a row this batch, just scheduled, would be if nobody arrived: until one has its last token.
+
+        Above 1 only where a single group does everything and all there is to do is to decode; that batch is the same
+        every time whatever the policy.
+        """
+        if batch.prefill or self.waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
+            return 1
+        left = min((s.max_output_tokens - s.num_output_tokens for s in batch.decode if not s.finished), default=1)
+        return left if len(batch.decode) == len(self.running) and self._growth(batch, left) <= self.free_blocks else 1
+
+    def repeat(self, batch: Batch, count: int) -> None:
+        """Schedules a batch that is under way so many times in a row, at most `num_repeats`, with all its blocks."""
+        self.free_blocks -= self._growth(batch, count)
+        for row in batch.decode:
+            if not row.finished:
+                row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens + count - 1))
+        self.entered[batch.group] += count - 1
+
+    def _growth(self, batch: Batch, count: int) -> int:
+        """Blocks that the rows need beyond those they have, to be scheduled so many times in a row."""
+        return sum(
+            max(num_blocks_for(row.num_tokens + count - 1) - row.num_blocks, 0)
+            for row in batch.decode
+            if not row.finished
+        )
+
     def complete(self, batch: Batch) -> list[Sequence]:
         """Books a batch that has run. Returns the sequences that left and freed their blocks."""
         for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
@@ -240,8 +267,6 @@ class Scheduler:
             left = [s for s in rows if s.finished and s.num_blocks]
         for sequence in left:
             self._leave(sequence)
-        if not self.running:
-            self.prefills_in_row = self.admitted_in_row = 0
         return left
 
     def hand_over(self, batch: Batch) -> None:
@@ -348,6 +373,8 @@ class Scheduler:
             self.num_handing_over -= 1
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
+        if not self.running:
+            self.prefills_in_row = self.admitted_in_row = 0
 
 
 def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...]:

@@ -27,6 +27,9 @@ from functools import partial
 
 from exeplan.search_grid import Grid, Index, Rank, Slack
 
+_NEAR = 0.02
+"""How far below what is of interest a point is still a reason to look around it."""
+
 Box = tuple[Index, Index]
 """Lower-left and top-right corner, both inside."""
 
@@ -46,7 +49,7 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, 
     The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
     """
     gap = _pass(grid, Doubt(), budget)
-    if grid.best is None and grid.at_least and not _near(grid, tolerance):
+    if grid.at_least and not _near(grid):
         return 0.0, Slack()
     dips, used = grid.dips(), Slack()
     steep = dips.throughput > tolerance.throughput
@@ -59,11 +62,10 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, 
     return (1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, dips
 
 
-def _near(grid: Grid, tolerance: Slack) -> bool:
-    """Whether a point tried fits its limits, but for the tolerance, and is of interest, but for the tolerance."""
+def _near(grid: Grid) -> bool:
+    """Whether a point tried fits its limits and is of interest, or nearly so in both."""
     return any(
-        outcome.throughput * (1 + tolerance.throughput) >= grid.at_least
-        and not grid.limits.broken(outcome, tolerance.load)
+        outcome.throughput * (1 + _NEAR) >= grid.at_least and not grid.limits.broken(outcome, _NEAR)
         for outcome in grid.tried.values()
     )
 
@@ -79,7 +81,7 @@ def _allowance(grid: Grid) -> int:
 
 def _pass(grid: Grid, doubt: Doubt, budget: int) -> float:
     gap = _explore(grid, doubt, budget)
-    if grid.best is not None or not grid.at_least:
+    if not grid.at_least or _near(grid):
         _polish(grid)
     return gap
 

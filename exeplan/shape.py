@@ -48,4 +48,4 @@ def num_all_reduces(spec: ModelSpec, *, encoder: bool = False) -> int:
 
 def activation_bytes(spec: ModelSpec, num_tokens: float, dtype: str) -> float:
     """What one all-reduce sums, and what one stage sends to the next."""
-    return num_tokens * spec.hidden_size * DTYPE_BYTES[dtype]
+    return num_tokens * spec.hidden_size * max(DTYPE_BYTES[dtype], DTYPE_BYTES["bfloat16"])

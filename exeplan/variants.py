@@ -46,8 +46,8 @@ def _placements(problem: Problem, policy: Policy) -> list[Placement]:
     if policy.SEPARATE_STAGES:
         if problem.cluster.num_gpus < 2:
             return []
-        number = balance.prefill_gpus(policy.SPLIT_BY)
-        made = [balance.split_placement(replace(layout, num_prefill=number)) for layout in found]
+        numbers = balance.prefill_gpus(policy.SPLIT_BY)
+        made = [balance.split_placement(replace(layout, num_prefill=number)) for number in numbers for layout in found]
     else:
         made = [balance.placement(layout) for layout in found]
     return list(dict.fromkeys(placement for placement in made if placement is not None))

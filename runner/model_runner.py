@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
-from exeplan.model import DTYPE_BYTES, ModelSpec
+from exeplan.model import RUN_DTYPES, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, RandomWeights, Weights
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
@@ -114,7 +114,7 @@ def _family(spec: ModelSpec) -> ModuleType:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    if name not in DTYPE_BYTES:
-        raise InputError(f"no dtype '{name}'; there are {', '.join(DTYPE_BYTES)}")
+    if name not in RUN_DTYPES:
+        raise InputError(f"no dtype '{name}'; there are {', '.join(RUN_DTYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

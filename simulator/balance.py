@@ -15,6 +15,8 @@ from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_
 from exeplan.simulator.cost import Shard, Timings
 from exeplan.workload import Workload
 
+_SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)
+"""GPUs of a cluster of which every split is tried, and what is tried of larger ones over the proportion of the work."""
 _FILL = 0.5
 """Share of the free memory that keys and values take when stages are balanced."""
 
@@ -54,19 +56,26 @@ class Balance:
             parts.append(part)
         return parts[0] + parts[1]
 
-    def prefill_gpus(self, split_by: str) -> int:
-        """GPUs that prefill: in proportion to the work (`time`), or as few as hold the weights (`memory`)."""
+    def prefill_gpus(self, split_by: str) -> tuple[int, ...]:
+        """Numbers of GPUs that prefill: in proportion to the work (`time`), or as few as hold the weights (`memory`).
+
+        The work depends on batches that are not known yet, and tensor parallelism on the stages' sizes: numbers around
+        that proportion are given too, all there are on a small cluster.
+        """
         total = self.cluster.num_gpus
         if split_by == "memory":
             layers = self.spec.num_encoder_layers or self.spec.num_layers
             weights = layers * layer_parameters(self.spec, encoder=self.spec.is_encoder_decoder)
             size = (weights + embedding_parameters(self.spec)) * self._held_bytes()
             room = self.memory - self.timings.profile.workspace_bytes
-            return min(max(1, -int(-size // room)), total - 1) if room > 0 else total - 1
+            return (min(max(1, -int(-size // room)), total - 1),) if room > 0 else (total - 1,)
         load = self._load(self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)))
         prefill = load.prefill * (self.spec.num_encoder_layers or self.spec.num_layers)
         decode = load.decode * self.spec.num_layers
-        return min(max(1, round(total * prefill / (prefill + decode))), total - 1)
+        if total <= _SMALL:
+            return tuple(range(1, total))
+        around = (round(total * prefill / (prefill + decode) * factor) for factor in _AROUND)
+        return tuple(sorted({min(max(1, number), total - 1) for number in around}))
 
     def _part(self, phase: str, devices: list[tuple[int, ...]]) -> Placement | None:
         encoder = phase == "prefill" and self.spec.is_encoder_decoder

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exeplan.bounds import share_of_requests
 from exeplan.plan import Estimate, Schedule
 from exeplan.policies import Cycle, Floats, Steady, load_policy
+from exeplan.queueing import Wait
 from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import memory_bytes
@@ -13,6 +15,9 @@ from exeplan.workload import Workload
 
 KV_SIGMAS = 3.0
 """Standard deviations of the KV cache's occupancy that a plan leaves room for."""
+NO_WAIT = Wait()
+_TURN_POINTS = 9
+"""Points at which the wait for a turn is spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +46,46 @@ class SteadyState:
         """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
         return self.steady.latency(output_tokens)
 
-    def bound_latency(self, bound_about: str) -> float:
-        """The latency that a bound about `bound_about`."""
-        if bound_about == "p99-length":
-            return float(self.latency(np.array([float(self.workload.output_quantile(0.99))]))[0])
+    @property
+    def turn(self) -> float:
+        """Seconds between two admissions: a cycle of those who start together, or what the policy says."""
+        if self.steady.turn is not None:
+            return self.steady.turn
+        return load_policy(self.schedule.policy).starts_together(self.schedule) / self.throughput
+
+    @property
+    def ttft(self) -> float:
+        return float(self.latency(np.ones(1))[0])
+
+    @property
+    def tpot(self) -> float:
+        """Mean over requests with at least two tokens."""
         law = self.workload.output_law
-        return _quantile(self.latency(law.tokens.astype(float)), law.weights, 0.99)
+        many = law.tokens > 1
+        if not many.any():
+            return 0.0
+        paces = (self.latency(law.tokens[many].astype(float)) - self.ttft) / (law.tokens[many] - 1.0)
+        return float(np.average(paces, weights=law.weights[many]))
+
+    def bound_latency(self, about: str, wait: Wait = NO_WAIT) -> float:
+        """What a bound about `about` (see `exeplan.bounds`) is compared with, after such a wait."""
+        if about == "tpot":
+            return self.tpot
+        if about == "ttft":
+            return self.ttft + wait.mean
+        if about == "p99-length":
+            length = float(self.workload.output_quantile(0.99))
+            return float(self.latency(np.array([length]))[0]) + wait.mean
+        share = share_of_requests(about)
+        assert share is not None
+        return self.quantile(share, wait)
+
+    def quantile(self, share: float, wait: Wait = NO_WAIT) -> float:
+        """The time that such a share of the requests does not exceed, over the length law and the wait."""
+        law = self.workload.output_law
+        times, points = self.latency(law.tokens.astype(float)), _TURN_POINTS if wait.turn else 1
+        waits = wait.queue + wait.turn * (np.arange(points) + 0.5) / points
+        return weighted_quantile(np.add.outer(times, waits).ravel(), np.repeat(law.weights, points), share)
 
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
@@ -54,20 +93,18 @@ def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> Ste
     return SteadyState(schedule, workload, load_policy(schedule.policy).steady_state(schedule, workload, cost))
 
 
-def estimate(steady: SteadyState, cost: CostModel, bound_about: str = "p99-length") -> Estimate:
-    """Throughput, latencies and memory of a steady state on a placement."""
-    law = steady.workload.output_law
-    lengths, weights = law.tokens.astype(float), law.weights
-    latencies = steady.latency(lengths)
-    ttft = float(steady.latency(np.ones(1))[0])
+def estimate(
+    steady: SteadyState, cost: CostModel, bound_about: str = "p99-length", *, wait: Wait = NO_WAIT
+) -> Estimate:
+    """Throughput, latencies and memory of a steady state on a placement, after such a wait."""
     return Estimate(
         throughput=steady.throughput,
         token_throughput=steady.throughput * steady.workload.mean_output,
-        ttft=ttft,
-        tpot=_tpot(lengths, weights, latencies - ttft),
-        latency=steady.bound_latency(bound_about),
-        latency_p50=_quantile(latencies, weights, 0.5),
-        latency_p99=_quantile(latencies, weights, 0.99),
+        ttft=steady.bound_latency("ttft", wait),
+        tpot=steady.tpot,
+        latency=steady.bound_latency(bound_about, wait),
+        latency_p50=steady.quantile(0.5, wait),
+        latency_p99=steady.quantile(0.99, wait),
         kv_tokens=steady.kv_tokens,
         memory_bytes_per_gpu=memory_bytes(
             cost.profile, cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens
@@ -75,14 +112,8 @@ def estimate(steady: SteadyState, cost: CostModel, bound_about: str = "p99-lengt
     )
 
 
-def _tpot(lengths: Floats, weights: Floats, decode_seconds: Floats) -> float:
-    many = lengths > 1
-    if not many.any():
-        return 0.0
-    return float(np.average(decode_seconds[many] / (lengths[many] - 1.0), weights=weights[many]))
-
-
-def _quantile(values: Floats, weights: Floats, q: float) -> float:
+def weighted_quantile(values: Floats, weights: Floats, q: float) -> float:
+    """The value that a share of at least `q` of the weight does not exceed."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(reached, q * reached[-1]).clip(max=len(values) - 1)])

@@ -150,6 +150,18 @@ class CostModel:
         fixed = self._fixed_decode(rows)
         return [fixed[kind] + kind.layers * per_layer[kind.size] for kind in kinds]
 
+    def repeated_seconds(self, batch: Batch, count: int) -> Floats:
+        """Of so many passes of one decode batch in a row, where one stage does everything.
+
+        Every row but finished ones, which are only kept, has one more token in the cache each time.
+        """
+        (kind,), rows = self._kinds, len(batch.decode)
+        context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
+        context -= rows if self.first_token_from_prefill else 0
+        growth = sum(not s.finished for s in batch.decode) * np.arange(count)
+        curve = self.shards[kind.size].decode_curve(rows)
+        return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth) / rows)
+
     def handover_seconds(self, num_tokens: float) -> float:
         """To move the keys and values of so many tokens from the stages that prefill to those that decode.
 
@@ -164,7 +176,8 @@ class CostModel:
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
         """Axes on which the estimate of this cycle leaves what was measured, as sentences."""
         points = _points(cycle.prompt_law)
-        tokens = float(np.max(cycle.num_decode + cycle.num_prefill * points.mean()))
+        prompts = cycle.num_prefill * points.mean() if cycle.prompt_tokens is None else cycle.prompt_tokens
+        tokens = float(np.max(cycle.num_decode + prompts))
         context = float(np.max(cycle.context_tokens / np.maximum(cycle.num_decode, 1e-12)))
         shard = self.shards[min(self.shards)]
         reached = [
@@ -292,6 +305,14 @@ class _Passes:
         spread = count if cycle.padded else np.sqrt(count)
         prompts = count[:, None] * mean + spread[:, None] * (self.points - mean)
         self.prompts = np.maximum(prompts, count[:, None])
+        self.part = np.ones(len(count))
+        """Share of the prompts' attention that is due in the pass."""
+        self.cut = cycle.prompt_tokens is not None
+        if cycle.prompt_tokens is not None:
+            self.prompts = np.repeat(cycle.prompt_tokens[self.some, None], len(self.points), axis=1)
+            self.part = self.prompts[:, 0] / (count * mean)
+        if cycle.prompt_attention is not None:
+            self.part = self.part * cycle.prompt_attention[self.some]
 
     def expected(self, of_tokens: Callable[[Floats], Floats], *, rows: bool = True, prompts: bool = True) -> Floats:
         """The mean of a function of the tokens of each pass: of its decode rows, its prompts, or both together."""
@@ -316,12 +337,17 @@ class _Work:
         self.prefill_attention = np.zeros(len(p.rows))
         if len(p.some):
             shares = shard.prefill_shares(p.prompt_law)
-            self.prefill_attention[p.some] = shard.prefill_attention.blend(p.prefills[p.some], shares)
+            prefills = p.prefills[p.some]
+            whole = shard.prefill_attention.blend(prefills, shares) * p.part
+            # A chunk costs at least what it would alone, see `_span`; whole prompts are above that.
+            alone = shard.prefill_attention(prefills, p.prompts.mean(axis=1) / prefills) if p.cut else 0.0
+            self.prefill_attention[p.some] = np.maximum(whole, alone)
         if apart:
             self.decoder_rest = np.where(p.rows > 0, shard.rest["decode"](p.rows), 0.0)
             self.encoder_rest = p.expected(shard.rest["prefill"], rows=False)
         else:
-            self.decoder_rest = p.expected(shard.rest["decode"])
+            with_prompts = p.expected(shard.rest["prefill"])
+            self.decoder_rest = np.where(p.prefills > 0, with_prompts, shard.rest["decode"](p.rows))
             self.encoder_rest = np.zeros(len(p.rows))
 
     def stage_seconds(self, kind: _Kind) -> Floats:

@@ -1,10 +1,14 @@
 """Replay: a schedule executed request by request on predicted times.
 
-The same Scheduler and policy that drive the engine drive this; only the clock is the cost model's.
+The same Scheduler and policy that drive the engine drive this; only the clock is the cost model's. Where one stage does
+everything, decode passes of the same batch are timed and booked together: as many as come before anything happens.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -56,11 +60,14 @@ def replay(
     num_blocks: int,
     arrivals: Floats | None = None,
     concurrency: int | None = None,
+    think_seconds: float = 0.0,
+    seed: int = 0,
 ) -> Run:
     """Runs the requests in order; all are there at time 0 unless `arrivals` (seconds, rising) says otherwise.
 
-    With `concurrency` only so many are under way at once: each that finishes is followed by the next (a closed loop).
-    Raises InputError when a request cannot fit the KV cache even alone.
+    With `concurrency` only so many are under way at once (a closed loop): so many clients send the next one as soon as
+    they have an answer, or after a pause of `think_seconds` on average, exponential by `seed`. Raises InputError when a
+    request cannot fit the KV cache even alone.
     """
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
@@ -68,42 +75,59 @@ def replay(
     scheduler = Scheduler(schedule, num_blocks, num_prefill_stages=len(cost.prefill_stages))
     # Those that decode come first: whom they take makes room for the next to be prefilled.
     pipelines = [_Pipeline(cost, phase) for phase in sorted({stage.phase for stage in cost.placement})]
+    pauses = _pauses(think_seconds, seed)
+    clients = None if concurrency is None else sorted(next(pauses) for _ in range(concurrency))
     passes: list[PassRecord] = []
-    events: list[tuple[float, int, str, Batch]] = []
-    now, arrived, under_way, peak_blocks = 0.0, 0, 0, 0
+    events: list[_Event] = []
+    now, arrived, peak_blocks = 0.0, 0, 0
     while True:
-        while arrived < len(requests) and requests[arrived].arrival <= now and under_way != concurrency:
-            if concurrency is not None:
-                requests[arrived].arrival = now
+        while (coming := _next_arrival(requests, arrived, clients)) <= now:
+            if clients is not None:
+                requests[arrived].arrival = coming
+                heappop(clients)
             scheduler.add(requests[arrived])
-            arrived, under_way = arrived + 1, under_way + 1
+            arrived += 1
         for pipeline in pipelines:
             while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
-                spans = pipeline.run(batch, now)
-                heappush(events, (spans[-1][2], len(passes), "done", batch))
-                passes.append(_pass_record(batch, spans))
+                records = pipeline.run(batch, now, coming, scheduler)
+                ends = [record.end for record in records]
+                heappush(events, _Event(ends[-1], len(passes), "done", batch, ends))
+                passes += records
         peak_blocks = max(peak_blocks, num_blocks - scheduler.free_blocks)
-        upcoming = [pipeline.free[0] for pipeline in pipelines if pipeline.free[0] > now]
-        if arrived < len(requests) and under_way != concurrency:
-            upcoming.append(requests[arrived].arrival)
+        upcoming = [coming, *(pipeline.free[0] for pipeline in pipelines if pipeline.free[0] > now)]
         if not events and arrived == len(requests) and not scheduler.has_work:
             break
-        now = min([events[0][0], *upcoming] if events else upcoming)
-        while events and events[0][0] <= now:
-            _, number, what, batch = heappop(events)
+        now = min([events[0].time, *upcoming] if events else upcoming)
+        while events and events[0].time <= now:
+            _, number, what, batch, ends = heappop(events)
             if what == "arrived":
                 scheduler.hand_over(batch)
                 continue
-            under_way -= _produce(batch, passes[number].start, now, prefills=cost.first_token_from_prefill)
+            num_finished = _produce(batch, passes[number].start, ends, prefills=cost.first_token_from_prefill)
+            if clients is not None:
+                for _ in range(num_finished):
+                    heappush(clients, now + next(pauses))
             scheduler.complete(batch)
             if batch.phase == "prefill":
-                heappush(events, (now + _handover_seconds(batch, cost), number, "arrived", batch))
+                heappush(events, _Event(now + _handover_seconds(batch, cost), number, "arrived", batch, ends))
     return Run(
         requests=tuple(_record(r) for r in requests),
         passes=tuple(passes),
         peak_kv_tokens=peak_blocks * BLOCK_SIZE,
         num_preemptions=scheduler.num_preemptions,
     )
+
+
+class _Event(NamedTuple):
+    """A batch has left its last stage, or its keys and values have arrived."""
+
+    time: float
+    number: int
+    """Of its first pass."""
+    what: str
+    batch: Batch
+    ends: list[float]
+    """Of each of its passes."""
 
 
 class _Pipeline:
@@ -115,14 +139,36 @@ class _Pipeline:
         self.free = [0.0] * len(self.stages)
         """When each stage is free."""
 
-    def run(self, batch: Batch, now: float) -> list[tuple[int, float, float]]:
-        """(stage, start, end) on each stage, in order."""
-        spans, ready, free = [], now, self.free
+    def run(self, batch: Batch, now: float, coming: float, scheduler: Scheduler) -> list[PassRecord]:
+        """The batch's pass, or as many in a row as begin before the next request is `coming`, which may change it."""
+        count = scheduler.num_repeats(batch) if len(self.cost.placement) == 1 else 1
+        if count > 1:
+            times = now + np.concatenate([[0.0], np.cumsum(self.cost.repeated_seconds(batch, count))])
+            count = min(int(np.searchsorted(times[1:], coming)) + 1, count)
+            scheduler.repeat(batch, count)
+            spans = [((0, start, end),) for start, end in pairwise(times[: count + 1].tolist())]
+            self.free[0] = spans[-1][0][2]
+            return [_pass_record(batch, span) for span in spans]
+        single, ready, free = [], now, self.free
         for number, seconds in enumerate(self.cost.stage_seconds(batch)):
             start = free[number] if free[number] > ready else ready
             ready = free[number] = start + seconds
-            spans.append((self.stages[number], start, ready))
-        return spans
+            single.append((self.stages[number], start, ready))
+        return [_pass_record(batch, tuple(single))]
+
+
+def _next_arrival(requests: list[_Request], arrived: int, clients: list[float] | None) -> float:
+    """Seconds; infinity where nobody comes before something is finished, if ever."""
+    if arrived == len(requests) or clients == []:
+        return math.inf
+    return requests[arrived].arrival if clients is None else max(requests[arrived].arrival, clients[0])
+
+
+def _pauses(think_seconds: float, seed: int) -> Iterator[float]:
+    """Between an answer and the next request, client by client."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield float(rng.exponential(think_seconds))
 
 
 def _requests(inputs: np.ndarray, outputs: np.ndarray, arrivals: Floats | None) -> list[_Request]:
@@ -139,8 +185,8 @@ def _requests(inputs: np.ndarray, outputs: np.ndarray, arrivals: Floats | None) 
     ]
 
 
-def _produce(batch: Batch, start: float, end: float, *, prefills: bool) -> int:
-    """Every row but finished ones, which are only kept, yields a token at the end of the pass. Returns who finished.
+def _produce(batch: Batch, start: float, ends: list[float], *, prefills: bool) -> int:
+    """Every row but finished ones, which are only kept, yields a token at the end of each pass. Returns who finished.
 
     A prefill yields one if `prefills` says so, and when its last chunk is done.
     """
@@ -152,8 +198,8 @@ def _produce(batch: Batch, start: float, end: float, *, prefills: bool) -> int:
     for row in cast(tuple[_Request, ...], producing):
         if row.finished:
             continue
-        row.num_output_tokens += 1
-        row.token_times.append(end)
+        row.num_output_tokens += len(ends)
+        row.token_times += ends
         row.finished = row.num_output_tokens >= row.max_output_tokens
         num_finished += row.finished
     return num_finished
@@ -165,11 +211,11 @@ def _handover_seconds(batch: Batch, cost: CostModel) -> float:
     return cost.handover_seconds(sum(going_on)) if going_on else 0.0
 
 
-def _pass_record(batch: Batch, spans: list[tuple[int, float, float]]) -> PassRecord:
+def _pass_record(batch: Batch, spans: tuple[tuple[int, float, float], ...]) -> PassRecord:
     return PassRecord(
         start=spans[0][1],
         end=spans[-1][2],
-        spans=tuple(spans),
+        spans=spans,
         num_prefill=len(batch.prefill),
         num_decode=len(batch.decode),
         num_new_tokens=batch.num_new_tokens,

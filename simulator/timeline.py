@@ -41,7 +41,7 @@ def phase(record: PassRecord) -> str:
 
 
 def trace_events(run: Run) -> list[dict[str, Any]]:
-    """One track a stage with its share of each pass; requests as asynchronous spans, rows as a counter; microseconds."""
+    """A track for each stage with its part of each pass; requests as asynchronous spans, rows as a counter; us."""
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "replay"}}]
     events += [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}

@@ -139,7 +139,7 @@ def test_simulate_takes_the_plans_own_kv_cache(folder: Path, capsys: pytest.Capt
 def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "hand.yaml").write_text(BY_HAND + "bound: {seconds: 0.001}\n")
     assert main(simulate()) == 2
-    assert "the replay breaks the bound of 0.001 s" in capsys.readouterr().out
+    assert "the replay breaks the bound 1 ms on p99-length" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,12 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
         ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
         ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
-        ({"policy": "best"}, "no policy 'best'; there are orca, rra, static"),
+        ({"policy": "best"}, "no policy 'best'; there are chunked, orca, rra, static, waa-c, waa-m"),
         ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),
-        ({"bound_on": "p50"}, "argument --bound-on: invalid choice: 'p50'"),
+        (
+            {"bound_on": "p50"},
+            "--bound-on must be p99-length or pNN-requests, such as p99-requests or p50-requests, found 'p50'",
+        ),
         (
             {"memory": "1MB"},
             "demo needs 21.7 MiB for weights, workspace and one request of 104 tokens; affine has 1.0 MiB for it",
@@ -199,8 +202,8 @@ def test_optimize_answers_a_mistake_in_one_sentence(
         (simulate("p.json"), "p.json: unknown field 'calibration'; a plan has"),
         (simulate("half.yaml"), "half.yaml is not valid YAML at line"),
         (simulate("other.yaml"), "the plan was made for a model of shape 0000000000000000, demo has shape "),
-        (simulate("layers.yaml"), "the plan places layers [(0, 5)], demo has layers 0 to 6"),
-        (simulate("two.yaml"), "the plan is for 2 devices; this version runs plans for one device"),
+        (simulate("layers.yaml"), "the plan places layers [0, 5]; demo needs 0 to 6 in order"),
+        (simulate("two.yaml"), "the profile has tensor-parallel sizes 1, not 2"),
         (simulate("no-model.yaml"), "no model directory or shipped model 'nope'; shipped are"),
         (["simulate", "hand.yaml"], "the plan names no profile; give one with --profile"),
         (["simulate", "hand.yaml", "--profile", "p.json"], "the plan names no workload; give one with --workload"),

@@ -15,6 +15,8 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.workload import Workload
 
+ONE_DEVICE = [name for name in policy_names() if not load_policy(name).SEPARATE_STAGES]
+"""Policies that one device is enough for."""
 SCHEDULES = {
     "static": Schedule("static", {"batch_size": 4}),
     "orca": Schedule("orca", {"max_num_seqs": 4}),
@@ -30,7 +32,7 @@ def run_batches(schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: 
     batches = []
     while (batch := scheduler.next_batch()) is not None:
         batches.append(batch)
-        for row in (*batch.prefill, *batch.decode):
+        for row in (*batch.whole_prefills, *batch.decode):
             if not row.finished:
                 row.num_output_tokens += 1
                 row.finished = row.num_output_tokens >= row.max_output_tokens
@@ -93,7 +95,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
         scheduler.add(Sequence(request_id="0", num_prompt_tokens=30, max_output_tokens=10))
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", ONE_DEVICE)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObject) -> None:
@@ -104,17 +106,18 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
     variables = {k.name: data.draw(st.sampled_from(k.values)) for k in policy.knobs(workload, 8)}
     # Blocks down to the least that holds the longest request alone, so that preemption happens too.
     least = max(-(-(i + o) // 16) for i, o in lengths)
-    batches = run_batches(Schedule(name, variables), lengths, num_blocks=data.draw(st.integers(least, least + 10)))
+    schedule = policy.schedule({**variables, **policy.fillings(1)[0]}, workload)
+    batches = run_batches(schedule, lengths, num_blocks=data.draw(st.integers(least, least + 10)))
     produced = dict.fromkeys(range(len(lengths)), 0)
     for batch in batches:
-        for row in {*batch.prefill, *batch.decode}:
+        for row in {*batch.whole_prefills, *batch.decode}:
             produced[int(row.request_id)] += 1
     for index, (_, output) in enumerate(lengths):
         kept_rows = policy.KEEPS_FINISHED_ROWS
         assert produced[index] >= output if kept_rows else produced[index] == output
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", ONE_DEVICE)
 @given(seed=st.integers(0, 10_000), batch=st.integers(1, 24), steps=st.integers(1, 80), mean=st.floats(12, 90))
 @settings(max_examples=8, deadline=None, derandomize=True)  # Chance is in the workload, not in the choice of cases.
 def test_closed_form_agrees_with_the_replay(
@@ -125,7 +128,10 @@ def test_closed_form_agrees_with_the_replay(
     inputs = np.clip(np.rint(rng.lognormal(4.0, rng.uniform(0.1, 0.5), 2000)), 1, 500).astype(int)
     workload = Workload.of("drawn", inputs=inputs, outputs=outputs, weights=np.ones(2000))
     values = {"prefill_batch": batch, "decode_steps": steps, "max_num_seqs": batch, "batch_size": batch}
-    schedule = Schedule(name, {k.name: values[k.name] for k in load_policy(name).knobs(workload, 64)})
+    values["max_num_batched_tokens"] = 64 + 3 * steps
+    policy = load_policy(name)
+    names = [*(knob.name for knob in policy.knobs(workload, 64)), *policy.fillings(1)[0]]
+    schedule = policy.schedule({name: values[name] for name in names}, workload)
     steady = steady_state(schedule, workload, cost)
     p99 = workload.output_quantile(0.99)
     # Many generations of residents, so that chance stays small, within 30,000 passes.
@@ -140,7 +146,7 @@ def test_closed_form_agrees_with_the_replay(
 
 
 def test_unknown_policies_and_variables_are_named() -> None:
-    with pytest.raises(InputError, match="no policy 'best'; there are orca, rra, static"):
+    with pytest.raises(InputError, match="no policy 'best'; there are chunked, orca, rra, static, waa-c, waa-m"):
         load_policy("best")
     with pytest.raises(
         InputError, match="rra takes the control variables prefill_batch, decode_steps; found batch_size"

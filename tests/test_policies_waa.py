@@ -1,21 +1,26 @@
-"""Separate stages for prefill and decode work as an independent replay does, lose nothing, and fit their closed form."""
+"""Stages that prefill beside stages that decode: as an independent replay does it, losing nothing, and predictable."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from exeplan.cluster import Cluster, Link
+from exeplan.errors import InputError
+from exeplan.metrics import summarize
 from exeplan.plan import Schedule, Stage
+from exeplan.policies import waa_c, waa_m
 from exeplan.profile import Profile
-from exeplan.scheduling import BLOCK_SIZE, Batch, num_blocks_for
+from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler, num_blocks_for
 from exeplan.scheduling import Sequence as Row
+from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import Run, replay
+from exeplan.workload import Workload
 
 from .simulator import oracle
 
@@ -150,3 +155,86 @@ def test_scarce_memory_delays_requests_but_loses_no_token(
     assert [request.output_tokens for request in run.requests] == [output for _, output in lengths]
     assert all(a < b for request in run.requests for a, b in pairwise((request.start, *request.token_times)))
     assert run.peak_kv_tokens <= num_blocks * BLOCK_SIZE
+
+
+def test_the_oldest_waits_for_blocks_until_a_younger_one_can_be_preempted() -> None:
+    scheduler = Scheduler(Schedule("waa-c", {"decode_batch": 2, "prefill_batch": 1}), num_blocks=3)
+    for number, prompt in enumerate((16, 17)):
+        scheduler.add(Row(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=9))
+    first, second = prefilled(scheduler), prefilled(scheduler)
+    scheduler.complete(first)
+    scheduler.hand_over(first)
+    assert scheduler.next_batch("decode") is None  # Its second block is the younger one's, which is being prefilled,
+    scheduler.complete(second)
+    assert scheduler.next_batch("decode") is None  # or handed over.
+    scheduler.hand_over(second)
+    decoding = scheduler.next_batch("decode")
+    assert decoding is not None
+    assert decoding.decode == first.prefill
+    assert list(scheduler.waiting) == list(second.prefill)
+
+
+def prefilled(scheduler: Scheduler) -> Batch:
+    """The next prefill, with its token, but not complete."""
+    batch = scheduler.next_batch("prefill")
+    assert batch is not None
+    for row in batch.prefill:
+        row.num_output_tokens += 1
+    return batch
+
+
+@pytest.mark.parametrize("encoder_decoder", [False, True], ids=["decoder-only", "encoder-decoder"])
+@given(
+    seed=st.integers(0, 10_000),
+    cuts=st.tuples(CUTS, CUTS),
+    decode_batch=st.integers(8, 96),
+    micro_batches=st.sampled_from([1, 2, 4]),
+    mean=st.floats(12, 60),
+)
+# Chance is in the workload, not in the choice of cases, and a smaller case is no clearer one.
+@settings(max_examples=7, deadline=None, derandomize=True, phases=[Phase.generate])
+def test_closed_form_agrees_with_the_replay(
+    encoder_decoder: bool,
+    seed: int,
+    cuts: tuple[list[int], list[int]],
+    decode_batch: int,
+    micro_batches: int,
+    mean: float,
+    profile: Profile,
+) -> None:
+    rng = np.random.default_rng(seed)
+    outputs = np.clip(np.rint(rng.lognormal(np.log(mean), rng.uniform(0.1, 0.9), 2000)), 1, 500).astype(int)
+    inputs = np.clip(np.rint(rng.lognormal(4.0, rng.uniform(0.1, 0.8), 2000)), 1, 500).astype(int)
+    workload = Workload.of("drawn", inputs=inputs, outputs=outputs, weights=np.ones(2000))
+    cost = split_cost(profile, *cuts, encoder_decoder=encoder_decoder)
+    schedule = waa_c.schedule({"decode_batch": decode_batch, "micro_batches": micro_batches}, workload)
+    steady = steady_state(schedule, workload, cost)
+    run = played(schedule, cost, np.transpose(workload.sample(2500, seed)))
+    replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
+    assert steady.throughput == pytest.approx(replayed.throughput, rel=0.06)
+    assert replayed.latency is not None
+    assert steady.bound_latency("p99-length") == pytest.approx(replayed.latency, rel=0.12)
+    assert float(steady.latency(np.ones(1))[0]) == pytest.approx(replayed.ttft, rel=0.15)
+
+
+def test_the_prefill_batch_replaces_those_who_finish_in_one_iteration() -> None:
+    workload = Workload.of("even", inputs=[10, 10], outputs=[10, 30], weights=[1, 1])
+    assert waa_c.schedule({"decode_batch": 64}, workload) == Schedule("waa-c", {"prefill_batch": 3, "decode_batch": 64})
+    assert waa_m.schedule({"decode_batch": 4}, workload) == Schedule("waa-m", {"prefill_batch": 1, "decode_batch": 4})
+    given = {"decode_batch": 64, "prefill_batch": 5, "micro_batches": 2}
+    assert waa_c.schedule(given, workload) == Schedule("waa-c", given)
+
+
+def test_who_needs_one_token_never_decodes(profile: Profile) -> None:
+    workload = Workload.of("one", inputs=[20], outputs=[1], weights=[1])
+    cost = split_cost(profile, [4], [4], encoder_decoder=False)
+    schedule = waa_m.schedule({"decode_batch": 4}, workload)
+    run = played(schedule, cost, [(20, 1)] * 200)
+    assert all(one.num_decode == 0 for one in run.passes)
+    seconds = run.passes[49].end - run.passes[9].end
+    assert steady_state(schedule, workload, cost).throughput == pytest.approx(4 * 40 / seconds, rel=1e-6)
+
+
+def test_both_numbers_are_needed() -> None:
+    with pytest.raises(InputError, match="waa-m takes the control variables decode_batch, prefill_batch; found decode"):
+        waa_m.check(Schedule("waa-m", {"decode_batch": 4}))

@@ -73,8 +73,8 @@ def test_a_missing_field_is_named(path: Path, field: str) -> None:
     [
         ("weight_bytes", "20 MiB", "weight_bytes must be a positive number, found '20 MiB'"),
         ("workspace_bytes", -1, "workspace_bytes must be a positive number, found -1"),
-        ("dtype", "int4", "dtype must be one of float32, bfloat16, float16, found 'int4'"),
-        ("dtype", None, "dtype must be one of float32, bfloat16, float16, found None"),
+        ("dtype", "int4", "dtype must be one of float32, bfloat16, float16, fp8, found 'int4'"),
+        ("dtype", None, "dtype must be one of float32, bfloat16, float16, fp8, found None"),
         ("device", "fast", "is not a profile"),
         ("device", {"name": "x"}, "is not a profile: "),
         ("model", [], "is not a profile"),

@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bench_plan(args: argparse.Namespace) -> int:
-    from exeplan.inputs import plan_model, plan_workload, read_plan
+    from exeplan.inputs import engine_model, plan_model, plan_workload, read_plan
     from exeplan.metrics import summarize
 
     plan = read_plan(args.plan)
-    spec = plan_model(plan)
+    spec = plan_model(plan) if args.url else engine_model(plan)
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
     prediction = _prediction(args, plan, load)
@@ -107,7 +107,7 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
 
 def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | None":
     """The replay of these very requests; None for a plan without a profile."""
-    from exeplan.inputs import engine_blocks, plan_model, profile_for
+    from exeplan.inputs import engine_blocks, plan_cluster, plan_model, profile_for
     from exeplan.profile import load_profile
     from exeplan.simulator.cost import CostModel
     from exeplan.simulator.replay import replay
@@ -116,7 +116,8 @@ def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | 
     if reference is None:
         return None
     spec = plan_model(plan)
-    cost = CostModel(profile_for(spec, load_profile(Path(reference))))
+    profile = profile_for(spec, load_profile(Path(reference)))
+    cost = CostModel(profile, plan.placement, plan_cluster(plan, profile))
     return replay(
         plan.schedule,
         cost,

@@ -5,19 +5,21 @@ The workload is a trace (CSV or JSON lines with input_tokens, output_tokens and 
 """
 
 import argparse
-import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exeplan.plan import BOUND_ABOUT
-
 if TYPE_CHECKING:
     from exeplan.cluster import Cluster
+    from exeplan.explain import Explanation
+    from exeplan.margins import Risk
     from exeplan.optimize import Optimum
     from exeplan.problem import Problem
     from exeplan.profile import Profile
+    from exeplan.sizing import Tried
 
 _MOST_SEQS = 65536
 """Residents that a search considers at most: far beyond any device, and small enough to list."""
@@ -26,12 +28,33 @@ _MOST_SEQS = 65536
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", required=True, metavar="FILE", help="a profile made by `exeplan profile`")
     parser.add_argument("--workload", required=True, metavar="W", help="trace file, shipped name, or law")
-    parser.add_argument("--latency-bound", required=True, metavar="TIME", help="such as 2s or 500ms; inf for no bound")
-    parser.add_argument("--bound-on", choices=BOUND_ABOUT, default="p99-length", help="what the bound is about")
+    parser.add_argument("--latency-bound", metavar="TIME", help="such as 2s or 500ms; inf for no bound")
+    parser.add_argument(
+        "--bound-on",
+        default="p99-length",
+        metavar="WHAT",
+        help="p99-length (default), or p99-requests, p50-requests...",
+    )
+    parser.add_argument("--ttft", metavar="TIME", help="bound on the mean time to the first token, beside the others")
+    parser.add_argument("--tpot", metavar="TIME", help="bound on the mean time per later token, beside the others")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
+        "--arrival-rate", metavar="R", help="requests/s that come, Poisson; waiting counts in all bounds on times"
+    )
+    load.add_argument("--arrivals", choices=("trace",), help="requests come at the times of the workload's trace")
+    load.add_argument("--min-throughput", metavar="R", help="requests/s that are wanted at least, under a backlog")
+    parser.add_argument(
+        "--risk", metavar="SHARE", help="chance of breaking a bound, such as 1%%: keeps a margin for it"
+    )
+    parser.add_argument(
+        "--errors", type=Path, metavar="FILE", help="predicted and measured pairs (JSON) for the margin"
+    )
     parser.add_argument(
         "--cluster", metavar="C", help="a cluster file or shipped name (plans/clusters); one device otherwise"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="only so many GPUs of the cluster")
+    parser.add_argument(
+        "--gpus", metavar="N", help="only so many GPUs of the cluster; auto for the fewest that meet rate and bounds"
+    )
     parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
@@ -44,43 +67,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the model directory, if it moved since it was profiled")
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan as YAML")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the frontier (.png, .svg, .pdf)")
+    parser.add_argument("--explain", action="store_true", help="say why the winner wins and what more would buy")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan.explain_text import as_json as explanation_json
+    from exeplan.explain_text import explanation_lines
     from exeplan.frontier_plot import check_suffix
-    from exeplan.optimize import as_json, optimize, resolve_policies
+    from exeplan.optimize import as_json
     from exeplan.report import json_line
+    from exeplan.sizing import sizes_table
 
     started = time.perf_counter()
     if args.plot:
         check_suffix(args.plot)
-    problem = _problem(args)
-    optimum = optimize(problem, policies=resolve_policies(args.policy, problem.cluster), method=args.method)
+    problem, optimum, tried = _solved(args)
     if args.output:
         optimum = _saved(optimum, args)
     if args.plot:
         _plot(optimum, problem, args.plot)
+    explanation = _explanation(args, optimum, problem) if args.explain else None
     if args.json:
-        print(json_line(as_json(optimum)))
+        body = as_json(optimum)
+        if tried:
+            body["sizes"] = [{"gpus": size.num_gpus, "refusal": size.refusal or None} for size in tried]
+        print(json_line({**body, "explanation": explanation_json(explanation)} if explanation else body))
     else:
+        if tried:
+            print(f"the fewest GPUs of cluster {args.cluster} that do: {optimum.plan.gpus}\n\n{sizes_table(tried)}\n")
         print(_report(optimum, problem, time.perf_counter() - started))
+        if explanation:
+            print(f"\n{explanation_lines(explanation)}")
         if args.output:
-            print(f"\nplan written to {args.output}; run it with `exeplan serve {args.output}`")
+            print(f"\nplan written to {args.output}; {_next_step(optimum)} {args.output}`")
     return 0
 
 
-def _problem(args: argparse.Namespace) -> "Problem":
+def _solved(args: argparse.Namespace) -> "tuple[Problem, Optimum, tuple[Tried, ...]]":
+    """The problem on the GPUs asked for, or on the fewest that do; its best plan; and the sizes that were tried."""
+    from exeplan.errors import Infeasible
+    from exeplan.optimize import optimize, resolve_policies
+    from exeplan.sizing import fewest_gpus, with_more_gpus
+
+    risk = _risk(args)
+    make, cluster, whole = _asked(args)
+
+    def solve(gpus: "Cluster | None", *, advise: bool = False) -> "Optimum":
+        policies = resolve_policies(args.policy, gpus)
+        return optimize(make(gpus), policies=policies, method=args.method, risk=risk, advise=advise)
+
+    if args.gpus == "auto":
+        assert whole is not None
+        found, tried = fewest_gpus(whole, solve)
+        assert found.optimum is not None
+        return make(whole.part(found.num_gpus)), found.optimum, tried
+    try:
+        return make(cluster), solve(cluster, advise=True), ()
+    except Infeasible as error:
+        if cluster is None or whole is None:
+            raise
+        raise with_more_gpus(error, cluster, whole, solve) from None
+
+
+def _risk(args: argparse.Namespace) -> "Risk | None":
+    from exeplan.errors import InputError
+    from exeplan.margins import Risk
+    from exeplan.risk import default_laws, load_errors, parse_risk
+
+    if args.risk is None:
+        if args.errors is not None:
+            raise InputError("--errors needs a --risk, such as 1%")
+        return None
+    share = parse_risk(args.risk)
+    return Risk(share=share, laws={**default_laws(), **(load_errors(args.errors) if args.errors else {})})
+
+
+def _asked(
+    args: argparse.Namespace,
+) -> "tuple[Callable[[Cluster | None], Problem], Cluster | None, Cluster | None]":
+    """What makes the problem on some GPUs, the GPUs that were asked for, and the cluster they are of."""
+    from exeplan.bounds import parse_bounds
     from exeplan.errors import InputError
     from exeplan.inputs import fitted, profile_for
     from exeplan.model import load_model_spec
-    from exeplan.plan import Bound
     from exeplan.problem import make_problem
     from exeplan.profile import load_profile
-    from exeplan.units import num_bytes, seconds
+    from exeplan.queueing import parse_arrivals, parse_rate
+    from exeplan.units import num_bytes
     from exeplan.workload_files import load_workload
 
-    bound = Bound(seconds=seconds(args.latency_bound, "--latency-bound"), about=args.bound_on)
+    bounds = parse_bounds(args.latency_bound, args.bound_on, ttft=args.ttft, tpot=args.tpot)
     if args.max_num_seqs is not None and not 1 <= args.max_num_seqs <= _MOST_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {_MOST_SEQS}, found {args.max_num_seqs}")
     profile = load_profile(Path(args.profile))
@@ -89,25 +166,51 @@ def _problem(args: argparse.Namespace) -> "Problem":
         profile = replace(profile_for(spec, profile), model=spec)
     workload = fitted(load_workload(args.workload), profile.model, fit=args.fit_context)
     memory = num_bytes(args.memory, "--memory") if args.memory else None
-    cluster = _cluster(args, profile)
-    return make_problem(profile, workload, bound, cluster=cluster, memory=memory, max_seqs=args.max_num_seqs)
+    arrivals = parse_arrivals(args.arrival_rate, workload, of_trace=args.arrivals == "trace")
+    least = parse_rate(args.min_throughput, "--min-throughput") if args.min_throughput is not None else 0.0
+    cluster, whole = _clusters(args, profile)
+
+    def make(gpus: "Cluster | None") -> "Problem":
+        problem = make_problem(profile, workload, bounds[0], cluster=gpus, memory=memory, max_seqs=args.max_num_seqs)
+        return replace(problem, more_bounds=bounds[1:], arrivals=arrivals, min_throughput=least)
+
+    return make, cluster, whole
 
 
-def _cluster(args: argparse.Namespace, profile: "Profile") -> "Cluster | None":
-    from exeplan.cluster import load_cluster
+def _clusters(args: argparse.Namespace, profile: "Profile") -> "tuple[Cluster | None, Cluster | None]":
+    """The GPUs that were asked for, all of them for `auto`, and the whole cluster."""
     from exeplan.errors import InputError
+    from exeplan.inputs import cluster_for
 
     if args.cluster is None:
         if args.gpus is not None:
             raise InputError("--gpus needs a --cluster")
-        return None
-    cluster = load_cluster(args.cluster)
-    if cluster.device != profile.device.name:
-        raise InputError(
-            f"cluster {cluster.name} has {cluster.device} GPUs, the profile is of {profile.device.name}; profile the "
-            f"model for {cluster.device}"
-        )
-    return cluster if args.gpus is None else cluster.part(args.gpus)
+        return None, None
+    whole = cluster_for(profile, args.cluster)
+    if args.gpus == "auto":
+        if args.arrival_rate is None and args.arrivals is None and args.min_throughput is None:
+            raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
+        return whole, whole
+    if args.gpus is not None and not args.gpus.isdecimal():
+        raise InputError(f"--gpus must be a number of GPUs or auto, found '{args.gpus}'")
+    return whole if args.gpus is None else whole.part(int(args.gpus)), whole
+
+
+def _explanation(args: argparse.Namespace, optimum: "Optimum", problem: "Problem") -> "Explanation":
+    from exeplan.cluster import load_cluster
+    from exeplan.explain import explain
+    from exeplan.optimize import optimize
+
+    policies = (optimum.plan.schedule.policy,)
+    again = partial(optimize, policies=policies, method=args.method, risk=_risk(args))
+    return explain(problem, optimum, again=again, whole=load_cluster(args.cluster) if args.cluster else None)
+
+
+def _next_step(optimum: "Optimum") -> str:
+    """The command that takes the plan: the engine runs plans for one device."""
+    from exeplan.inputs import in_engine
+
+    return "run it with `exeplan serve" if in_engine(optimum.plan) else "replay it with `exeplan simulate"
 
 
 def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":
@@ -119,6 +222,7 @@ def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":
         model=refer(optimum.plan.model, args.output),
         workload=refer(args.workload, args.output),
         profile=refer(args.profile, args.output),
+        cluster=refer(args.cluster, args.output) if args.cluster else None,
         fit_context=args.fit_context,
     )
     save_plan(plan, args.output)
@@ -126,24 +230,23 @@ def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":
 
 
 def _report(optimum: "Optimum", problem: "Problem", seconds: float) -> str:
+    from exeplan.promise_text import promise_lines, show_bounds
     from exeplan.report import side_by_side, table
     from exeplan.units import show_seconds
 
     plan, workload = optimum.plan, problem.workload
-    bounded = math.isfinite(problem.bound.seconds)
-    promise = f"bound {show_seconds(problem.bound.seconds)} on {problem.bound.about}" if bounded else "no latency bound"
     lines = [
         f"{problem.profile.model.name} on {problem.profile.device.name} ({problem.profile.dtype}), workload "
         f"{workload.name}: mean {workload.mean_input:.0f} in, {workload.mean_output:.0f} out, "
         f"p99 {workload.output_quantile(0.99)} out",
         *([f"  {workload.source}"] if workload.source else []),
-        f"{promise}: {plan.schedule}",
+        f"{show_bounds(problem.bounds)}: {plan.schedule}",
+        *_placement_lines(optimum, problem),
         "",
         side_by_side(closed_form=plan.estimate, replay=plan.replay),
         "",
     ]
-    if plan.drift_headroom is not None:
-        lines.append(f"drift headroom: the bound holds until outputs are {100 * plan.drift_headroom:.0f} % longer")
+    lines += promise_lines(problem, plan)
     if not problem.profile.complete:
         lines.append("the profile is unfinished: run `exeplan profile` on it again for a sharper prediction")
     lines += [f"beyond the profile: {sentence}" for sentence in optimum.beyond]
@@ -155,6 +258,25 @@ def _report(optimum: "Optimum", problem: "Problem", seconds: float) -> str:
         f"{show_seconds(seconds)} in all"
     )
     return "\n".join(lines)
+
+
+def _placement_lines(optimum: "Optimum", problem: "Problem") -> list[str]:
+    """Where the plan runs and what that takes of each GPU; nothing for one device without a cluster."""
+    from exeplan.placement_text import show_placement
+    from exeplan.simulator.memory import weight_bytes
+    from exeplan.units import show_bytes
+
+    plan = optimum.plan
+    if problem.cluster is None or plan.estimate is None:
+        return []
+    weights = [weight_bytes(problem.profile, plan.placement, number) for number in range(len(plan.placement))]
+    least, most = show_bytes(min(weights)), show_bytes(max(weights))
+    return [
+        f"{plan.gpus} GPU{'s' if plan.gpus != 1 else ''} of cluster {problem.cluster.name}, "
+        f"{show_placement(plan.placement)}",
+        f"memory per GPU: {show_bytes(plan.estimate.memory_bytes_per_gpu)} of {show_bytes(problem.memory)} on the "
+        f"fullest; weights {least if least == most else f'{least} to {most}'}",
+    ]
 
 
 def _rows(optimum: "Optimum") -> list[tuple[str, ...]]:
@@ -176,4 +298,4 @@ def _plot(optimum: "Optimum", problem: "Problem", path: Path) -> None:
     from exeplan.optimize import with_frontier
 
     results = {c.policy: with_frontier(problem, c) for c in optimum.candidates if c.search}
-    draw_frontier(results, path, bound=problem.bound.seconds)
+    draw_frontier(results, path, bound=problem.limit)

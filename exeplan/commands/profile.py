@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="with `import`: the timings")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "fp8"), default="auto")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default); with `import` its name")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
@@ -44,13 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     derived.add_argument("--model", dest="of_model", metavar="MODEL", help="the model that imported times are of")
     derived.add_argument("--format", choices=("auto", "csv", "vidur", "aiconfigurator"), help="of imported files")
     derived.add_argument("--overhead", metavar="TIME", help="host time of an iteration, where imported files have none")
+    derived.add_argument("--engine", metavar="NAME", help="add a serving engine's own times (plans/engines, YAML file)")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.model == "import":
         _refuse(args, "datasheet", "set", "cluster", needed="a model and its datasheet, not with `profile import`")
         return _import(args)
-    _refuse(args, "files", "of_model", "format", "overhead", needed="`exeplan profile import FILE... --model MODEL`")
+    imported = "`exeplan profile import FILE... --model MODEL`"
+    _refuse(args, "files", "of_model", "format", "overhead", "engine", needed=imported)
+    _refuse_fp8(args.dtype)
     if args.datasheet:
         return _derive(args)
     _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
@@ -65,6 +68,14 @@ def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
     for name in names:
         if getattr(args, name):
             raise InputError(f"{spelled.get(name, '--' + name.replace('_', '-'))} goes with {needed}")
+
+
+def _refuse_fp8(dtype: str) -> None:
+    from exeplan.errors import InputError
+    from exeplan.model import RUN_DTYPES
+
+    if dtype == "fp8":
+        raise InputError(f"fp8 can only be imported from tables that time it; here dtypes are {', '.join(RUN_DTYPES)}")
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -145,6 +156,7 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from exeplan.engine_constants import load_engine, with_engine
     from exeplan.errors import InputError
     from exeplan.model import load_model_spec
     from exeplan.profiler.importing import import_profile
@@ -155,6 +167,9 @@ def _import(args: argparse.Namespace) -> int:
     if not args.of_model or args.device == "auto":
         raise InputError("profile import needs --model MODEL and --device NAME: what was timed, and where")
     sizes = _sizes(args.tensor_parallel_sizes)
+    if args.engine and args.overhead:
+        raise InputError("--engine says what the host takes; leave --overhead out")
+    engine = load_engine(args.engine) if args.engine else None
     overhead = seconds(args.overhead, "--overhead") if args.overhead else None
     if overhead == inf:
         raise InputError("--overhead must be finite, found 'inf'")
@@ -168,6 +183,7 @@ def _import(args: argparse.Namespace) -> int:
     )
     for remark in remarks:
         print(remark)
+    profile = with_engine(profile, engine) if engine else profile
     _write(_only(profile, sizes) if sizes else profile, args.output)
     return 0
 

@@ -24,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
-    from exeplan.inputs import engine_blocks, plan_model, read_plan
+    from exeplan.inputs import engine_blocks, engine_model, read_plan
     from exeplan.runner.server import serve
     from exeplan.units import seconds
 
     if not 0 <= args.port <= 65535:
         raise InputError(f"--port must lie between 0 and 65535, found {args.port}")
     plan = read_plan(args.plan)
-    spec = plan_model(plan)
+    spec = engine_model(plan)
     return serve(
         plan,
         spec,

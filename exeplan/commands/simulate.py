@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN")
     parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
     parser.add_argument("--workload", metavar="W", help="instead of the plan's own")
+    parser.add_argument("--cluster", metavar="C", help="instead of the plan's own; one node where there is none")
     parser.add_argument(
         "--requests", type=int, metavar="N", help="requests to replay (default: enough for a steady window)"
     )
@@ -25,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan.bounds import fullest
     from exeplan.errors import InputError
     from exeplan.inputs import plan_problem, read_plan, refer
     from exeplan.plan import as_json, save_plan
-    from exeplan.problem import drift_headroom, kv_cache_tokens, replay_estimate
+    from exeplan.problem import drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
     from exeplan.report import json_line, side_by_side
     from exeplan.simulator.closed_form import steady_state
     from exeplan.simulator.timeline import write_timeline
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise InputError(f"--seed must be at least 0, found {args.seed}")
     plan = read_plan(args.plan)
-    problem = plan_problem(plan, profile=args.profile, workload=args.workload)
+    problem = plan_problem(plan, profile=args.profile, workload=args.workload, cluster=args.cluster)
     schedule = plan.schedule
     run_, replayed = replay_estimate(
         problem, schedule, seed=args.seed, num_requests=args.requests, kv_tokens=plan.kv_cache_tokens
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         estimate=problem.estimate(schedule),
         replay=replayed,
         drift_headroom=drift_headroom(problem, schedule),
+        rate_headroom=rate_headroom(problem, schedule),
         kv_cache_tokens=plan.kv_cache_tokens or kv_cache_tokens(problem, schedule),
         model_fingerprint=problem.profile.model.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
@@ -61,20 +64,24 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         # Both are there, or the plan could not have been replayed.
         workload, profile = args.workload or plan.workload or "", args.profile or plan.profile or ""
+        cluster = args.cluster or plan.cluster
         saved = replace(
             filled,
             model=refer(plan.model, args.output),
             workload=refer(workload, args.output),
             profile=refer(profile, args.output),
+            cluster=refer(cluster, args.output) if cluster else None,
+            gpus=None if args.cluster else plan.gpus,
         )
         save_plan(saved, args.output)
-    broken = replayed.latency is not None and replayed.latency > problem.bound.seconds
+    full = fullest(problem.bounds, replayed)
+    broken = full is not None and full[1] > 1
     if args.json:
         beyond = problem.cost.beyond(steady_state(schedule, problem.workload, problem.cost).cycle)
         print(json_line({**as_json(filled), "preemptions": run_.num_preemptions, "extrapolated": beyond}))
     else:
         print(f"{schedule} on {problem.workload.name}, {len(run_.requests)} requests, {len(run_.passes)} passes\n")
         print(side_by_side(closed_form=filled.estimate, replay=replayed))
-        if broken:
-            print(f"\nthe replay breaks the bound of {problem.bound.seconds:g} s")
+        if full is not None and broken:
+            print(f"\nthe replay breaks the {full[0]}")
     return 2 if broken else 0

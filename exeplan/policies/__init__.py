@@ -54,6 +54,11 @@ class Cycle:
     prompt_law: "LengthLaw"
     padded: bool = False
     """All prompts of a pass are padded to one length, and `prompt_law` is the law of that length."""
+    prompt_tokens: Floats | None = None
+    """Prompt tokens of the pass where they are known, as when prompts are cut: `num_prefill` counts the cut ones, too,
+    and in all every token of a prompt from `prompt_law` is prefilled once."""
+    prompt_attention: Floats | None = None
+    """Seconds of the attention of these tokens over what they are in the mean: the end of a prompt attends to more."""
     kv_tokens: float
     """Peak over the cycle of the mean number of tokens in the KV cache."""
     kv_tokens_std: float
@@ -91,6 +96,8 @@ class Steady:
     """Requests a second."""
     latency: Callable[[Floats], Floats]
     """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
+    turn: float | None = None
+    """Seconds between two admissions; None where that is the time it takes to serve those who start together."""
 
 
 class Policy(Protocol):

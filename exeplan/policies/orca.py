@@ -28,6 +28,7 @@ from exeplan.policies import (
     require,
     slot_share,
 )
+from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.scheduling import Batch, Scheduler
 from exeplan.workload import Workload
 
@@ -74,7 +75,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     comb = law.comb(1)
     per_decode = comb.context[0] / comb.active[0] if comb.active[0] > 0 else 0.0
-    tokens, square = _resident_tokens(workload)
+    tokens, square = resident_tokens(workload)
     cycle = Cycle(
         num_prefill=num_prefill,
         num_decode=num_decode,
@@ -87,7 +88,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     seconds = clock.seconds(cycle)
     through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
     own_prefill, own_decode = (slice(len(prefills) + i * len(others), None) for i in (0, 1))
-    round_ = _round(
+    round_ = round_seconds(
         _spread(through[: len(prefills)], prefills, workload), _spread(slowest, prefills, workload), probability, groups
     )
     first = float(seen @ through[own_prefill][: len(others)])
@@ -100,6 +101,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=slots * groups / (steps * round_),
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
+        turn=round_ / groups,
     )
 
 
@@ -111,19 +113,6 @@ def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
     one_prompt = np.gradient(seconds, prefills)
     points = workload.input_law.slice_means(_POINTS) / workload.mean_input - 1.0
     return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
-
-
-def _round(through: Floats, slowest: Floats, probability: Floats, groups: int) -> float:
-    """Seconds in which every group has one iteration."""
-    if groups == 1:
-        return float(probability @ through.mean(axis=1))
-    weights = np.repeat(probability / through.shape[1], through.shape[1])
-    order = np.argsort(slowest, axis=None)
-    through, slowest, weights = through.ravel()[order], slowest.ravel()[order], weights[order]
-    below = np.cumsum(weights)
-    longest = np.diff(below**groups, prepend=0.0)
-    others = np.cumsum(weights * slowest) / below
-    return float(longest @ np.maximum(through, slowest + (groups - 1) * others))
 
 
 def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
@@ -138,16 +127,6 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
         if admitted or running:
             return Batch(prefill=admitted, decode=tuple(running), group=number)
     return None
-
-
-def _resident_tokens(workload: Workload) -> tuple[float, float]:
-    """Mean and mean square of the tokens that one slot holds after an iteration; its ages are uniform over a life."""
-    law = workload.decode_law()
-    k = np.arange(1, len(law.survival) + 1)
-    tokens = workload.mean_input + float(law.input_sum.sum() + (k * law.survival).sum())
-    square = workload.input_law.std**2 + workload.mean_input**2
-    square += float((law.input_square + 2 * k * law.input_sum + k**2 * law.survival).sum())
-    return tokens / workload.mean_output, square / workload.mean_output
 
 
 def _binomial(trials: float, chance: float) -> tuple[Floats, Floats]:

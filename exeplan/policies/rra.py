@@ -10,6 +10,9 @@ length law, not the paper's P_D(U), which forgets that long requests stay longer
     iteration  max(m max_s t(s), sum_s t(s)); the last one lasts only until its last micro-batch has left the first
                stage, behind which the next prefills enter
 
+An engine may prefill in passes of at most `max_num_batched_tokens` tokens (optional): as many passes as that takes,
+each of whole prompts, one at least. With decode_steps=1 prompts go first and decodes pause for them, as in SGLang.
+
 A cycle whose batch runs empty before its last decode iteration goes on to the next prefill at once; the closed form
 therefore weighs every decode iteration with the probability that somebody is still there.
 """
@@ -23,7 +26,7 @@ import numpy as np
 from exeplan.length_law import LengthLaw
 from exeplan.plan import Schedule
 from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, fillings, micro_batches, require
-from exeplan.scheduling import Batch, Scheduler, balanced_part
+from exeplan.scheduling import Batch, Scheduler, Sequence, balanced_part
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -34,7 +37,7 @@ __all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_toget
 
 
 def check(schedule: Schedule) -> None:
-    require(schedule, "prefill_batch", "decode_steps")
+    require(schedule, "prefill_batch", "decode_steps", optional=("micro_batches", "max_num_batched_tokens"))
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
@@ -72,6 +75,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     rows = np.concatenate([given, seen])
     # A group has at least one row, or it does not run.
     counts = np.clip(np.concatenate([[batch], rows]), 1.0, groups)
+    if limit := schedule.variables.get("max_num_batched_tokens"):
+        counts[0] = min(max(counts[0], np.ceil(batch * workload.mean_input / limit)), batch)
     in_cache = batch * (comb.context + comb.active)
     peak = int(np.argmax(in_cache))
     share = batch / counts[0]
@@ -155,9 +160,11 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
     turn = state.turn()
     if state.waiting and (under_way or turn is None or state.entered[turn] >= schedule["decode_steps"]):
         left = schedule["prefill_batch"] - state.admitted_in_row
-        parts = groups - state.prefills_in_row
+        limit = schedule.variables.get("max_num_batched_tokens")
+        parts = max(groups - state.prefills_in_row, 1 if limit else 0)
         if parts > 0 and (admitted := state.admissible(left)):
-            return Batch(prefill=balanced_part(admitted, min(parts, len(admitted))))
+            part = balanced_part(admitted, min(parts, len(admitted)))
+            return Batch(prefill=_within(part, limit) if limit else part)
     if state.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
     if under_way:
@@ -166,3 +173,9 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
     if turn is None or turn in state.busy:
         return None
     return Batch(decode=tuple(state.groups[turn]), group=turn)
+
+
+def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:
+    """The first rows that have at most so many tokens together; one at least."""
+    tokens = np.cumsum([row.num_tokens for row in rows])
+    return rows[: max(1, int(np.searchsorted(tokens, limit, side="right")))]

@@ -72,7 +72,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     through, slowest, entry = seconds.sum(axis=0), seconds.max(axis=0), seconds[0]
     drained = through[0] + (prefills - 1) * slowest[0]
     rounds = np.maximum(groups * slowest, through)[1:]
-    tail = (through + (groups - 1) * slowest)[1:] - rounds  # The last iteration drains before the next batch begins.
+    # The longest output is in any group. When it is there, the last pass that has begun drains before the next batch.
+    tail = (2 * through + ((groups - 1) / 2 - 1) * slowest)[1:] - rounds if groups > 1 else 0.0 * rounds
     last = still_going - np.append(still_going[1:], 0.0)
     # Micro-batches start one after the other; the mean one is in the middle.
     own = through[0] + (prefills - 1) / 2 * (slowest - entry)[0]

@@ -12,6 +12,7 @@ rather than measured have `repeats` 0 and are counted. Not here: interpolation b
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from exeplan.errors import InputError
@@ -26,6 +27,7 @@ from exeplan.profiler.importing.lint import lint, refuse_falls, told, without_sp
 from exeplan.profiler.importing.part import Part, rounded
 from exeplan.profiler.importing.tables import Table, read_tables
 from exeplan.profiler.roofline import Datasheet
+from exeplan.shape import layer_parameters
 
 _STAND_IN = "a100-80gb"
 """Whose memory a device without a datasheet is given."""
@@ -70,9 +72,9 @@ def import_profile(
         if formats != ["csv"]:
             raise InputError(f"{lack}; what {' and '.join(formats)} tables do not time follows from it")
         notes.append(f"{lack}: its memory counts as that of {_STAND_IN}, and no row is held against its peaks")
-    part = Part(notes=tuple(notes)) + _combined(tables, spec, sheet, overhead_seconds)
+    part = Part(notes=tuple(notes)) + _combined(tables, spec, sheet, overhead_seconds, dtype)
     _check_complete(part.rows, spec, paths)
-    described = profile_from_datasheet(spec, sheet, dtype=dtype, tensor_parallel_sizes=(1,))
+    described = _described(spec, sheet, dtype)
     findings = lint(part.rows, spec, dtype, described.device if known else None)
     profile = replace(
         described,
@@ -94,8 +96,22 @@ def _datasheet(device: str) -> tuple[Datasheet, bool]:
     return (load_datasheet(fitting[0]), True) if len(fitting) == 1 else (load_datasheet(_STAND_IN), False)
 
 
+def _described(spec: ModelSpec, sheet: Datasheet, dtype: str) -> Profile:
+    """Model, device and memory as the datasheet says. With fp8: layers of 1 byte a parameter at twice the peak."""
+    if dtype != aiconfigurator.FP8:
+        return profile_from_datasheet(spec, sheet, dtype=dtype, tensor_parallel_sizes=(1,))
+    described = profile_from_datasheet(spec, sheet, dtype="bfloat16", tensor_parallel_sizes=(1,))
+    return replace(
+        described,
+        dtype=dtype,
+        device=replace(described.device, flops_per_second=2 * described.device.flops_per_second),
+        weight_bytes=described.weight_bytes - spec.num_layers * layer_parameters(spec),
+    )
+
+
 def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> None:
-    if dtype not in aiconfigurator.TWO_BYTES:
+    quantized = dtype == aiconfigurator.FP8 and set(formats) == {"aiconfigurator"}
+    if dtype not in aiconfigurator.TWO_BYTES and not quantized:
         raise InputError(f"{' and '.join(formats)} tables time 2-byte elements, not {dtype}; take bfloat16 or float16")
     if spec.is_encoder_decoder:
         raise InputError(
@@ -104,11 +120,13 @@ def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> Non
         )
 
 
-def _combined(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, overhead_seconds: float | None) -> Part:
+def _combined(
+    tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, overhead_seconds: float | None, dtype: str
+) -> Part:
     """Rows of all tables; of an op, phase and degree only those of the first source that has it."""
     own = sum((Part(*read_csv(table.path)) for table in tables if table.kind == "csv"), start=Part())
     refuse_falls(own.rows)
-    layer = _layers(tables, spec, sheet)
+    layer = _layers(tables, spec, sheet, dtype)
     degrees = sorted({row.tensor_parallel_size for row in (own + layer).rows if row.op == "rest"}) or [1]
     hosts = _overheads(tables, spec, sheet, degrees, overhead_seconds) if layer.rows or overhead_seconds else Part()
     kernels = [
@@ -116,7 +134,7 @@ def _combined(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, overhe
         for t in _of(tables, "attention", "attention_short")
         for k in vidur_attention.attention_kernels(t, sheet=sheet)
     ]
-    kernels += [k for t in _of(tables, "heads") for k in aiconfigurator.attention_kernels(t)]
+    kernels += [k for t in _of(tables, "heads") for k in aiconfigurator.attention_kernels(t, dtype)]
     links = vidur.links_part(_of(tables, "collective", "tokens_collective", "send", "tokens_send"))
     links += aiconfigurator.all_reduce_part(_of(tables, "all_reduce", "nccl"))
     part = _first([own, *map(without_spikes, (hosts, layer, attention_rows(kernels, spec, degrees), links))])
@@ -129,14 +147,18 @@ def _combined(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, overhe
     return part
 
 
-def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet) -> Part:
+def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: str) -> Part:
     layers, products = _of(tables, "layer"), _of(tables, "gemm")
     if layers:
         return vidur.layer_part(layers, spec, sheet=sheet)
     if not products:
         return Part()
-    table = aiconfigurator.gemm_table(products, flops=sheet.bfloat16_flops, bandwidth=sheet.memory_bandwidth)
-    return aiconfigurator.layer_part(table, spec, aiconfigurator.possible_degrees(spec), sheet=sheet)
+    table_of = partial(
+        aiconfigurator.gemm_table, products, flops=sheet.bfloat16_flops, bandwidth=sheet.memory_bandwidth
+    )
+    table = table_of(dtype=dtype)
+    head = table_of(dtype="bfloat16") if dtype == aiconfigurator.FP8 else table
+    return aiconfigurator.layer_part(table, head, spec, aiconfigurator.possible_degrees(spec), sheet=sheet)
 
 
 def _overheads(

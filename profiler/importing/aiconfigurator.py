@@ -1,4 +1,4 @@
-"""AIConfigurator's tables (ai-dynamo/aiconfigurator): milliseconds, elements of 2 bytes; its own or the tidied ones.
+"""AIConfigurator's tables (ai-dynamo/aiconfigurator): milliseconds, elements of 2 bytes or fp8; its own or tidied ones.
 
     gemm         products of m tokens, n outputs and k inputs, out of memory (weights are not in the cache)
     heads        attention of one layer, heads of one GPU. Prefill: whole prompts of `isl` tokens. Decode: `isl` is 1,
@@ -7,10 +7,12 @@
     nccl         the same by NCCL alone, and other collectives
 
 A layer is the sum of its four products (query-key-value, output, gate and up, down) of the shard, and of the kernels
-that no table times (`pointwise.py`). Nothing here times a send between stages, nor the host.
+that no table times (`pointwise.py`). With dtype fp8 the layer's products are those with scales for blocks of the
+weights (`fp8_block`), the KV cache is in fp8, and the output head and what is summed over a group stay in 2 bytes.
+Nothing here times a send between stages, nor the host.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,16 +31,21 @@ from exeplan.profiler.roofline import Datasheet
 _MS = 1e-3
 _ELEMENT_BYTES = 2
 TWO_BYTES = ("bfloat16", "float16", "half")
+FP8 = "fp8"
+_FP8_PRODUCTS = ("fp8_block",)
 _DEGREES = (1, 2, 4, 8)
 _MOST_ROWS = 2048
 """Rows of the output head at most."""
 
 
-def gemm_table(tables: Iterable[Table], *, flops: float, bandwidth: float) -> Gemms:
-    """All products of 2-byte elements."""
+def gemm_table(tables: Iterable[Table], *, flops: float, bandwidth: float, dtype: str = "bfloat16") -> Gemms:
+    """All products in the dtype."""
     columns: list[list[Floats]] = [[], [], [], []]
     for table in tables:
-        kept = _kept(table, "gemm_dtype", TWO_BYTES)
+        if dtype == FP8:
+            kept = _kept(_stated(table, "gemm_dtype"), "gemm_dtype", _FP8_PRODUCTS)
+        else:
+            kept = _kept(table, "gemm_dtype", TWO_BYTES)
         for column, name in zip(columns, ("m", "n", "k", "latency"), strict=True):
             column.append(numbers(kept, name))
     m, n, k, latency = map(np.concatenate, columns)
@@ -55,15 +62,19 @@ def possible_degrees(spec: ModelSpec) -> list[int]:
     ]
 
 
-def layer_part(table: Gemms, spec: ModelSpec, degrees: Sequence[int], *, sheet: Datasheet) -> Part:
-    """`rest`, `embed` and `head` of a decoder-only model's shards, at the measured numbers of tokens."""
+def layer_part(table: Gemms, head: Gemms, spec: ModelSpec, degrees: Sequence[int], *, sheet: Datasheet) -> Part:
+    """`rest`, `embed` and `head` of a decoder-only model's shards, at the measured numbers of tokens.
+
+    The output head's product comes from a table of its own.
+    """
     rows: list[Measurement] = []
     missing: list[tuple[int, int]] = []
     for degree in degrees:
-        products = [*layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)]
-        missing += [product for product in products if product not in missing and not table.measured(*product)]
-        *layer, head = (table.seconds(n, k) for n, k in products)
-        rows += _layer_rows(table.m, spec, degree, sheet, products=np.sum(layer, axis=0), head=head)
+        products, logits = layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)
+        asked = [*((product, table) for product in products), (logits, head)]
+        missing += [product for product, of in asked if product not in missing and not of.measured(*product)]
+        rows += _rest_rows(table.m, spec, degree, sheet, np.sum([table.seconds(n, k) for n, k in products], axis=0))
+        rows += _head_rows(head.m, spec, degree, sheet, head.seconds(*logits))
     return Part(
         tuple(rows),
         (
@@ -86,20 +97,24 @@ def layer_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:
     ]
 
 
-def _layer_rows(
-    num_tokens: Floats, spec: ModelSpec, degree: int, sheet: Datasheet, *, products: Floats, head: Floats
-) -> list[Measurement]:
+def _rest_rows(
+    num_tokens: Floats, spec: ModelSpec, degree: int, sheet: Datasheet, products: Floats
+) -> Iterator[Measurement]:
     row = partial(Measurement, tensor_parallel_size=degree, repeats=0)
-    rows = []
-    for tokens, layer, logits in zip(num_tokens.astype(int).tolist(), products, head, strict=True):
+    for tokens, layer in zip(num_tokens.astype(int).tolist(), products, strict=True):
         rest = float(layer) + layer_seconds(sheet, spec, tokens, degree)
-        rows.append(row(op="rest", num_tokens=tokens, seconds=rounded(rest)))
-        embed = embed_seconds(sheet, spec, tokens)
-        rows.append(row(op="embed", num_tokens=tokens, seconds=rounded(embed)))
-        if tokens <= _MOST_ROWS:
-            seconds = float(logits) + sampling_seconds(sheet, spec, tokens)
-            rows.append(row(op="head", num_seqs=tokens, seconds=rounded(seconds)))
-    return rows
+        yield row(op="rest", num_tokens=tokens, seconds=rounded(rest))
+        yield row(op="embed", num_tokens=tokens, seconds=rounded(embed_seconds(sheet, spec, tokens)))
+
+
+def _head_rows(
+    num_seqs: Floats, spec: ModelSpec, degree: int, sheet: Datasheet, products: Floats
+) -> Iterator[Measurement]:
+    row = partial(Measurement, tensor_parallel_size=degree, repeats=0)
+    for seqs, logits in zip(num_seqs.astype(int).tolist(), products, strict=True):
+        if seqs <= _MOST_ROWS:
+            seconds = float(logits) + sampling_seconds(sheet, spec, seqs)
+            yield row(op="head", num_seqs=seqs, seconds=rounded(seconds))
 
 
 def _interpolated(table: Gemms, missing: Sequence[tuple[int, int]]) -> list[str]:
@@ -115,10 +130,14 @@ def _interpolated(table: Gemms, missing: Sequence[tuple[int, int]]) -> list[str]
     ]
 
 
-def attention_kernels(table: Table) -> list[Kernels]:
-    """The kernels of one table, all of one phase."""
-    kept = _kept(table, "attn_dtype", TWO_BYTES)
-    kept = _kept(kept, "kv_cache_dtype", TWO_BYTES)
+def attention_kernels(table: Table, dtype: str) -> list[Kernels]:
+    """The kernels of one table, all of one phase. With fp8 the queries are too where there are such kernels."""
+    if dtype == FP8:
+        kept = _kept(_stated(table, "kv_cache_dtype"), "kv_cache_dtype", (FP8,))
+        both = FP8 in set(_stated(kept, "attn_dtype").frame["attn_dtype"])
+        kept = _kept(kept, "attn_dtype", (FP8,) if both else TWO_BYTES)
+    else:
+        kept = _kept(_kept(table, "attn_dtype", TWO_BYTES), "kv_cache_dtype", TWO_BYTES)
     kept = _kept(kept, "window_size", (0, -1))
     prompts = numbers(kept, "isl")
     decode = bool((prompts == 1).all())
@@ -175,6 +194,13 @@ def _all_reduce_times(table: Table) -> Any:
             "seconds": _MS * numbers(kept, "latency"),
         }
     )
+
+
+def _stated(table: Table, column: str) -> Table:
+    """The table itself. Raises InputError where it does not say its dtype, which is one of 2 bytes then."""
+    if column not in table.frame.columns:
+        raise InputError(f"{table.path} has no column {column}: its times are of 2-byte elements, not of fp8")
+    return table
 
 
 def _kept(table: Table, column: str, values: Sequence[object]) -> Table:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def pipeline(profile: Profile, cuts: list[int], num_encoder_layers: int) -> Cost
     bounds = [0, *cuts, LAYERS]
     stages = [
         Stage(devices=(i,), layers=(a, b), encoder_layers=(a, b) if num_encoder_layers else (0, 0))
-        for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for i, (a, b) in enumerate(pairwise(bounds))
     ]
     return CostModel(replace(profile, model=spec), tuple(stages), CLUSTER)
 

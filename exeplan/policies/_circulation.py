@@ -1,0 +1,148 @@
+"""How fast batches of uneven prompts pass a pipeline when only so many may be under way at once.
+
+A batch enters when the first stage is free and so is one of the places; it gives its place back a while after it has
+left the last stage. Long batches hold up the short ones behind them, so that the mean times of the stages do not tell;
+a recursion over one fixed draw of batches does.
+
+Not here: why places are few, and what becomes of the batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from exeplan.length_law import LengthLaw
+from exeplan.policies import Clock, Cycle, Floats
+
+_DRAWS = 128
+_WARM_UP = 16
+"""Batches before those that count."""
+_SUMMED = 16
+"""Prompts of a batch that are drawn one by one; the sum of more has the same shape."""
+
+Seconds = Sequence[Sequence[float]]
+"""Of each batch on each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Opens `openings` times, `gap` seconds apart, and again every `round` seconds."""
+
+    round: float
+    gap: float
+    openings: int
+
+    def opens_after(self, time: float) -> float:
+        rounds, since = divmod(time, self.round)
+        number = -(-since // self.gap)
+        return rounds * self.round + (number * self.gap if number < self.openings else self.round)
+
+
+class Circulation(NamedTuple):
+    """What batches do; means."""
+
+    rate: float
+    """Batches a second."""
+    inside: float
+    """Seconds from entering the first stage to leaving the last."""
+    outside: float
+    """Seconds from then until the place is free again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefills:
+    """What the stages that prefill can do with batches of one size; arrays over the places in use, 0 first."""
+
+    batches: Seconds
+    places: Floats
+    rate: Floats
+    """Batches a second, places being free at once."""
+    inside: Floats
+    variation: float
+    """Variance over squared mean of the seconds of a batch."""
+
+
+def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: Gate | None = None) -> Circulation:
+    """The batches one after the other, over and over.
+
+    A place is free `delay` seconds after its batch has left the last stage, or when the gate opens after that.
+    """
+    free, back = [0.0] * len(batches[0]), [0.0] * places
+    began = now = inside = outside = 0.0
+    for number, seconds in enumerate((*batches[-_WARM_UP:], *batches)):
+        if number == _WARM_UP:
+            began, inside, outside = now, 0.0, 0.0
+        entered = now = max(back[number % places], free[0])
+        for stage, duration in enumerate(seconds):
+            if free[stage] > now:
+                now = free[stage]
+            now += duration
+            free[stage] = now
+        returned = now + delay
+        if gate is not None:
+            returned = gate.opens_after(returned)
+        inside += now - entered
+        outside += returned - now
+        back[number % places] = returned
+    return Circulation(len(batches) / (now - began), inside / len(batches), outside / len(batches))
+
+
+@lru_cache(maxsize=128)  # A search tries many ways to decode behind the same prefills.
+def prefills(clock: Clock, prompts: LengthLaw, batch: int, places: int) -> Prefills:
+    """Of batches of so many prompts, up to so many of them under way."""
+    batches = _draw(clock, prompts, batch)
+    total = np.sum(batches, axis=1)
+    powers = 2 ** np.arange(places.bit_length())
+    counts = [1] if len(batches[0]) == 1 else sorted({*powers[powers < places - 1].tolist(), places - 1, places})
+    runs = [circulate(batches, count) for count in counts]
+    return Prefills(
+        batches=batches,
+        places=np.array([0.0, *counts]),
+        rate=np.array([0.0, *(run.rate for run in runs)]),
+        inside=np.array([runs[0].inside, *(run.inside for run in runs)]),
+        variation=float(np.var(total) / np.mean(total) ** 2),
+    )
+
+
+def _draw(clock: Clock, prompts: LengthLaw, batch: int) -> Seconds:
+    """Batches of so many prompts, right in the mean and the spread."""
+    points = prompts.slice_means(_DRAWS)
+    base, one = _prefill_seconds(clock, prompts, batch)
+    seconds = points
+    if len(base) > 1 and prompts.std > 0.0:
+        # A prompt takes time in proportion to its tokens and to their square; a law of longer ones tells the shares.
+        longer = prompts.longest_of(3)
+        more = _prefill_seconds(clock, longer, batch)[1]
+        moments = [[np.mean(tokens), np.mean(tokens**2)] for tokens in (points, longer.slice_means(_DRAWS))]
+        shares = np.linalg.solve(np.array(moments), [one.sum(), more.sum()])
+        seconds = np.stack([points, points**2], axis=1) @ np.maximum(shares, 0.0)
+    deviation = _sums(seconds / seconds.mean() - 1.0, batch)
+    batches: Seconds = np.maximum(base + np.outer(deviation, one), 1e-3 * base).tolist()
+    return batches
+
+
+def _prefill_seconds(clock: Clock, prompts: LengthLaw, batch: int) -> tuple[Floats, Floats]:
+    """Of a batch on each stage, and of one more prompt in it."""
+    none = np.zeros(2)
+    cycle = Cycle(
+        num_prefill=np.array([batch, batch + 1.0]),
+        num_decode=none,
+        context_tokens=none,
+        prompt_law=prompts,
+        kv_tokens=0.0,
+        kv_tokens_std=0.0,
+        num_seqs=0.0,
+    )
+    seconds = clock.seconds(cycle)[list(clock.prefill_stages)]
+    return seconds[:, 0], seconds[:, 1] - seconds[:, 0]
+
+
+def _sums(values: Floats, count: int) -> Floats:
+    """Sums of so many of the values, in no order, that spread as sums of independent draws do."""
+    rng = np.random.default_rng(0)
+    sums: Floats = np.sum([rng.permutation(values) for _ in range(min(count, _SUMMED))], axis=0)
+    spread = float(np.std(sums))
+    return sums * (np.sqrt(count) * np.std(values) / spread) if spread > 0.0 else sums

@@ -1,0 +1,255 @@
+"""The steady state of stages that prefill beside stages that decode: two lines that wait for each other.
+
+With N residents in m groups of b rows, on the stages that decode
+
+    round       R(N) = max(m max_s t(s, b), sum_s t(s, b))
+    throughput  N / (mu R(N)), mu the mean decode steps
+
+and the stages that prefill bring at most B_E / max_s t_E(s), less where prompts are uneven or places few. Which of the
+two holds the other up changes with chance. The state is one number: requests that are ready, falling to none as the
+prefills lag behind, then free slots, rising. It moves by what prefills bring less what decodes finish, and jitters with
+the variance of both; the density of such a diffusion is proportional to exp(integral of 2 drift / variance) / variance.
+
+    variance    2 v X; v = [sum_k F (1 - F) + c^2 sum_k F^2] / mu is the variance of N over its mean when requests are
+                admitted evenly (c = 0) or by chance (c = 1) and R does not change
+
+Fewer groups than stages do not stay evenly spaced. They bunch behind the slowest, which meets most of the ready
+requests, and so becomes the fullest; its iteration is everybody's.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from exeplan.length_law import DecodeLaw
+from exeplan.plan import Schedule
+from exeplan.policies import Clock, Cycle, Floats, Steady, micro_batches
+from exeplan.policies._circulation import Gate, Prefills, circulate, prefills
+from exeplan.workload import Workload
+
+_SIZES = 16
+"""Group sizes that are timed."""
+_STATES = 128
+"""States on either side of the one with full groups and nobody ready."""
+_BUNCHING = 4
+"""Steps towards how unequal bunched groups become."""
+_LEAST_SPREAD = 0.02
+"""Even requests of one length do not keep step for ever."""
+_SIGMAS = 3.0
+"""Standard deviations of the prompts' tokens for which stages that prefill have room."""
+
+
+def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
+    """The density of the states, and what follows from it."""
+    batch, places = schedule["prefill_batch"], len(clock.prefill_stages) + 1
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
+    cycle = _passes(schedule, workload, law, places)
+    seconds = clock.seconds(cycle)
+    line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
+    going_on = float(law.survival[0])
+    if going_on == 0.0:
+        done = partial(np.full_like, fill_value=float(line.inside[-1]), dtype=float)
+        return Steady(cycle=cycle, seconds=seconds, throughput=batch * float(line.rate[-1]), latency=done)
+    decodes = _Decodes.of(schedule, law, cycle.num_decode[1:], seconds[list(clock.decode_stages), 1:])
+    handover = clock.handover_seconds(batch * going_on * workload.mean_input)
+    states = _states(line, decodes, batch, places, handover, going_on)
+    evenly = float(law.comb(1).active_var[0]) / decodes.steps
+    density = states.density(going_on, evenly + (1.0 - evenly) * min(batch * line.variation, 1.0))
+    flow = _Flow.of(states, density, going_on)
+    round_ = flow.residents / (decodes.steps * flow.throughput)  # Little's law on the residents.
+    last = decodes.pass_seconds(flow.residents, round_)
+    return Steady(
+        cycle=_filled(cycle, flow, law, workload),
+        seconds=seconds,
+        throughput=flow.throughput,
+        latency=partial(_latency, flow, round_, last, 1.0 if clock.first_token_from_prefill else 0.0),
+    )
+
+
+def _passes(schedule: Schedule, workload: Workload, law: DecodeLaw, places: int) -> Cycle:
+    """One prefill, and decode iterations of groups from one row to as many as there are slots."""
+    batch, slots, comb = schedule["prefill_batch"], schedule["decode_batch"], law.comb(1)
+    rows = 1.0 + (slots / min(micro_batches(schedule), slots) - 1.0) * np.linspace(0.0, 1.0, _SIZES) ** 2
+    return Cycle(
+        num_prefill=np.concatenate([[batch], 0.0 * rows]),
+        num_decode=np.concatenate([[0.0], rows]),
+        context_tokens=np.concatenate([[0.0], rows * comb.context[0] / max(comb.active[0], 1e-300)]),
+        prompt_law=workload.input_law,
+        kv_tokens=0.0,
+        kv_tokens_std=0.0,
+        num_seqs=0.0,
+        prefill_kv_tokens=_prefill_tokens(batch * places, workload),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decodes:
+    """The stages that decode; times are given over the rows of a group."""
+
+    slots: int
+    groups: int
+    steps: float
+    """Mean decode iterations of a request."""
+    together: float
+    """Requests that join a group at once."""
+    rows: Floats
+    slowest: Floats
+    """Seconds on the slowest stage."""
+    through: Floats
+    """Seconds on all stages."""
+    entry: Floats
+    """Seconds on the first stage."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, law: DecodeLaw, rows: Floats, seconds: Floats) -> "_Decodes":
+        slots = schedule["decode_batch"]
+        groups = min(micro_batches(schedule), slots)
+        return cls(
+            slots=slots,
+            groups=groups,
+            steps=law.mean_steps,
+            together=min(max(1.0, schedule["prefill_batch"] * float(law.survival[0])), slots / groups),
+            rows=rows,
+            slowest=seconds.max(axis=0),
+            through=seconds.sum(axis=0),
+            entry=seconds[0],
+        )
+
+    def timing(self, residents: Floats) -> tuple[Floats, Floats]:
+        """Seconds of a round, and from the entry of one group to that of the next behind it."""
+        counts = np.clip(residents / self.together, 1.0, self.groups)
+        mean = np.maximum(residents, 1.0) / counts
+        in_turn = counts * self._at(mean, self.slowest)
+        others = mean
+        for _ in range(_BUNCHING):
+            fullest = np.clip(residents - (counts - 1.0) * others, mean, self.slots / self.groups)
+            round_ = np.maximum(in_turn, self._at(fullest, self.through))
+            gap = self._at(others, self.slowest)
+            second = np.maximum(self._at(fullest, self.entry), gap)
+            # A group takes what has become ready since another has: little, but for the first of a bunch.
+            met = (second + np.maximum(counts - 2.0, 0.0) * gap) / np.maximum(counts - 1.0, 1.0)
+            others = np.clip(residents * met / round_, np.minimum(mean, self.together), mean)
+        return round_, gap
+
+    def _at(self, rows: Floats, seconds: Floats) -> Floats:
+        return np.interp(rows, self.rows, seconds)
+
+    def finished(self, residents: Floats) -> Floats:
+        """Requests a second."""
+        return residents / (self.steps * self.timing(residents)[0])
+
+    def pass_seconds(self, residents: float, round_: float) -> float:
+        """Of one group through all stages: without what it waits for the first, but with what it waits for others."""
+        rows = np.array(max(residents, 1.0) / np.clip(residents, 1.0, self.groups))
+        through, slowest, entry = (float(self._at(rows, x)) for x in (self.through, self.slowest, self.entry))
+        return max(through, round_) if entry < slowest else through
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _States:
+    """One array entry a state: from everything ready and all slots taken to nothing ready and all slots free."""
+
+    ready: Floats
+    residents: Floats
+    brought: Floats
+    """Requests a second that prefills bring, those included whom they finish."""
+    finished: Floats
+    """Requests a second that decodes finish, in all."""
+    inside: Floats
+    """Seconds in the stages that prefill."""
+    outside: Floats
+    """Seconds from then until a group could take it, but for the queue of those ready before it."""
+
+    def density(self, going_on: float, spread: float) -> Floats:
+        """How likely each state is; `spread` is the variance of the residents over their mean."""
+        position = self.ready[0] - self.ready + self.residents[0] - self.residents
+        drift = going_on * (self.finished - self.brought)
+        variance = 2.0 * max(spread, _LEAST_SPREAD) * going_on * np.maximum(self.finished, 1e-9 * self.finished[0])
+        slope = 2.0 * drift / variance
+        steps = (slope[1:] + slope[:-1]) / 2.0 * np.diff(position)
+        log_density = np.concatenate([[0.0], np.cumsum(steps)]) - np.log(variance)
+        density = np.exp(log_density - log_density.max()) * np.gradient(position)
+        return np.asarray(density / density.sum())
+
+
+def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, handover: float, going_on: float) -> _States:
+    slots = decodes.slots
+    ready = places * batch * (1.0 - np.arange(_STATES) / _STATES)
+    # Places in use in prefill and handover: a batch begins when there is room for all of it.
+    used = np.maximum(places - ready / batch - (batch - 1) / (2 * batch), 0.0)
+    with_handover = line.places + line.rate * going_on * handover
+    residents = slots * np.linspace(1.0, 0.0, _STATES) ** 2
+    finished = decodes.finished(residents)
+    # With free slots all places are in use, and each is given back when the next group enters.
+    balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
+    probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
+    gates = [
+        Gate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
+    ]
+    runs = [circulate(line.batches, places, handover, gate) for gate in gates]
+    rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))
+    return _States(
+        ready=np.concatenate([ready, 0.0 * residents]),
+        residents=np.concatenate([np.full(_STATES, float(slots)), residents]),
+        brought=batch * np.concatenate([np.interp(used, with_handover, line.rate), rate]),
+        finished=np.concatenate([np.full(_STATES, finished[0]), finished]),
+        inside=np.concatenate([np.interp(used, with_handover, line.inside), inside]),
+        outside=np.concatenate([np.full(_STATES, handover), outside]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flow:
+    """Means over the states; seconds and rates as requests see them."""
+
+    throughput: float
+    residents: float
+    residents_std: float
+    prefill: float
+    """Seconds in the stages that prefill."""
+    until_decode: float
+    """Seconds from the start of the prefill to the first decode iteration."""
+
+    @classmethod
+    def of(cls, states: _States, density: Floats, going_on: float) -> "_Flow":
+        throughput, residents = float(density @ states.finished), float(density @ states.residents)
+        seen = density * states.brought / float(density @ states.brought)
+        prefill = float(seen @ states.inside)
+        return cls(
+            throughput=throughput,
+            residents=residents,
+            residents_std=float(np.sqrt(density @ np.square(states.residents - residents))),
+            prefill=prefill,
+            # Little's law on those that are ready.
+            until_decode=prefill
+            + float(seen @ states.outside)
+            + float(density @ states.ready) / (throughput * going_on),
+        )
+
+
+def _latency(flow: _Flow, round_: float, last: float, first_tokens: float, output_tokens: Floats) -> Floats:
+    """A round for every token; the last one is there when its pass has left the last stage."""
+    decodes = np.asarray(output_tokens, dtype=float) - first_tokens
+    return np.where(decodes > 0, flow.until_decode + (decodes - 1.0) * round_ + last, flow.prefill)
+
+
+def _filled(cycle: Cycle, flow: _Flow, law: DecodeLaw, workload: Workload) -> Cycle:
+    """With the tokens that it holds: blocks are taken before a prefill begins, on the stages that will decode."""
+    k = np.arange(1, len(law.survival) + 1)
+    tokens = float((law.input_sum + k * law.survival).sum()) / law.mean_steps
+    square = float((law.input_square + 2 * k * law.input_sum + k**2 * law.survival).sum()) / law.mean_steps
+    ahead = flow.throughput * flow.until_decode
+    variance = flow.residents * max(square - tokens**2, 0.0) + (flow.residents_std * tokens) ** 2
+    return replace(
+        cycle,
+        kv_tokens=flow.residents * tokens + ahead * workload.mean_input,
+        kv_tokens_std=float(np.sqrt(variance + ahead * workload.input_law.std**2)),
+        num_seqs=flow.residents + ahead,
+    )
+
+
+def _prefill_tokens(num_seqs: int, workload: Workload) -> float:
+    """Tokens of as many prompts as may be in prefill or handed over, and their spread."""
+    law = workload.input_law
+    return float(num_seqs * law.mean + _SIGMAS * np.sqrt(num_seqs) * law.std)

@@ -1,0 +1,208 @@
+"""Chunked prefill: as `orca`, but a pass carries no more than `max_num_batched_tokens` tokens, decodes first.
+
+Source: Sarathi-Serve (OSDI 2024) section 4.2, and vLLM's scheduler. Every row that decodes takes one token of the pass;
+prompts take the rest in order of arrival, the last of them is cut and goes on in the group's next pass. A request takes
+a slot, and KV blocks for its whole prompt, with its first token; where blocks run out the youngest is preempted and
+computed again. Engines may also limit the prompts of a pass (`max_num_prefills`, optional): one of them may wait for a
+pass that has tokens left. The closed form takes such a limit for one on tokens, so many mean prompts' of them.
+
+In the steady state under a backlog (`_chunk_passes.py`) either slots bind, and a pass carries what they ask for, or
+tokens do, and every pass is full; a group completes `completed` prompts a pass. With m groups in flight a round takes
+as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.errors import InputError
+from exeplan.length_law import LengthLaw
+from exeplan.plan import Schedule
+from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, micro_batches, require, slot_share
+from exeplan.policies import fillings as plain_fillings
+from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
+from exeplan.policies._groups import resident_tokens, round_seconds
+from exeplan.scheduling import Batch, Chunk, Scheduler
+from exeplan.workload import Workload
+
+KEEPS_FINISHED_ROWS = False
+SEPARATE_STAGES = False
+IN_ENGINE = False
+
+_BUDGETS = (128, 256, 512, 1024, 2048, 4096, 8192)
+_SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])
+"""Points with mean 0 and variance 1, of equal weight."""
+_LENGTHS = 16
+"""Lengths of one's own prompt at which the passes of its prefill are counted."""
+
+
+def check(schedule: Schedule) -> None:
+    optional = ("micro_batches", "max_num_prefills")
+    require(schedule, "max_num_seqs", "max_num_batched_tokens", optional=optional)
+    groups, budget = micro_batches(schedule), schedule["max_num_batched_tokens"]
+    slots = slot_share(schedule["max_num_seqs"], groups, 0)
+    if slots > budget:
+        raise InputError(
+            f"chunked: max_num_seqs={schedule['max_num_seqs']} lets {slots} requests decode in one pass, which "
+            f"max_num_batched_tokens={budget} limits to {budget} tokens; the most it can serve is {budget * groups}"
+        )
+
+
+def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
+    """More residents raise throughput and latency."""
+    return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
+
+
+def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """Micro-batches, and tokens a pass: which number of them is best hangs on the device, not on the bound alone."""
+    return tuple(
+        {**filling, "max_num_batched_tokens": budget} for filling in plain_fillings(num_stages) for budget in _BUDGETS
+    )
+
+
+def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+    """No more slots than a pass has tokens."""
+    most = variables["max_num_batched_tokens"] * variables.get("micro_batches", 1)
+    return Schedule("chunked", {**variables, "max_num_seqs": min(variables["max_num_seqs"], most)})
+
+
+def starts_together(schedule: Schedule) -> int:
+    return 1
+
+
+def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
+    """One pass, split by its prompt tokens.
+
+    The passes: those of a group, by what the attention of their prompts takes; those that a request on board sees, its
+    own row decoding beside what the other slots do; and two of its own prefill, a full one and one that finds no prompt
+    tokens left over.
+    """
+    shift = 1.0 if clock.first_token_from_prefill else 0.0
+    steps = workload.mean_output + 1.0 - shift
+    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    slots, budget = schedule["max_num_seqs"] / groups, float(schedule["max_num_batched_tokens"])
+    if cap := schedule.variables.get("max_num_prefills"):
+        budget = min(budget, slots + cap * workload.mean_input)
+    own = chunk_passes(workload.input_law, steps, slots, budget)
+    seen = chunk_passes(workload.input_law, steps, slots - 1, budget - 1)
+    prefill = _own_prefill(seen, budget, workload.input_law)
+    cycle = _cycle(own, seen, prefill, groups, workload, clock)
+    seconds = clock.seconds(cycle)
+    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
+    count, kinds = len(own.rows), len(own.rows) * len(_SPREAD)
+    shape = (len(_SPREAD), count)
+    round_ = round_seconds(through[:kinds].reshape(shape).T, slowest[:kinds].reshape(shape).T, own.probability, groups)
+    mean = float(own.probability @ through[:kinds].reshape(shape).mean(axis=0))
+    aboard = float(seen.probability @ through[kinds:-2])
+    full, fresh = through[-2:]
+    first = seen.left_over * full + (1 - seen.left_over) * fresh
+    first += (prefill.passes - 1) * max(round_ + full - mean, full)
+    later = max(round_ + aboard - mean, aboard)
+    return Steady(
+        cycle=cycle,
+        seconds=seconds,
+        throughput=own.completed * groups / round_,
+        latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
+        turn=round_ / groups,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnPrefill:
+    """What a request goes through until its first token."""
+
+    passes: float
+    """From the first that computes something of its prompt to the last."""
+    room: float
+    """Prompt tokens of a full pass."""
+    last_tokens: float
+    """Prompt tokens of its last pass, if no others' are left over."""
+    others: float
+    """Prompts in it beside its own."""
+
+
+def _own_prefill(seen: ChunkPasses, budget: float, prompts: LengthLaw) -> _OwnPrefill:
+    """Where others' prompt tokens are left over its own begin anywhere in a pass, else after half of the new ones."""
+    length = prompts.slice_means(_LENGTHS)
+    room = max(budget - seen.crowded_rows, 1.0)
+    crowded = 1 + (length - 1) / room
+    fresh_room, before = max(budget - seen.fresh_rows, 1.0), seen.fresh_tokens / 2
+    alone = np.ceil((before + length) / fresh_room) - np.floor(before / fresh_room)
+    last = np.clip(2 * before + length - (alone - 1) * fresh_room, 1.0, fresh_room)
+    return _OwnPrefill(
+        passes=float(np.mean(seen.left_over * crowded + (1 - seen.left_over) * alone)),
+        room=room,
+        last_tokens=float(last.mean()),
+        others=seen.fresh_tokens / prompts.mean,
+    )
+
+
+def _cycle(
+    own: ChunkPasses, seen: ChunkPasses, prefill: _OwnPrefill, groups: int, workload: Workload, clock: Clock
+) -> Cycle:
+    law = workload.input_law
+    comb = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill).comb(1)
+    per_row = comb.context[0] / comb.active[0] if comb.active[0] > 0 else 0.0
+    rows = np.concatenate([*[own.rows] * len(_SPREAD), seen.rows + 1, [seen.crowded_rows, seen.fresh_rows]])
+    prompts = [1 + prefill.room / law.mean, 1 + prefill.others]
+    held, square = resident_tokens(workload)
+    serving = own.completed * (comb.active[0] + 1.0)  # Slots with their prefill done, or in its last pass.
+    cut = law.mean + law.std**2 / law.mean  # Tokens of the prompt that is cut: long ones are cut more often.
+    spread = serving * max(square - held**2, 0.0) + (held * own.waiting_std) ** 2
+    return Cycle(
+        num_prefill=np.concatenate([*[own.num_prompts] * len(_SPREAD), seen.num_prompts, prompts]),
+        num_decode=rows,
+        context_tokens=rows * per_row,
+        prompt_law=law,
+        prompt_tokens=np.concatenate(
+            [*[own.prompt_tokens] * len(_SPREAD), seen.prompt_tokens, [prefill.room, prefill.last_tokens]]
+        ),
+        prompt_attention=np.concatenate([_attention(own.prompt_tokens, law), np.ones(len(seen.rows) + 2)]),
+        kv_tokens=groups * (serving * held + own.left_over * cut),
+        kv_tokens_std=float(np.sqrt(groups * spread)),
+        num_seqs=groups * (serving + own.left_over),
+    )
+
+
+def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
+    """Attention of passes with so many prompt tokens over its mean, at the points of its spread.
+
+    A token's attention rises with its place s in its prompt: over s in prompts of length I its variance is
+    4/3 E[I^3] / E[I] over the square of its mean a = E[I^2] / E[I], less 1. A pass of many prompts evens it out, down
+    to the variance of I^2 - a I.
+    """
+    length, weight = prompts.tokens.astype(float), prompts.weights
+    mean_of_token = float(length**2 @ weight) / prompts.mean
+    one = 4 / 3 * float(length**3 @ weight) / prompts.mean / mean_of_token**2 - 1
+    many = float((length**2 - mean_of_token * length) ** 2 @ weight) / prompts.mean / mean_of_token**2
+    deviation = np.sqrt(1 / (1 / one + tokens / (many + one * prompts.mean / 4)))
+    return np.maximum(1 + np.outer(_SPREAD, deviation), 0.0).ravel()
+
+
+def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+    """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
+    groups = len(state.groups)
+    for number in sorted(range(groups), key=lambda g: (g - state.last_group - 1) % groups):
+        if number not in state.busy and (batch := _pass_of(schedule, state, number)):
+            return batch
+    return None
+
+
+def _pass_of(schedule: Schedule, state: Scheduler, number: int) -> Batch | None:
+    running = state.groups[number]
+    begun = tuple(row for row in running if row.num_computed_tokens)  # The one that was cut.
+    decode = tuple(row for row in running if not row.num_computed_tokens)
+    room = schedule["max_num_batched_tokens"] - len(decode)
+    free = slot_share(schedule["max_num_seqs"], len(state.groups), number) - len(running)
+    if cap := schedule.variables.get("max_num_prefills"):
+        free = min(free, cap - len(begun))
+    to_fill = room - sum(row.num_tokens - row.num_computed_tokens for row in begun)
+    prefill = begun + state.admissible(free, max_tokens=to_fill)
+    chunks = []
+    for row in prefill:
+        start = row.num_computed_tokens
+        end = min(row.num_tokens, start + room)
+        chunks.append(Chunk(start, end, end == row.num_tokens))
+        room -= end - start
+    return Batch(prefill=prefill, decode=decode, chunks=tuple(chunks), group=number) if running or prefill else None

@@ -1,0 +1,25 @@
+"""Workload-aware allocation with the GPUs split by memory: WAA-M.
+
+Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner gives the stages that prefill and those that decode so
+many GPUs that the memories of both kinds of stages are equally full. What both kinds do is in `_waa`.
+"""
+
+from collections.abc import Mapping
+
+from exeplan.plan import Schedule
+from exeplan.policies import fillings
+from exeplan.policies._waa import check, completed, knobs, next_batch, starts_together
+from exeplan.policies._waa_steady import steady_state
+from exeplan.workload import Workload
+
+KEEPS_FINISHED_ROWS = False
+SEPARATE_STAGES = True
+IN_ENGINE = False
+SPLIT_BY = "memory"
+
+__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+
+
+def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+    """The schedule with these control variables; the prefill batch follows from the decode batch."""
+    return Schedule("waa-m", completed(variables, workload))

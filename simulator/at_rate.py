@@ -1,0 +1,107 @@
+"""Closed form of a schedule to which requests come at a rate, instead of waiting in a backlog.
+
+With n requests in the system, in service or waiting for their turn, a schedule is taken to work as with batches that
+hold n in its steady state: there it serves X(n) requests/s (Little's law says which batch that is). Arrivals at a rate
+r then make n a birth-and-death chain, P(n) ~ prod r / X(k), which for processor sharing, as iteration-level scheduling
+nearly is, is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batches requests queue.
+
+    on board    a request shares the engine with n - 1 others for a share of its life that is proportional to n P(n), so
+                its time is the harmonic mean of those at constant n under these weights
+    arriving    it meets n others with probability P(n): nobody means no wait for a turn
+    queue       mean number beyond full batches / rate, times (1 + squared coefficient of variation of the gaps) / 2
+
+Not here: bursts longer than a few gaps. The replay with arrivals has the final word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.bounds import share_of_requests
+from exeplan.plan import Estimate
+from exeplan.policies import Floats
+from exeplan.queueing import Arrivals, residents
+from exeplan.simulator.closed_form import SteadyState, estimate, weighted_quantile
+from exeplan.simulator.cost import CostModel
+
+_TURN_POINTS = 9
+"""Points at which the wait for a turn is spread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mix:
+    """How much of the time which of the batches is there."""
+
+    aboard: Floats
+    """Weights of the batches as requests on board see them."""
+    joining: Floats
+    """As a request sees them that has just come, itself included."""
+    turns: Floats
+    """Chance of coming while each runs, so that there is a turn to wait for; nobody is there with the rest."""
+    queue: float
+    """Mean seconds in the queue for a place."""
+
+
+def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, about: str) -> Estimate:
+    """The Estimate of the schedule of the last of these points, which are steady states of it with rising batches.
+
+    Its throughput has to exceed the rate. KV cache and memory are those of its full batches.
+    """
+    full = points[-1]
+    mix = _mix(points, arrivals)
+    turns = np.array([point.turn for point in points])
+    waiting = mix.queue + float(mix.turns @ turns) / 2
+    tpot = _harmonic(np.array([point.tpot for point in points]), mix.aboard)
+    ttft = mix.queue + float(mix.joining @ [point.ttft for point in points] + mix.turns @ turns / 2)
+    length = np.array([float(full.workload.output_quantile(0.99))])
+    at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + waiting
+    share = share_of_requests(about)
+    return replace(
+        estimate(full, cost, about),
+        throughput=arrivals.rate,
+        token_throughput=arrivals.rate * full.workload.mean_output,
+        ttft=ttft,
+        tpot=tpot,
+        latency=at_length if share is None else _quantile(points, mix, share),
+        latency_p50=_quantile(points, mix, 0.5),
+        latency_p99=_quantile(points, mix, 0.99),
+    )
+
+
+def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
+    sizes = np.maximum.accumulate([_in_system(point) for point in points])
+    throughputs = np.maximum.accumulate([point.throughput for point in points])
+    chance = residents(arrivals.rate, sizes, throughputs)
+    number = np.arange(len(chance), dtype=float)
+    served = np.minimum(number, sizes[-1])
+    nearest = np.stack([np.interp(served, sizes, row) for row in np.eye(len(points))])
+    after = np.stack([np.interp(served + 1, sizes, row) for row in np.eye(len(points))])
+    aboard = nearest @ (served * chance)
+    beyond = float((number - served) @ chance)
+    return _Mix(
+        aboard=aboard / aboard.sum(),
+        joining=after @ chance,
+        turns=nearest[:, 1:] @ chance[1:],
+        queue=beyond / arrivals.rate * (1 + arrivals.variability) / 2,
+    )
+
+
+def _in_system(point: SteadyState) -> float:
+    """Requests in service or waiting for their turn, by Little's law."""
+    law = point.workload.output_law
+    return point.throughput * (float(law.weights @ point.latency(law.tokens.astype(float))) + point.turn / 2)
+
+
+def _harmonic(values: Floats, weights: Floats) -> float:
+    """Of values above 0, or all 0."""
+    return float(1 / (weights @ (1 / values))) if (values > 0).all() else 0.0
+
+
+def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float) -> float:
+    """Over the length law, the batches and the waits; as if a batch lasted as long as a request."""
+    law = points[0].workload.output_law
+    spread = (np.arange(_TURN_POINTS) + 0.5) / _TURN_POINTS
+    times = [np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.turn * spread) for p in points]
+    weights = [w * np.repeat(law.weights / _TURN_POINTS, _TURN_POINTS) for w in mix.aboard]
+    return weighted_quantile(np.concatenate([t.ravel() for t in times]), np.concatenate(weights), share)

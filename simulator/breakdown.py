@@ -1,0 +1,174 @@
+"""Where the time of a placement goes: a replay with every pass split by kind of work, and set against the roofline.
+
+The split is exact: curves are linear in their measurements, so a pass timed with all rows but one kind's at zero takes
+just what that kind takes. Roofline: the operations and the bytes that a pass cannot do without (weights once, keys and
+values once) over the rates of the profile's device.
+
+Not here: what follows from it (`exeplan.explain`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.cluster import Link
+from exeplan.metrics import window
+from exeplan.model import DTYPE_BYTES
+from exeplan.policies import Floats
+from exeplan.profile import LINKS, Measurement, Profile
+from exeplan.scheduling import Batch
+from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_parameters
+from exeplan.simulator.cost import CostModel, Timings
+from exeplan.simulator.replay import Run
+from exeplan.simulator.timeline import phase
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "products": ("rest", "embed", "head"),
+    "attention": ("attention",),
+    "all_reduce": ("all_reduce",),
+    "send": ("send",),
+    "overhead": ("overhead",),
+}
+"""Kinds of work, and the operations of a profile that each is made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """Passes of one phase on all GPUs together."""
+
+    share: float
+    """Of the GPUs' time."""
+    flops_share: float
+    """Of the device's operations a second, while products and attention run."""
+    bandwidth_share: float
+    """The same of its memory bandwidth."""
+
+    @property
+    def compute_bound(self) -> bool:
+        return self.flops_share >= self.bandwidth_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Shares of the steady window of a replay."""
+
+    stages: tuple[Mapping[str, float], ...]
+    """Of each stage's time: each of KINDS, and `idle`."""
+    mean: Mapping[str, float]
+    """The same of all GPUs' time."""
+    phases: Mapping[str, PhaseTime]
+    """`prefill`, `decode` and `mixed`, those that there are."""
+
+
+def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: bool = True) -> Breakdown:
+    """What `run`, a replay on the cost model that it is given, spends its time on; `backlog` as for `summarize`."""
+    meter = _Meter(cost)
+    done = run(meter)
+    opens, closes = window(done.requests, backlog)
+    inside = [i for i, record in enumerate(done.passes) if opens <= record.start < closes]
+    kinds = np.zeros((len(cost.placement), len(KINDS)))
+    phases: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
+    gpus = np.array([stage.tensor_parallel_size for stage in cost.placement])
+    for i in inside:
+        kinds += meter.split[i]
+        computing = meter.split[i][:, :2].sum(axis=1)
+        phases[phase(done.passes[i])] += gpus @ np.column_stack([meter.split[i].sum(axis=1), computing, meter.work[i]])
+    # A pass belongs to the window in which it starts; what it does beyond the end cannot count as more than all of it.
+    shares = kinds / np.maximum(closes - opens, kinds.sum(axis=1, keepdims=True))
+    device, seconds = cost.profile.device, (closes - opens) * gpus.sum()
+    return Breakdown(
+        stages=tuple(_named(row) for row in shares),
+        mean=_named(gpus @ shares / gpus.sum()),
+        phases={
+            name: PhaseTime(
+                share=float(busy / seconds),
+                flops_share=float(flops / computing / device.flops_per_second),
+                bandwidth_share=float(size / computing / device.copy_bytes_per_second),
+            )
+            for name, (busy, computing, flops, size) in sorted(phases.items())
+        },
+    )
+
+
+def _named(shares: Floats) -> dict[str, float]:
+    return {**dict(zip(KINDS, shares.tolist(), strict=True)), "idle": max(0.0, 1.0 - float(shares.sum()))}
+
+
+class _Meter(CostModel):
+    """Times passes as the cost model does, and notes what each is made of; arrays over the stages of the placement."""
+
+    def __init__(self, cost: CostModel) -> None:
+        super().__init__(cost.timings, cost.placement, cost.cluster)
+        self.parts = [_only(cost, kind) for kind in KINDS]
+        self.split: list[Floats] = []
+        """Seconds of each pass, [stages, kinds]."""
+        self.work: list[Floats] = []
+        """Operations and bytes of each pass on one GPU, [stages, 2]."""
+
+    def stage_seconds(self, batch: Batch) -> list[float]:
+        own = [number for number, stage in enumerate(self.placement) if stage.phase == batch.phase]
+        tokens = _Tokens(batch)
+        split, work = np.zeros((len(self.placement), len(KINDS))), np.zeros((len(self.placement), 2))
+        for kind, part in enumerate(self.parts):
+            split[own, kind] = part.stage_seconds(batch)
+        work[own] = [_device_work(self, number, tokens, last=number == own[-1]) for number in own]
+        self.split.append(split)
+        self.work.append(work)
+        return super().stage_seconds(batch)
+
+
+class _Tokens:
+    """What a batch computes: rows that decode, their context, prompt tokens, and pairs of tokens that attend."""
+
+    def __init__(self, batch: Batch) -> None:
+        spans = [(chunk.start, chunk.end) for chunk in batch.chunks]
+        spans = spans or [(0, batch.pad_to or s.num_tokens) for s in batch.prefill]
+        self.rows = len(batch.decode)
+        self.context = sum(s.num_tokens for s in batch.decode)
+        self.prompts = sum(end - start for start, end in spans)
+        self.squares = sum(end**2 - start**2 for start, end in spans)
+        self.pairs = self.context + self.squares / 2
+        """A causal prompt's token attends to those before it."""
+
+
+def _device_work(cost: CostModel, number: int, tokens: _Tokens, *, last: bool) -> tuple[float, float]:
+    """Operations, two for each multiplication and addition, and bytes, of one GPU of the stage."""
+    spec, stage, width = cost.spec, cost.placement[number], cost.spec.num_heads * cost.spec.head_dim
+    apart, bytes_each = spec.is_encoder_decoder, DTYPE_BYTES[cost.profile.dtype]
+    layers, encoders = stage.layers[1] - stage.layers[0], stage.encoder_layers[1] - stage.encoder_layers[0]
+    new, pairs = (tokens.rows, tokens.context) if apart else (tokens.rows + tokens.prompts, tokens.pairs)
+    weights, encoder_weights = layer_parameters(spec), layer_parameters(spec, encoder=True)
+    kept = (tokens.context + new) * layer_kv_bytes_per_token(spec, cost.profile.dtype)
+    flops = layers * (2 * weights * new + 4 * width * pairs)
+    size = layers * (weights * bytes_each + kept) if new else 0.0
+    if encoders and tokens.prompts:
+        flops += encoders * (2 * encoder_weights * tokens.prompts + 4 * width * tokens.squares)
+        size += encoders * encoder_weights * bytes_each
+    if last and tokens.rows:
+        flops += 2 * embedding_parameters(spec) * tokens.rows
+        size += embedding_parameters(spec) * bytes_each
+    return flops / stage.tensor_parallel_size, size / stage.tensor_parallel_size
+
+
+def _only(cost: CostModel, kind: str) -> CostModel:
+    """The cost model of the operations of one kind alone."""
+    profile, cluster, ops = cost.profile, cost.cluster, KINDS[kind]
+    rows = [m if m.op in ops else replace(m, seconds=0.0) for m in profile.measurements]
+    if cluster is not None:
+        free = Link(bytes_per_second=float("inf"), latency=0.0)
+        if kind not in ("all_reduce", "send"):
+            cluster = replace(cluster, intra=free, inter=free)
+        rows += _silent(profile, [op for op in ("all_reduce", "send") if op not in ops])
+    return CostModel(Timings(replace(profile, measurements=tuple(rows))), cost.placement, cluster)
+
+
+def _silent(profile: Profile, ops: list[str]) -> list[Measurement]:
+    """Rows that say that these operations take no time, so that no link stands in for them."""
+    return [
+        Measurement(op=op, phase=link, bytes=1, tensor_parallel_size=size, seconds=0.0)
+        for op in ops
+        for link in LINKS
+        for size in (profile.tensor_parallel_sizes if op == "all_reduce" else (1,))
+    ]

@@ -4,8 +4,8 @@ the 99th-percentile output.
     python benchmarks/closed_form.py [--cases 60] [--policies rra orca ...] [--seed 0]
 
 Models on datasheet profiles: OPT-13B on A40s, Llama-3.1-8B on H100s, T5-11B on A40s, on 1 to 8 GPUs with any degree of
-(partial) tensor parallelism. A schedule's residents fit the memory and are few enough that a replay holds eight generations of
-them; it gets room enough that nothing is preempted. Writes records/closed-form.json.
+(partial) tensor parallelism. A schedule's residents fit the memory and are few enough that a replay holds eight
+generations of them; it gets room enough that nothing is preempted. Writes records/closed-form.json.
 """
 
 import argparse

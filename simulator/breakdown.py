@@ -101,6 +101,7 @@ class _Meter(CostModel):
 
     def __init__(self, cost: CostModel) -> None:
         super().__init__(cost.timings, cost.placement, cost.cluster)
+        self.times_repeats = False
         self.parts = [_only(cost, kind) for kind in KINDS]
         self.split: list[Floats] = []
         """Seconds of each pass, [stages, kinds]."""

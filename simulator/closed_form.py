@@ -10,7 +10,6 @@ from exeplan.policies import Cycle, Floats, Steady, load_policy
 from exeplan.queueing import Wait
 from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import memory_bytes
 from exeplan.workload import Workload
 
 KV_SIGMAS = 3.0
@@ -98,17 +97,15 @@ def estimate(
 ) -> Estimate:
     """Throughput, latencies and memory of a steady state on a placement, after such a wait."""
     return Estimate(
-        throughput=steady.throughput,
-        token_throughput=steady.throughput * steady.workload.mean_output,
+        throughput=float(steady.throughput),
+        token_throughput=float(steady.throughput * steady.workload.mean_output),
         ttft=steady.bound_latency("ttft", wait),
         tpot=steady.tpot,
         latency=steady.bound_latency(bound_about, wait),
         latency_p50=steady.quantile(0.5, wait),
         latency_p99=steady.quantile(0.99, wait),
-        kv_tokens=steady.kv_tokens,
-        memory_bytes_per_gpu=memory_bytes(
-            cost.profile, cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens
-        ),
+        kv_tokens=float(steady.kv_tokens),
+        memory_bytes_per_gpu=float(cost.memory.fullest(steady.kv_tokens, steady.cycle.prefill_kv_tokens)),
     )
 
 

@@ -124,6 +124,8 @@ class CostModel:
             (k.size, k.all_reduce): self._all_reduce_curve(k.size, k.all_reduce) for k in self._kinds if k.all_reduce
         }
         self._send = {k.send: self._send_curve(k.send) for k in self._kinds if k.send}
+        self.times_repeats = len(self.placement) == 1
+        """Whether equal batches in a row may be timed together."""
         self._fixed_decode = cache(self._fixed_decode_seconds)
         self.memory = PlacementMemory(self.profile, self.placement)
 

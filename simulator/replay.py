@@ -141,7 +141,7 @@ class _Pipeline:
 
     def run(self, batch: Batch, now: float, coming: float, scheduler: Scheduler) -> list[PassRecord]:
         """The batch's pass, or as many in a row as begin before the next request is `coming`, which may change it."""
-        count = scheduler.num_repeats(batch) if len(self.cost.placement) == 1 else 1
+        count = scheduler.num_repeats(batch) if self.cost.times_repeats else 1
         if count > 1:
             times = now + np.concatenate([[0.0], np.cumsum(self.cost.repeated_seconds(batch, count))])
             count = min(int(np.searchsorted(times[1:], coming)) + 1, count)

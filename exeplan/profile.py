@@ -33,7 +33,9 @@ from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
 from exeplan.model import DTYPE_BYTES, ModelSpec, model_spec
 
-OPS = ("attention", "rest", "embed", "head", "overhead", "all_reduce", "send")
+COMPUTE_OPS = ("attention", "rest", "embed", "head", "overhead")
+LINK_OPS = ("all_reduce", "send")
+OPS = (*COMPUTE_OPS, *LINK_OPS)
 COMPUTE_PHASES = ("prefill", "decode", "")
 LINKS = ("intra", "inter")
 """Phases of the two operations that communicate: inside a node and between nodes."""
@@ -47,7 +49,6 @@ _AXES = {
     ("overhead", "prefill"): ("num_seqs",),
 }
 """The measurements that a profile must hold, and the axes that each of their rows needs."""
-_LINK_OPS = ("all_reduce", "send")
 _LARGEST = 1e30
 """Above any bytes, seconds or rates there are."""
 
@@ -204,12 +205,12 @@ def _measurement(row: Any, index: int, path: Path) -> Measurement:
         m = Measurement(**row)
     except TypeError as error:
         raise InputError(f"{path}: measurement {index} is malformed: {error}") from None
-    if m.op not in OPS or m.phase not in (LINKS if m.op in _LINK_OPS else COMPUTE_PHASES):
+    if m.op not in OPS or m.phase not in (LINKS if m.op in LINK_OPS else COMPUTE_PHASES):
         raise InputError(f"{path}: measurement {index} has unknown op '{m.op}' or phase '{m.phase}'")
     axes = (m.num_seqs, m.num_tokens, m.context_tokens, m.bytes, m.tensor_parallel_size)
     if any(isinstance(a, bool) or not isinstance(a, int) or a < 0 for a in axes):
         raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
-    if m.tensor_parallel_size < 1 or (m.op in _LINK_OPS and m.bytes < 1):
+    if m.tensor_parallel_size < 1 or (m.op in LINK_OPS and m.bytes < 1):
         raise InputError(f"{path}: measurement {index} ({m.op}) needs a tensor_parallel_size, or bytes, of at least 1")
     for (op, phase), needed in _AXES.items():
         if m.op == op and phase in ("", m.phase) and any(getattr(m, axis) < 1 for axis in needed):

@@ -90,7 +90,8 @@ class Campaign:
                 if self._affords([point], until=self.goal.budget_seconds):
                     self._visit(point)
             self._burst()
-            self._save(complete=False)
+            if self.samples.whole:
+                self._save(complete=False)
             gaps = suggest(
                 self.samples, self.reach, num_layers=self.work.spec.num_layers, target=self.goal.target_error
             )

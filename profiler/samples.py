@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from exeplan.profile import OPS, Measurement
+from exeplan.profile import COMPUTE_OPS, Measurement
 
 Key = tuple[str, str, int, int, int]
 """op, phase, num_seqs, num_tokens, context_tokens; op `layer` is attention and rest together."""
@@ -51,7 +51,7 @@ class Samples:
         """Whether every op has a measurement in both phases, so that a profile can be written."""
         ops = {(op, phase) for op, phase, *_ in self._raw}
         phases = {(op, phase) for op in ("attention", "overhead") for phase in ("prefill", "decode")}
-        return ops >= phases and {op for op, _ in ops} >= set(OPS)
+        return ops >= phases and {op for op, _ in ops} >= set(COMPUTE_OPS)
 
     def median(self, key: Key) -> float:
         return statistics.median(self.seconds(key))
@@ -77,7 +77,8 @@ class Samples:
         rests = self.curve("rest", "")
         tokens, seconds = list(rests), list(rests.values())
         rows = []
-        for key in sorted(self.keys, key=lambda key: (OPS.index(key[0]) if key[0] in OPS else -1, key[1:])):
+        order = {op: number for number, op in enumerate(COMPUTE_OPS)}
+        for key in sorted(self.keys, key=lambda key: (order.get(key[0], -1), key[1:])):
             op, phase, num_seqs, num_tokens, context_tokens = key
             if op == "layer":
                 continue

@@ -10,7 +10,7 @@ import pytest
 
 from exeplan.errors import InputError
 from exeplan.model import ModelSpec, model_spec
-from exeplan.profile import OPS, Profile, load_profile, save_profile
+from exeplan.profile import COMPUTE_OPS, Profile, load_profile, save_profile
 from exeplan.profiler.lint import row_name
 from exeplan.profiler.profile_model import profile_model
 from exeplan.scheduling import Batch, Sequence
@@ -56,7 +56,7 @@ def test_the_file_holds_what_was_measured(profile: Profile, output: Path) -> Non
 def test_every_op_is_measured_once_a_point(profile: Profile) -> None:
     names = [row_name(m) for m in profile.measurements]
     assert len(set(names)) == len(names)
-    assert {m.op for m in profile.measurements} == set(OPS)
+    assert {m.op for m in profile.measurements} == set(COMPUTE_OPS)
     assert {m.phase for m in profile.measurements if m.op in ("attention", "overhead")} == {"prefill", "decode"}
 
 

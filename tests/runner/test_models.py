@@ -232,9 +232,12 @@ def test_a_tied_head_is_counted_twice_only_where_it_is_packed():
     ],
 )
 def test_what_is_not_supported_is_named(change, message):
-    spec = model_spec({"model_type": "llama", **CASES["llama"], **change}, name="tiny")
-    with pytest.raises(InputError, match=message):
+    def load() -> None:
+        spec = model_spec({"model_type": "llama", **CASES["llama"], **change}, name="tiny")
         ModelRunner(spec, dtype="float32", device="cpu", num_blocks=1, dummy_weights=True)
+
+    with pytest.raises(InputError, match=message):
+        load()
 
 
 def test_an_unknown_dtype_is_named():

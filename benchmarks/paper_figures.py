@@ -252,7 +252,7 @@ _GAIN = (
     "paper's and holds a larger batch; only the schedule is left to gain"
 )
 _FT_MEMORY = "the KV cache alone limits FT's batch here, and a larger one takes longer"
-_WAA = "the planner splits WAA's GPUs by time or by memory alone, and no other split is tried"
+_WAA = "not traced: where RRA and WAA come close, the efficiencies of a datasheet decide between them, not the paper's kernels"
 _SAME_KERNELS = (
     "the paper's DSI and ORCA (vLLM of 2023, in Python) lose by kernels and host time; with everybody on the same ones "
     "leaving early wins over FT at every bound, and DSI's smaller prefills start their requests later"

@@ -137,7 +137,8 @@ def _placed(problem: Problem, policy: str, layout: Layout) -> Problem | None:
     if not module.SEPARATE_STAGES:
         placement = balance.placement(layout)
     else:
-        placement = balance.split_placement(replace(layout, num_prefill=balance.prefill_gpus(module.SPLIT_BY)))
+        numbers = balance.prefill_gpus(module.SPLIT_BY)
+        placement = balance.split_placement(replace(layout, num_prefill=numbers[len(numbers) // 2]))
     return problem.at(placement) if placement else None
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     rows = []
     for model, gpus, workload, bound in SEARCHES:
         problem = _problem(model, gpus, workload, bound)
-        policies = tuple(n for n in resolve_policies("auto", problem.cluster) if n in ("rra", "orca", "static"))
+        policies = resolve_policies("auto", problem.cluster)
         plan = optimize(problem, policies=policies).plan
         seconds = _timed(lambda p=problem, names=policies: optimize(p, policies=names), args.repeats)
         points = f"{plan.search['points']} of {plan.search['grid']}"

@@ -15,7 +15,7 @@ judges all rows with `plans/engines` instead, --quick takes every sixth row. Wri
 import argparse
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from record import write_record
-from silicon_engines import ENGINES, Setting, kernels, predict, shipped_setting
+from silicon_engines import Setting, kernels, predict, shipped_setting
 from silicon_fit import fitted_settings
 from silicon_rows import (
     Margin,
@@ -102,21 +102,26 @@ def _pick_rows(pairs: Sequence[Pair]) -> Iterator[tuple[str, ...]]:
             "none": lambda row: 0.0,
             "15 %": lambda row: _BLANKET,
             "1 % risk, by picks": _by_half(pairs, lambda group, of=bounds: least_margin(group, _RISK, of)),
+            "by picks and engine": _by_engine(pairs, lambda group, of=bounds: least_margin(group, _RISK, of)),
             "1 % risk, by rows": _by_half(pairs, lambda group: quantile_margin(group, _RISK)),
+            "by rows and engine": _by_engine(pairs, lambda group: quantile_margin(group, _RISK)),
         }
         for said, margin in margins.items():
             found = picks(pairs, margin, bounds)
             yield name, said, str(found.cases), *(f"{100 * x:.1f} %" for x in (found.broken, found.refused, found.kept))
 
 
-def _by_half(pairs: Sequence[Pair], margin_of: Any) -> Margin:
-    """A margin for each engine, from the half that its constants were fitted on."""
-    margins = {}
-    for half in (0, 1):
-        for engine in ENGINES:
-            group = [pair for pair in pairs if pair[0].half == half and pair[0].engine == engine]
-            margins[1 - half, engine] = margin_of(group) if len(group) > 1 else 0.0
-    return lambda row: margins[row.half, row.engine]
+def _by_half(pairs: Sequence[Pair], margin_of: Callable[[Sequence[Pair]], float]) -> Margin:
+    """A margin from the half that the constants were fitted on."""
+    margins = [margin_of([pair for pair in pairs if pair[0].half != half]) for half in (0, 1)]
+    return lambda row: margins[row.half]
+
+
+def _by_engine(pairs: Sequence[Pair], margin_of: Callable[[Sequence[Pair]], float]) -> Margin:
+    """The same for each engine alone."""
+    engines = {pair[0].engine for pair in pairs}
+    of_engine = {e: _by_half([pair for pair in pairs if pair[0].engine == e], margin_of) for e in engines}
+    return lambda row: of_engine[row.engine](row)
 
 
 def _source_picks() -> Iterator[tuple[str, ...]]:

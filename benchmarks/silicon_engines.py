@@ -186,4 +186,9 @@ def _cost_model(data: Path, system: str, model: str, dtype: str, size: int, cons
 def kernels(data: Path, system: str, engine: str, model: str, dtype: str) -> Profile:
     """The tables of the engine's kernels, imported."""
     folders = [data / system / kind / _TABLES[engine] for kind in ("gemm", "attention", "comm")]
-    return import_profile(folders, spec=load_model_spec(model), device=_DEVICES[system], dtype=dtype)[0]
+    return import_profile(
+        folders,
+        spec=load_model_spec(model),
+        device=__import__("os").environ.get("SHEET") or _DEVICES[system],
+        dtype=dtype,
+    )[0]

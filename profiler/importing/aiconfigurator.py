@@ -8,7 +8,8 @@
 
 A layer is the sum of its four products (query-key-value, output, gate and up, down) of the shard, and of the kernels
 that no table times (`pointwise.py`). With dtype fp8 the layer's products are those with scales for blocks of the
-weights (`fp8_block`), the KV cache is in fp8, and the output head and what is summed over a group stay in 2 bytes.
+weights (`fp8_block`), or for whole tensors (`fp8`) where the others were timed with their launches, as vLLM's were; the
+KV cache is in fp8, and the output head and what is summed over a group stay in 2 bytes.
 Nothing here times a send between stages, nor the host.
 """
 
@@ -32,7 +33,9 @@ _MS = 1e-3
 _ELEMENT_BYTES = 2
 TWO_BYTES = ("bfloat16", "float16", "half")
 FP8 = "fp8"
-_FP8_PRODUCTS = ("fp8_block",)
+_FP8_BLOCKS, _FP8_TENSORS = ("fp8_block",), ("fp8",)
+_LAUNCHED = 3.0
+"""From this ratio between their shortest products on, those with scales for blocks were timed with their launches."""
 _DEGREES = (1, 2, 4, 8)
 _MOST_ROWS = 2048
 """Rows of the output head at most."""
@@ -43,13 +46,23 @@ def gemm_table(tables: Iterable[Table], *, flops: float, bandwidth: float, dtype
     columns: list[list[Floats]] = [[], [], [], []]
     for table in tables:
         if dtype == FP8:
-            kept = _kept(_stated(table, "gemm_dtype"), "gemm_dtype", _FP8_PRODUCTS)
+            kept = _fp8_products(_stated(table, "gemm_dtype"))
         else:
             kept = _kept(table, "gemm_dtype", TWO_BYTES)
         for column, name in zip(columns, ("m", "n", "k", "latency"), strict=True):
             column.append(numbers(kept, name))
     m, n, k, latency = map(np.concatenate, columns)
     return gemms(m, n, k, _MS * latency, flops=flops, bandwidth=bandwidth)
+
+
+def _fp8_products(table: Table) -> Table:
+    there = set(table.frame["gemm_dtype"])
+    blocks = _kept(table, "gemm_dtype", _FP8_BLOCKS if there & {*_FP8_BLOCKS} else _FP8_TENSORS)
+    if not there & {*_FP8_TENSORS}:
+        return blocks
+    tensors = _kept(table, "gemm_dtype", _FP8_TENSORS)
+    shortest, least = (float(numbers(kept, "latency").min()) for kept in (blocks, tensors))
+    return tensors if shortest > _LAUNCHED * least else blocks
 
 
 def possible_degrees(spec: ModelSpec) -> list[int]:

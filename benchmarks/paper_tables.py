@@ -190,8 +190,8 @@ def search_time(found: Sequence[Row]) -> Part:
 
 
 _TIGHT = (
-    "the datasheet's GPUs are faster at these batches than the paper's engine: at the paper's own schedules the closed form "
-    "stands within 8 % of what was measured, and better ones are found"
+    "the datasheet's GPUs are faster here than the paper's engine: its own schedules come out within 8 % of what it "
+    "measured, and better ones are found"
 )
 _SLACK = (
     "the optimum goes as near to the bound as it can; the paper's search stopped at coarser values of its variables"

@@ -253,33 +253,6 @@ _GAIN = (
 )
 _FT_MEMORY = "the KV cache alone limits FT's batch here, and a larger one takes longer"
 _WAA = "not traced: where RRA and WAA come close, a datasheet's efficiencies decide, not the paper's kernels"
-_SAME_KERNELS),
-        Claim(what="share of bounds at which FT leads ORCA", paper=1.0, ours=ahead("orca"), reason=_SAME_KERNELS),
-    ]
-
-
-def _figure_8(found: list[Row]) -> list[Claim]:
-    gains = _gains(found)
-    return [
-        Claim(what="mean gain over FT", paper=3.2, ours=_mean(gains), reason=_GAIN),
-        Claim(what="smallest gain", paper=1.1, ours=min(gains, default=None), reason=_GAIN),
-        Claim(
-            what="largest gain (paper: 175B, G, tightest bound)",
-            paper=15.2,
-            ours=max(gains, default=None),
-            reason=_GAIN,
-        ),
-        Claim(what="mean gain without a bound", paper=2.2, ours=_mean(_gains(found, finite=False)), reason=_GAIN),
-    ]
-
-
-_CLAIMS = {"fig6": _figure_6, "fig7": _figure_7, "fig8": _figure_8}
-_GAIN = (
-    "FT runs on the same kernels and the KV cache alone limits its batch, so its bottom-10 % bound is looser than the "
-    "paper's and holds a larger batch; only the schedule is left to gain"
-)
-_FT_MEMORY = "the KV cache alone limits FT's batch here, and a larger one takes longer"
-_WAA = "not traced: where RRA and WAA come close, the efficiencies of a datasheet decide between them, not the paper's kernels"
 _SAME_KERNELS = (
     "the paper's DSI and ORCA (vLLM of 2023, in Python) lose by kernels and host time; with everybody on the same ones "
     "leaving early wins over FT at every bound, and DSI's smaller prefills start their requests later"

@@ -17,8 +17,9 @@ from statistics import median
 from record import write_record
 
 from exeplan.inputs import fitted
+from exeplan.optimize import resolve_policies
 from exeplan.plan import Bound, Schedule
-from exeplan.policies import load_policy, policy_names
+from exeplan.policies import load_policy
 from exeplan.problem import Problem, make_problem
 from exeplan.profile import load_profile
 from exeplan.report import table
@@ -40,7 +41,7 @@ def main() -> None:
         workload = fitted(load_workload(name), profile.model, fit=True)
         problem = make_problem(profile, workload, Bound(seconds=float("inf")), max_seqs=args.max_num_seqs)
         alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
-        for policy in policy_names():
+        for policy in resolve_policies("auto"):
             tried: dict[tuple[int, ...], Outcome] = {}
             for factor in FACTORS:
                 rows.append(_compare(problem, name, policy, factor * alone, tried))

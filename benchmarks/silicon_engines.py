@@ -189,6 +189,6 @@ def kernels(data: Path, system: str, engine: str, model: str, dtype: str) -> Pro
     return import_profile(
         folders,
         spec=load_model_spec(model),
-        device=__import__("os").environ.get("SHEET") or _DEVICES[system],
+        device=_DEVICES[system],
         dtype=dtype,
     )[0]

@@ -45,10 +45,7 @@ def gemm_table(tables: Iterable[Table], *, flops: float, bandwidth: float, dtype
     """All products in the dtype."""
     columns: list[list[Floats]] = [[], [], [], []]
     for table in tables:
-        if dtype == FP8:
-            kept = _fp8_products(_stated(table, "gemm_dtype"))
-        else:
-            kept = _kept(table, "gemm_dtype", TWO_BYTES)
+        kept = _fp8_products(table) if dtype == FP8 else _kept(table, "gemm_dtype", TWO_BYTES)
         for column, name in zip(columns, ("m", "n", "k", "latency"), strict=True):
             column.append(numbers(kept, name))
     m, n, k, latency = map(np.concatenate, columns)
@@ -56,7 +53,7 @@ def gemm_table(tables: Iterable[Table], *, flops: float, bandwidth: float, dtype
 
 
 def _fp8_products(table: Table) -> Table:
-    there = set(table.frame["gemm_dtype"])
+    there = set(_stated(table, "gemm_dtype").frame["gemm_dtype"])
     blocks = _kept(table, "gemm_dtype", _FP8_BLOCKS if there & {*_FP8_BLOCKS} else _FP8_TENSORS)
     if not there & {*_FP8_TENSORS}:
         return blocks

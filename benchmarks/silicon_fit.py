@@ -18,7 +18,7 @@ from silicon_rows import Pair, Row
 
 from exeplan.engine_constants import EngineConstants
 
-_CONDUCT = {"max_num_prefills": (1, 2, None), "think_seconds": (0.002, 0.01, 0.025, 0.05)}
+_CONDUCT = {"max_num_prefills": (1, 2, None), "think_seconds": (0.002, 0.01, 0.025)}
 _MEMORY_SHARES = tuple(np.arange(0.78, 0.87, 0.01).round(2).tolist())
 _RESERVED = (0.0, 0.5, 1.0)
 _IDLE_SLOTS = (0, 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from exeplan.cli import main
 from exeplan.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
@@ -148,3 +149,34 @@ def test_a_wrong_file_is_refused_by_the_constant_at_fault(change: str, message: 
 def test_an_unknown_engine_is_told_what_there_is() -> None:
     with pytest.raises(InputError, match="no engine 'best'; there are sglang, trtllm, vllm"):
         load_engine("best")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "vllm"], "--engine goes with `exeplan profile import FILE... --model MODEL`"),
+        (["--dtype", "fp8"], "fp8 can only be imported from tables that time it; here dtypes are float32, bfloat16"),
+    ],
+)
+def test_where_nothing_is_imported_there_is_neither_engine_nor_fp8(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "demo", "-o", str(tmp_path / "p.json"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_imported_profile_takes_an_engine_and_no_second_overhead(
+    profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axes = ("op", "phase", "tensor_parallel_size", "num_seqs", "num_tokens", "context_tokens", "bytes", "seconds")
+    lines = [",".join(str(getattr(m, axis) or "") for axis in axes) for m in profile.measurements]
+    (tmp_path / "t.csv").write_text("\n".join([",".join(axes), *lines]))
+    command = ["profile", "import", str(tmp_path / "t.csv"), "--model", "demo", "--device", "cpu-generic"]
+    command += ["--dtype", "float32", "-o", str(tmp_path / "p.json"), "--engine", "vllm"]
+    assert main(command) == 0
+    found = load_profile(tmp_path / "p.json")
+    assert found.source == "imported csv with vllm"
+    engine = load_engine("vllm")
+    assert seconds(found, "rest", "decode")[0] == pytest.approx(60 * US + engine.layer)
+    assert main([*command, "--overhead", "1ms"]) == 2
+    assert "--engine says what the host takes; leave --overhead out" in capsys.readouterr().err

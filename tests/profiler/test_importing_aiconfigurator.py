@@ -14,6 +14,7 @@ from exeplan.profiler.datasheet import load_datasheet
 from exeplan.profiler.importing import import_profile
 from exeplan.profiler.importing.gemm import roofline_seconds
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
+from exeplan.shape import layer_parameters, model_parameters
 
 SHEET = load_datasheet("h100-80gb")
 TOKENS = (1, 16, 256, 4096)
@@ -271,3 +272,54 @@ def test_upstream_s_own_tables_are_read_with_pyarrow(tmp_path: Path, spec: Model
     found, said = import_profile([tmp_path / "h100_sxm"], spec=spec, device="h100-80gb")
     assert found.measurements == expected.measurements
     assert "gemm: tables of vllm/0.24.0" in said
+
+
+def fp8_tables(folder: Path, *, block_ms: float) -> Path:
+    """The same with dtypes: products in fp8 take half as long, those with scales for blocks `block_ms` more."""
+    import pandas
+
+    tables(folder)
+    gemm = pandas.read_csv(folder / "h100_sxm.gemm.csv.gz").assign(gemm_dtype="bfloat16")
+    whole = gemm.assign(gemm_dtype="fp8", latency_ms=gemm["latency_ms"] / 2)
+    block = whole.assign(gemm_dtype="fp8_block", latency_ms=whole["latency_ms"] + block_ms)
+    pandas.concat([gemm, whole, block]).to_csv(folder / "h100_sxm.gemm.csv.gz", index=False)
+    for phase in ("prefill", "decode"):
+        path = folder / f"h100_sxm.{phase}_attention.csv.gz"
+        plain = pandas.read_csv(path).assign(attn_dtype="bfloat16", kv_cache_dtype="bfloat16")
+        fp8 = plain.assign(kv_cache_dtype="fp8", latency_ms=plain["latency_ms"] / 2)
+        both = fp8.assign(attn_dtype="fp8", latency_ms=plain["latency_ms"] / 4)
+        pandas.concat([plain, fp8, *([both] if phase == "prefill" else [])]).to_csv(path, index=False)
+    return folder
+
+
+@pytest.mark.parametrize(("block_ms", "stands"), [(1e-5, "block"), (0.1, "tensor")])
+def test_fp8_products_have_scales_for_blocks_unless_these_were_timed_with_their_launches(
+    tmp_path: Path, spec: ModelSpec, block_ms: float, stands: str
+) -> None:
+    profile, _ = import_profile(
+        [fp8_tables(tmp_path / "t", block_ms=block_ms)], spec=spec, device="h100-80gb", dtype="fp8"
+    )
+    products = [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)]
+    expected = sum(product_seconds(256, n, k) / 2 for n, k in products) + layer_seconds(SHEET, spec, 256, 1)
+    expected += len(products) * block_ms * 1e-3 * (stands == "block")
+    assert row(profile, "rest", num_tokens=256, tensor_parallel_size=1).seconds == pytest.approx(expected, rel=1e-3)
+    head = product_seconds(16, 8192, 1024) + sampling_seconds(SHEET, spec, 16)
+    assert row(profile, "head", num_seqs=16, tensor_parallel_size=1).seconds == pytest.approx(head, rel=1e-5)
+
+
+def test_fp8_keeps_its_keys_and_values_in_one_byte_and_takes_fp8_queries_where_there_are_such_kernels(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    profile, _ = import_profile([fp8_tables(tmp_path / "t", block_ms=1e-5)], spec=spec, device="h100-80gb", dtype="fp8")
+    decode = row(profile, "attention", phase="decode", num_seqs=16, context_tokens=16 * 511, tensor_parallel_size=1)
+    assert decode.seconds == pytest.approx(decode_ms(2, 16, 511) * 1e-3 / 2, rel=1e-5)
+    prefill = row(profile, "attention", phase="prefill", num_seqs=2, num_tokens=1024, tensor_parallel_size=1)
+    assert prefill.seconds == pytest.approx(prefill_ms(8, 2, 512) * 1e-3 / 4, rel=1e-5)
+    assert profile.model.kv_bytes_per_token(profile.dtype) * 2 == profile.model.kv_bytes_per_token("bfloat16")
+    layers = spec.num_layers * layer_parameters(spec)
+    assert profile.weight_bytes == layers + 2 * (model_parameters(spec) - layers)
+
+
+def test_tidied_tables_say_that_they_are_no_fp8(tmp_path: Path, spec: ModelSpec) -> None:
+    with pytest.raises(InputError, match="has no column gemm_dtype: its times are of 2-byte elements, not of fp8"):
+        import_profile([tables(tmp_path / "tables")], spec=spec, device="h100-80gb", dtype="fp8")

@@ -18,7 +18,7 @@ def write_record(name: str, figures: dict[str, Any]) -> Path:
     RECORDS.mkdir(exist_ok=True)
     body = {
         "benchmark": name,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *("PATH" if os.path.isabs(word) else word for word in sys.argv)]),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from record import write_record
-from silicon_engines import Setting, kernels, predict, shipped_setting
+from silicon_engines import Setting, has_tables, kernels, predict, shipped_setting
 from silicon_fit import fitted_settings
 from silicon_rows import (
     Margin,
@@ -59,9 +59,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="every sixth row")
     parser.add_argument("--shipped", action="store_true", help="the constants of plans/engines, none fitted")
     args = parser.parse_args()
-    rows, num_unknown = read_rows(args.rows or args.data / _ROWS)
+    read, num_left = read_rows(args.rows or args.data / _ROWS)
+    rows = [row for row in read if has_tables(args.data, row)]
+    print(
+        f"{len(rows)} rows; left out: {num_left} of other models, dtypes or layouts, {len(read) - len(rows)} without tables"
+    )
     rows = rows[:: 6 if args.quick else 1]
-    print(f"{len(rows)} rows; {num_unknown} more are of models that exeplan ships no shape of")
     for key in sorted({(row.system, row.engine, row.model, row.dtype) for row in rows}):
         kernels(args.data, *key)  # Before the processes part, which then share them.
     with ProcessPoolExecutor(os.cpu_count()) as pool:

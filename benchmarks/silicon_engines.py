@@ -75,6 +75,13 @@ def shipped_setting(engine: str) -> Setting:
     return Setting(load_engine(engine), _CONDUCT[engine])
 
 
+def has_tables(data: Path, row: Row) -> bool:
+    """Whether the folder times the row's engine on its machine."""
+    return (
+        row.engine in _TABLES and row.system in _DEVICES and (data / row.system / "gemm" / _TABLES[row.engine]).is_dir()
+    )
+
+
 def predict(data: Path, row: Row, setting: Setting) -> Prediction:
     """Means over all requests of a replay."""
     run = _replayed(data, row, setting, _REQUESTS)

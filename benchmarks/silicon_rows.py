@@ -20,8 +20,10 @@ from exeplan.risk import error_law
 _TIGHT = 1.0001
 _GRID = 12
 """Bounds of a group between its fastest and its slowest run."""
-_MARGINS = np.arange(0.0, 0.405, 0.005)
+_MARGINS = np.arange(0.0, 0.401, 0.001)
 _LEAST_CANDIDATES = 3
+_DTYPES = {"": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "bfloat16"}
+_DTYPES |= {"fp8": "fp8", "fp8_block": "fp8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +71,16 @@ class Prediction:
 
 
 def read_rows(path: Path) -> tuple[list[Row], int]:
-    """All rows of models that exeplan ships a shape of, and how many others there are."""
+    """All rows that exeplan has a model and a dtype for, on one stage that does everything, and how many others there
+    are."""
     with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
-        found = [(_model(line["model_path"]), line) for line in csv.DictReader(lines)]
-    rows = [_row(model, line) for model, line in found if model]
+        found = list(csv.DictReader(lines))
+    rows = [_row(model, line) for line in found if (model := _model(line["model_path"])) and _is_plain(line)]
     return rows, len(found) - len(rows)
+
+
+def _is_plain(line: dict[str, str]) -> bool:
+    return line["mode"] == "agg" and float(line["pp_size"]) == 1 and line["precision"] in _DTYPES
 
 
 def _model(path: str) -> str | None:
@@ -87,7 +94,7 @@ def _row(model: str, line: dict[str, str]) -> Row:
         engine=line["backend"],
         version=line["backend_version"],
         model=model,
-        dtype="fp8" if "fp8" in line["precision"] else "bfloat16",
+        dtype=_DTYPES[line["precision"]],
         system=line["system"],
         input_tokens=int(float(line["isl"])),
         output_tokens=int(float(line["osl"])),

@@ -8,6 +8,8 @@ A measurement is one row: `attention` and `rest` are one layer each, `embed`, `h
     rest       (both)   num_tokens                  the layer without its attention; of an encoder-decoder model
                                                     prefill: an encoder layer, with its share of the decoder's keys and
                                                     values of the prompt; decode: a decoder layer
+                                                    (a decoder-only one's passes with prompts, and those without, may
+                                                    be apart too: `engine_constants.py`)
     embed      (both)   num_tokens                  token and position embedding
     head       (both)   num_seqs                    final norm, output head and sampling of num_seqs rows
     overhead   decode   num_seqs                    scheduling, batch preparation and bookkeeping of an iteration

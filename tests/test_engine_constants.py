@@ -170,7 +170,7 @@ def test_an_imported_profile_takes_an_engine_and_no_second_overhead(
 ) -> None:
     axes = ("op", "phase", "tensor_parallel_size", "num_seqs", "num_tokens", "context_tokens", "bytes", "seconds")
     lines = [",".join(str(getattr(m, axis) or "") for axis in axes) for m in profile.measurements]
-    (tmp_path / "t.csv").write_text("\n".join([",".join(axes), *lines]))
+    (tmp_path / "t.csv").write_text("\n".join([",".join(axes), *lines, ""]))
     command = ["profile", "import", str(tmp_path / "t.csv"), "--model", "demo", "--device", "cpu-generic"]
     command += ["--dtype", "float32", "-o", str(tmp_path / "p.json"), "--engine", "vllm"]
     assert main(command) == 0

@@ -61,9 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     read, num_left = read_rows(args.rows or args.data / _ROWS)
     rows = [row for row in read if has_tables(args.data, row)]
-    print(
-        f"{len(rows)} rows; left out: {num_left} of other models, dtypes or layouts, {len(read) - len(rows)} without tables"
-    )
+    print(f"{len(rows)} rows; {num_left} of other models, dtypes and layouts, {len(read) - len(rows)} without tables")
     rows = rows[:: 6 if args.quick else 1]
     for key in sorted({(row.system, row.engine, row.model, row.dtype) for row in rows}):
         kernels(args.data, *key)  # Before the processes part, which then share them.

@@ -24,6 +24,8 @@ class Layout:
     num_parallel: int = 0
     num_prefill: int = 0
     """0 where every GPU does both."""
+    across_nodes: bool = False
+    """A tensor-parallel group may lie in several nodes."""
 
     def __str__(self) -> str:
         parallel = (
@@ -54,24 +56,24 @@ def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_n
             continue
         step = size if cluster.num_gpus <= 16 else max(size, cluster.gpus_per_node // size * size)
         most = _parallel_gpus(cluster, size, cluster.num_gpus, across_nodes)
-        found += [Layout(size=size, num_parallel=number) for number in range(step, most + 1, step)]
+        found += [
+            Layout(size=size, num_parallel=number, across_nodes=across_nodes) for number in range(step, most + 1, step)
+        ]
     return found
 
 
-def groups(cluster: Cluster, layout: Layout, *, across_nodes: bool = False) -> list[tuple[int, ...]]:
+def groups(cluster: Cluster, layout: Layout) -> list[tuple[int, ...]]:
     """The GPUs of each stage, tensor-parallel stages first in each node."""
-    return _groups(cluster, tuple(range(cluster.num_gpus)), layout.size, layout.num_parallel, across_nodes)
+    return _groups(cluster, tuple(range(cluster.num_gpus)), layout.size, layout.num_parallel, layout.across_nodes)
 
 
-def split_groups(
-    cluster: Cluster, layout: Layout, *, across_nodes: bool = False
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def split_groups(cluster: Cluster, layout: Layout) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """The GPUs of each prefilling and of each decoding stage; the latter are tensor parallel first."""
     everyone = tuple(range(cluster.num_gpus))
     prefill, decode = everyone[: layout.num_prefill], everyone[layout.num_prefill :]
-    decoding = _groups(cluster, decode, layout.size, layout.num_parallel, across_nodes)
+    decoding = _groups(cluster, decode, layout.size, layout.num_parallel, layout.across_nodes)
     left = layout.num_parallel - sum(len(group) for group in decoding if len(group) > 1)
-    return _groups(cluster, prefill, layout.size, left, across_nodes), decoding
+    return _groups(cluster, prefill, layout.size, left, layout.across_nodes), decoding
 
 
 def share_out(num_layers: int, loads: Sequence[StageLoad]) -> list[int] | None:

@@ -60,6 +60,8 @@ class Problem:
     """Bytes that weights, KV cache and workspace may take together on one device."""
     max_seqs: int
     """Residents that the engine may hold at once."""
+    across_nodes: bool = False
+    """A tensor-parallel group may lie in several nodes."""
 
     def __post_init__(self) -> None:
         check_together(self.bounds)

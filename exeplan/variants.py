@@ -42,7 +42,12 @@ def _placements(problem: Problem, policy: Policy) -> list[Placement]:
         separate = any(stage.phase for stage in problem.cost.placement)
         return [problem.cost.placement] if separate == policy.SEPARATE_STAGES else []
     balance = Balance(problem.cost.timings, problem.cluster, problem.workload, problem.memory)
-    found = layouts(problem.cluster, problem.profile.model, problem.profile.tensor_parallel_sizes)
+    found = layouts(
+        problem.cluster,
+        problem.profile.model,
+        problem.profile.tensor_parallel_sizes,
+        across_nodes=problem.across_nodes,
+    )
     if policy.SEPARATE_STAGES:
         if problem.cluster.num_gpus < 2:
             return []

@@ -33,7 +33,7 @@ def test_partial_tensor_parallelism_gives_fewer_stages() -> None:
 
 def test_a_tensor_parallel_group_stays_in_its_node() -> None:
     assert groups(cluster(2, 3), Layout(size=2, num_parallel=4)) == [(0, 1), (2,), (3, 4), (5,)]
-    across = groups(cluster(2, 3), Layout(size=2, num_parallel=4), across_nodes=True)
+    across = groups(cluster(2, 3), Layout(size=2, num_parallel=4, across_nodes=True))
     assert across == [(0, 1), (2, 3), (4,), (5,)]
     assert all(layout.size <= 2 for layout in layouts(cluster(4, 2), load_model_spec("opt-13b"), (1, 2, 4, 8)))
     wide = layouts(cluster(4, 2), load_model_spec("opt-13b"), (1, 2, 4, 8), across_nodes=True)

@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", metavar="N", help="only so many GPUs of the cluster; auto for the fewest that meet rate and bounds"
     )
+    parser.add_argument("--across-nodes", action="store_true", help="let tensor parallelism span nodes")
     parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
@@ -172,6 +173,7 @@ def _asked(
 
     def make(gpus: "Cluster | None") -> "Problem":
         problem = make_problem(profile, workload, bounds[0], cluster=gpus, memory=memory, max_seqs=args.max_num_seqs)
+        problem = replace(problem, across_nodes=args.across_nodes)
         return replace(problem, more_bounds=bounds[1:], arrivals=arrivals, min_throughput=least)
 
     return make, cluster, whole

@@ -10,20 +10,19 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 from record import write_record
+from referee import Referee, referee
 
 from exeplan.inputs import fitted
 from exeplan.optimize import resolve_policies
 from exeplan.plan import Bound, Schedule
-from exeplan.policies import load_policy
 from exeplan.problem import Problem, make_problem
 from exeplan.profile import load_profile
 from exeplan.report import table
-from exeplan.search import Outcome, Result, search
+from exeplan.variants import search_variants
 from exeplan.workload_files import load_workload
 
 WORKLOADS = ("alpaca", "wmt17-ende", "S")
@@ -42,7 +41,7 @@ def main() -> None:
         problem = make_problem(profile, workload, Bound(seconds=float("inf")), max_seqs=args.max_num_seqs)
         alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
         for policy in resolve_policies("auto"):
-            tried: dict[tuple[int, ...], Outcome] = {}
+            tried = referee(problem, policy)
             for factor in FACTORS:
                 rows.append(_compare(problem, name, policy, factor * alone, tried))
                 print("  ".join(_cells(rows[-1])), flush=True)
@@ -59,33 +58,20 @@ def main() -> None:
 _HEADER = ("case", "bound", "best", "found", "loss", "grid", "points", "share")
 
 
-def _compare(problem: Problem, workload: str, policy: str, bound: float, tried: dict[tuple[int, ...], Outcome]) -> dict:
-    """Both methods on one case; `tried` keeps the outcomes, which do not depend on the bound, for the referee."""
-    knobs = load_policy(policy).knobs(problem.workload, problem.max_seqs)
-
-    def evaluate(point: Mapping[str, int]) -> Outcome:
-        return problem.evaluate(Schedule(policy, dict(point)))
-
-    def remembered(point: Mapping[str, int]) -> Outcome:
-        key = tuple(point.values())
-        if key not in tried:
-            tried[key] = evaluate(point)
-        return tried[key]
-
-    def run(method: str, outcome: object) -> Result:
-        return search(knobs, outcome, bound=bound, capacity=1.0, method=method)
-
-    best, found = run("exhaustive", remembered), run("branch-and-bound", evaluate)
-    top = best.best.outcome.throughput if best.best else 0.0
-    got = found.best.outcome.throughput if found.best else 0.0
+def _compare(problem: Problem, workload: str, policy: str, bound: float, tried: Referee) -> dict:
+    """Both methods on one case."""
+    result = search_variants(problem, policy, method="branch-and-bound", bound=bound)
+    assert result is not None
+    best = tried.best(bound)
+    found = result[0].best.outcome.throughput if result[0].best else 0.0
     return {
         "case": f"{workload} {policy}",
         "bound": bound,
-        "best": top,
-        "found": got,
-        "loss": 1 - got / top if top else 0.0,
-        "grid": best.grid_size,
-        "points": found.num_points,
+        "best": best,
+        "found": found,
+        "loss": 1 - found / best if best else 0.0,
+        "grid": result[0].grid_size,
+        "points": result[0].num_points,
     }
 
 

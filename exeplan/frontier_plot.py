@@ -30,12 +30,11 @@ class FrontierRow:
     throughput: float
     label: str
     """Its control variables."""
-    keeps_bound: bool
     wins: bool
     """The most throughput within the bound, over all policies."""
 
 
-def frontier_rows(results: Mapping[str, Result], *, bound: float) -> list[FrontierRow]:
+def frontier_rows(results: Mapping[str, Result]) -> list[FrontierRow]:
     """Every policy's frontier, policies as given, latency rising; one row at most wins."""
     winners = {policy: result.best for policy, result in results.items() if result.best is not None}
     winning = max(winners, key=lambda policy: winners[policy].outcome.throughput, default=None)
@@ -45,7 +44,6 @@ def frontier_rows(results: Mapping[str, Result], *, bound: float) -> list[Fronti
             latency=trial.outcome.latency,
             throughput=trial.outcome.throughput,
             label=", ".join(f"{name}={value}" for name, value in trial.point.items()),
-            keeps_bound=trial.outcome.latency <= bound,
             wins=policy == winning and trial == winners[policy],
         )
         for policy, result in results.items()
@@ -67,7 +65,7 @@ def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float) ->
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(figure.add_subplot(), frontier_rows(results, bound=bound), bound)
+    _draw(figure.add_subplot(), frontier_rows(results), bound)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

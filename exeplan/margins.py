@@ -56,7 +56,7 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: i
     replayed = [values_of(problem.bounds, run) for run in runs]
     values, laws = [], []
     for number, bound in enumerate(problem.bounds):
-        ratios = [run[number] / predicted[number] for run in replayed if run[number] and predicted[number]]  # type: ignore[operator]
+        ratios = [ratio for run in replayed if (ratio := _ratio(run[number], predicted[number]))]
         if math.isinf(bound.seconds) or not ratios:
             values.append(0.0)
             continue
@@ -66,6 +66,11 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: i
         laws.append(law)
     compared = f"; best of {num_compared} policies" if num_compared > 1 else ""
     return Margins(risk=risk.share, values=tuple(values), source=_sources(laws) + compared)
+
+
+def _ratio(replayed: float | None, predicted: float | None) -> float | None:
+    """None where there is nothing to compare."""
+    return replayed / predicted if replayed and predicted else None
 
 
 def _num_finite(problem: Problem) -> int:

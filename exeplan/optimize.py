@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from exeplan.units import show_bytes
 from exeplan.variants import pareto, search_variants
 
 _RETRIES = 8
+_MISJUDGED, _GIVEN_UP = 1.1, 2
+"""Latency of a replay over the closed form's from which its placement and filling are given up, so many at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ def optimize(
     limits = dict.fromkeys(policies, held)
     num_compared = sum(c.schedule is not None for c in candidates.values())
     replays: list[tuple[Schedule, Estimate]] = []
+    given_up: list[tuple[Placement, Schedule]] = []
     for attempt in range(_RETRIES):
         kept = [c for c in candidates.values() if c.schedule is not None]
         if not kept:
@@ -93,13 +96,21 @@ def optimize(
         if max(filled) <= 1:
             return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed, margin=margin)
         replays.append((winner.schedule, replayed))
+        if _misjudged(problem, winner, replayed) and len(given_up) < _GIVEN_UP:
+            others = [*given_up, (winner.placement, winner.schedule)]
+            again = _candidate(
+                problem.held_to(limits[winner.policy]), winner.policy, method, winner.search, without=others
+            )
+            if again.schedule is not None:
+                given_up, candidates[winner.policy] = others, again
+                continue
         # A margin that doubles ends this soon, whatever chance does to the few long requests of a replay.
         slack = 1 - 0.005 * 2**attempt
         limits[winner.policy] = scaled(limits[winner.policy], [slack / full if full > 1 else 1.0 for full in filled])
         # What is left to gain on another placement is less than what a tighter bound costs.
         here = replace(placed, cluster=None)
         tightened = here.held_to(limits[winner.policy])
-        candidates[winner.policy] = _candidate(tightened, winner.policy, method, winner.search)
+        candidates[winner.policy] = _candidate(tightened, winner.policy, method, winner.search, without=given_up)
     if problem.required:
         _refuse_rate(problem, candidates, method, replays, advise=advise)
     return _last_resort(problem, candidates, method=method, seed=seed, margin=margin)
@@ -108,6 +119,15 @@ def optimize(
 def _sustained(candidate: Candidate) -> float:
     """Requests/s that a candidate's schedule takes with its batches full."""
     return candidate.search.best.outcome.throughput if candidate.search and candidate.search.best else 0.0
+
+
+def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
+    """Whether the closed form is so far off that a tighter bound says little: there may be other placements."""
+    assert winner.estimate is not None
+    if problem.cluster is None or problem.arrivals:
+        return False
+    pairs = zip(shares(problem.bounds, replayed), shares(problem.bounds, winner.estimate), strict=True)
+    return any(full > _MISJUDGED * predicted for full, predicted in pairs)
 
 
 def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
@@ -249,9 +269,9 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None) -> tuple[str, ...]:
-    """`auto` is every policy, on one device every one that the engine can run; otherwise the one that is named."""
+    """`auto` is every policy, on one device every one that needs no second; otherwise the one that is named."""
     if text == "auto":
-        return tuple(name for name in policy_names() if cluster or load_policy(name).IN_ENGINE)
+        return tuple(name for name in policy_names() if cluster or not load_policy(name).SEPARATE_STAGES)
     load_policy(text)
     return (text,)
 
@@ -285,12 +305,19 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
 
 def _candidates(problem: Problem, policies: tuple[str, ...], method: str) -> dict[str, Candidate]:
     """Every policy's candidate; on a cluster the policies are searched side by side on the cores there are."""
-    workers = min(len(policies), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    workers = min(len(policies), _num_workers())
     if problem.cluster is None or problem.cluster.num_gpus == 1 or workers < 2:
         return {policy: _candidate(problem, policy, method) for policy in policies}
     with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_share, initargs=(problem,)) as pool:
         found = pool.map(_shared_candidate, policies, [method] * len(policies))
         return dict(zip(policies, found, strict=True))
+
+
+def _num_workers() -> int:
+    """Processes that may search at once; 1 on a system that cannot fork, as the problem comes with the fork."""
+    if "fork" not in get_all_start_methods():
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _shared: list[Problem] = []
@@ -305,9 +332,18 @@ def _shared_candidate(policy: str, method: str) -> Candidate:
     return _candidate(_shared[0], policy, method)
 
 
-def _candidate(problem: Problem, policy: str, method: str, before: Result | None = None) -> Candidate:
-    """The best schedule of a policy under the bounds; what a search `before` cost is added."""
-    found = search_variants(problem, policy, method=method, bound=problem.limit)
+def _candidate(
+    problem: Problem,
+    policy: str,
+    method: str,
+    before: Result | None = None,
+    without: Sequence[tuple[Placement, Schedule]] = (),
+) -> Candidate:
+    """The best schedule of a policy under the bounds, not placed and filled as these are.
+
+    What a search `before` cost is added.
+    """
+    found = search_variants(problem, policy, method=method, bound=problem.limit, without=without)
     if found is None:
         refusal = f"{policy} cannot be placed"
         return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)

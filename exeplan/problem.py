@@ -31,7 +31,7 @@ KV_SLACK = 1.5
 _REPLAY_REQUESTS = (300, 8000)
 _MOST_ARRIVING = 10_000
 """Requests that come at a rate in a replay, at most; of a trace that is replayed at its own times the first so many."""
-_HEADROOM_LIMIT = 4.0
+_HEADROOM_LIMIT, _HEADROOM_STEPS = 4.0, 1024
 _BATCH_SIZES = 12
 """Batch sizes at which the closed form looks at a schedule whose batches are not full."""
 _LONG_REQUESTS = 4
@@ -169,7 +169,7 @@ class Problem:
 
 
 def _batch_name(schedule: Schedule, workload: Workload) -> str:
-    """The variable that says how large batches may become: the first knob of every policy."""
+    """The variable that says how large batches may become: a policy's first knob, by `Policy.knobs`."""
     return load_policy(schedule.policy).knobs(workload, 1)[0].name
 
 
@@ -329,10 +329,11 @@ def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
 
 
 def _headroom(keeps: Callable[[float], bool]) -> float:
-    low, high = 0.0, _HEADROOM_LIMIT
-    if keeps(high):
-        return high
-    for _ in range(10):
-        middle = (low + high) / 2
-        low, high = (middle, high) if keeps(middle) else (low, middle)
-    return low
+    """The last of the steps up to the limit that is kept: the room is mostly little, so small steps come first."""
+    low, high = 0, 1
+    while high <= _HEADROOM_STEPS and keeps(_HEADROOM_LIMIT * high / _HEADROOM_STEPS):
+        low, high = high, 2 * high
+    while high - low > 1 and low < _HEADROOM_STEPS:
+        middle = (low + high) // 2
+        low, high = (middle, high) if keeps(_HEADROOM_LIMIT * middle / _HEADROOM_STEPS) else (low, middle)
+    return _HEADROOM_LIMIT * low / _HEADROOM_STEPS

@@ -19,7 +19,7 @@ from exeplan.search_grid import Grid, Index, Limits, Outcome, Slack
 
 METHODS = ("branch-and-bound", "exhaustive", "bayesian")
 
-__all__ = ["METHODS", "Outcome", "Result", "Trial", "search"]
+__all__ = ["METHODS", "Outcome", "Result", "Trial", "search", "search_grid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,22 @@ def search(
     the points after which it splits no more boxes (20,000 by default). The same input gives the same result. Raises
     InputError for an unknown method.
     """
+    grid = Grid(knobs, evaluate, Limits(bound, capacity), at_least)
+    return search_grid(grid, method=method, tolerance=tolerance, budget=budget, seed=seed)
+
+
+def search_grid(
+    grid: Grid,
+    *,
+    method: str = "branch-and-bound",
+    tolerance: Slack = Slack(throughput=0.02, load=0.02),  # noqa: B008 (frozen)
+    budget: int | None = None,
+    seed: int = 0,
+) -> Result:
+    """`search` on a grid of which some points may have been tried."""
     if method not in METHODS:
         raise InputError(f"no search method '{method}'; there are {', '.join(METHODS)}")
     start = time.perf_counter()
-    grid = Grid(knobs, evaluate, Limits(bound, capacity), at_least)
     grid(grid.bottom)
     gap: float | None = None
     dips: Slack | None = None

@@ -1,7 +1,8 @@
 """What a layer of a model weighs, computes and sends: counting, from sizes alone.
 
 `encoder` picks an encoder-decoder model's encoder layer instead of its decoder layer. Parameters, not bytes; a tensor
-parallel group shares them evenly, but for normalisation weights and biases, which are left out (under 0.1 %).
+parallel group shares them evenly, but for normalisation weights and biases, which are left out: OPT-13B's
+layer has 13 hidden sizes of them beside 12 squares of it, 0.02 %.
 """
 
 from exeplan.model import DTYPE_BYTES, ModelSpec

@@ -1,23 +1,26 @@
 """Variants: every placement and filling of the pipeline under which a policy's control variables are searched.
 
-Each variant is a grid of its own. The gentlest point of each is tried first: variants that break a limit even there are
-left out, the others are searched in turn, and what one has found is what the next has to beat.
+Each variant is a grid of its own. A few points of each say how much it promises: those that cannot win are left out,
+the others are searched in turn, the most promising first, and what one has found is what the next has to beat.
+'exhaustive' searches them all.
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.placement import layouts
-from exeplan.plan import Placement
-from exeplan.policies import Policy, load_policy
+from exeplan.plan import Placement, Schedule
+from exeplan.policies import Knob, Policy, load_policy
 from exeplan.problem import Problem
-from exeplan.search import Outcome, Result, Trial, search
-from exeplan.search_grid import Limits
+from exeplan.search import Outcome, Result, Trial, search_grid
+from exeplan.search_grid import Grid, Index, Limits
+from exeplan.search_line import reach
 from exeplan.simulator.balance import Balance
 
 _SLACK = 0.02
-"""A variant whose gentlest point breaks a limit by less may still hold points that keep it."""
+"""A variant that misses a limit, or the best throughput, by less may still hold points that do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,18 @@ class Variant:
     problem: Problem
     """The problem on that placement."""
     filling: Mapping[str, int]
+
+    def holds(self, placement: Placement, schedule: Schedule) -> bool:
+        """Whether this schedule on this placement is one of its points."""
+        return placement == self.problem.cost.placement and self.filling.items() <= schedule.variables.items()
+
+    def grid(self, policy: Policy, knobs: Sequence[Knob], limits: Limits) -> Grid:
+        """Its grid, nothing of which has been tried."""
+
+        def evaluate(point: Mapping[str, int]) -> Outcome:
+            return self.problem.evaluate(policy.schedule({**point, **self.filling}, self.problem.workload))
+
+        return Grid(knobs, evaluate, limits)
 
 
 def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
@@ -58,79 +73,113 @@ def _placements(problem: Problem, policy: Policy) -> list[Placement]:
     return list(dict.fromkeys(placement for placement in made if placement is not None))
 
 
-def search_variants(problem: Problem, policy: str, *, method: str, bound: float) -> tuple[Result, Placement] | None:
+def search_variants(
+    problem: Problem,
+    policy: str,
+    *,
+    method: str,
+    bound: float,
+    without: Sequence[tuple[Placement, Schedule]] = (),
+) -> tuple[Result, Placement] | None:
     """The searches of all variants together, and the placement of their best point, or of their gentlest one.
 
-    None where the policy cannot be placed at all.
+    Variants `without` which it has to do are those of these schedules on these placements. None where the policy cannot
+    be placed at all.
     """
-    everyone = [(_gentlest(variant, policy), variant) for variant in variants(problem, load_policy(policy))]
-    if not everyone:
+    began, module = time.perf_counter(), load_policy(policy)
+    knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
+    found = [v for v in variants(problem, module) if not any(v.holds(*other) for other in without)]
+    if not found:
         return None
-    limits = Limits(bound, 1.0)
-    open_ = [(outcome, variant) for outcome, variant in everyone if not limits.broken(outcome, _SLACK)]
-    if not open_ and method != "exhaustive":
-        open_ = [min(everyone, key=lambda pair: (pair[0].memory > 1.0, pair[0].latency))]
-    results: list[tuple[Result, Placement]] = []
-    best = 0.0
-    for _, variant in sorted(open_ or everyone, key=lambda pair: pair[0].latency):
-        result = _searched(variant, policy, method=method, bound=bound, at_least=best)
-        results.append((result, variant.problem.cost.placement))
-        best = max(best, result.best.outcome.throughput if result.best else 0.0)
-    result, placement = _merged(results)
-    knobs = load_policy(policy).knobs(problem.workload, problem.max_seqs)
-    size = math.prod(len(knob.values) for knob in knobs) * len(everyone)
-    return replace(result, num_points=result.num_points + len(everyone) - len(results), grid_size=size), placement
+    grids = [variant.grid(module, knobs, limits) for variant in found]
+    if method == "branch-and-bound":
+        results = _most_promising_first(grids)
+    else:
+        results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
+    number = _chosen(results)
+    gaps = [result.gap for result in results.values() if result.gap is not None]
+    tried = [
+        Trial({**grid.point(index), **variant.filling}, grid.tried[index])
+        for variant, grid in zip(found, grids, strict=True)
+        for index in grid.frontier()
+    ]
+    result = replace(
+        _with_filling(results[number], found[number].filling),
+        frontier=pareto(tried),
+        num_points=sum(len(grid.tried) for grid in grids),
+        grid_size=sum(math.prod(grid.shape) for grid in grids),
+        seconds=time.perf_counter() - began,
+        gap=max(gaps, default=None),
+    )
+    return result, found[number].problem.cost.placement
 
 
-def _gentlest(variant: Variant, policy: str) -> Outcome:
-    """The outcome at the lower end of every knob."""
-    problem, module = variant.problem, load_policy(policy)
-    point = {knob.name: knob.values[0] for knob in module.knobs(problem.workload, problem.max_seqs)}
-    return problem.evaluate(module.schedule({**point, **variant.filling}, problem.workload))
+def _most_promising_first(grids: Sequence[Grid]) -> dict[int, Result]:
+    """The results of those that may hold the best point, by their position; at least one."""
+    promises, one_knob = _promises(grids), len(grids[0].shape) == 1
+    if not promises:
+        gentlest = min(range(len(grids)), key=lambda n: _harshness(grids[n]))
+        return {gentlest: search_grid(grids[gentlest])}
+    results: dict[int, Result] = {}
+    while promises:
+        number = max(promises, key=lambda n: promises[n])
+        grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids)
+        if one_knob and not _may_win(grid, promise, most):
+            continue
+        grid.at_least = most
+        results[number] = search_grid(grid)
+        more, where = _lead(grids)
+        if more > most and not one_knob:
+            promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
+    return results
 
 
-def _searched(variant: Variant, policy: str, *, method: str, bound: float, at_least: float) -> Result:
-    problem, module = variant.problem, load_policy(policy)
+def _promises(grids: Sequence[Grid]) -> dict[int, float]:
+    """How much those promise that may hold the best point: on their first knob, through the best point so far."""
+    one_knob, promises = len(grids[0].shape) == 1, {}
+    for number, grid in enumerate(grids):
+        most, where = _lead(grids)
+        promise = reach(grid, where, at_least=most, slack=_SLACK)
+        # A single knob says all there is, where something is to beat.
+        if promise or (not (one_knob and most) and grid.fits(grid.bottom, _SLACK)):
+            promises[number] = promise
+    return promises
 
-    def evaluate(point: Mapping[str, int]) -> Outcome:
-        return problem.evaluate(module.schedule({**point, **variant.filling}, problem.workload))
 
-    knobs = module.knobs(problem.workload, problem.max_seqs)
-    result = search(knobs, evaluate, bound=bound, capacity=1.0, method=method, at_least=at_least)
-    return _with_filling(result, variant.filling)
+def _may_win(grid: Grid, promise: float, most: float) -> bool:
+    """Whether dips as large as those seen may lift what a single knob promises to the most that there is."""
+    if promise * (1 + _SLACK) < most:
+        return False
+    dips = grid.dips()
+    return promise * (1 + dips.throughput + dips.load) >= most
+
+
+def _lead(grids: Sequence[Grid]) -> tuple[float, Index]:
+    """The most throughput within the limits so far, and where; before that 0, and the gentlest point."""
+    best = min((grid.best for grid in grids if grid.best is not None), default=None)
+    return (-best[0], best[2]) if best else (0.0, grids[0].bottom)
+
+
+def _harshness(grid: Grid) -> tuple[bool, float]:
+    gentlest = grid(grid.bottom)
+    return gentlest.memory > 1.0, gentlest.latency
+
+
+def _chosen(results: Mapping[int, Result]) -> int:
+    """Where the best point is, or else the gentlest one."""
+    won = {n: result.best.outcome for n, result in results.items() if result.best is not None}
+    if won:
+        return min(won, key=lambda n: (-won[n].throughput, won[n].latency, n))
+    return min(results, key=lambda n: ("memory" in results[n].what_binds, results[n].gentlest.outcome.latency))
 
 
 def _with_filling(result: Result, filling: Mapping[str, int]) -> Result:
-    """The filling's variables in every trial."""
+    """The filling's variables in the best and the gentlest trial."""
 
     def full(trial: Trial) -> Trial:
         return replace(trial, point={**trial.point, **filling})
 
-    return replace(
-        result,
-        best=full(result.best) if result.best else None,
-        gentlest=full(result.gentlest),
-        frontier=tuple(full(trial) for trial in result.frontier),
-    )
-
-
-def _merged(results: Sequence[tuple[Result, Placement]]) -> tuple[Result, Placement]:
-    """The result of all variants together, and the placement of its best, or else its gentlest, point."""
-    won = [pair for pair in results if pair[0].best is not None]
-    if won:
-        chosen = max(won, key=lambda pair: pair[0].best.outcome.throughput if pair[0].best else 0.0)
-    else:
-        chosen = min(results, key=lambda pair: ("memory" in pair[0].what_binds, pair[0].gentlest.outcome.latency))
-    gaps = [result.gap for result, _ in results if result.gap is not None]
-    merged = replace(
-        chosen[0],
-        frontier=pareto([trial for result, _ in results for trial in result.frontier]),
-        num_points=sum(result.num_points for result, _ in results),
-        grid_size=sum(result.grid_size for result, _ in results),
-        seconds=sum(result.seconds for result, _ in results),
-        gap=max(gaps, default=None),
-    )
-    return merged, chosen[1]
+    return replace(result, best=full(result.best) if result.best else None, gentlest=full(result.gentlest))
 
 
 def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -12,7 +12,7 @@ from exeplan.cluster import Cluster
 from exeplan.placement import Layout, StageLoad, groups, placed, share_out, split_groups
 from exeplan.plan import Placement, Stage
 from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
-from exeplan.simulator.cost import Shard, Timings
+from exeplan.simulator.timings import Shard, Timings
 from exeplan.workload import Workload
 
 _SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)

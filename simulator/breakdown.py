@@ -20,16 +20,17 @@ from exeplan.policies import Floats
 from exeplan.profile import LINKS, Measurement, Profile
 from exeplan.scheduling import Batch
 from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_parameters
-from exeplan.simulator.cost import CostModel, Timings
+from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import Run
 from exeplan.simulator.timeline import phase
+from exeplan.simulator.timings import Timings
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "products": ("rest", "embed", "head"),
     "attention": ("attention",),
     "all_reduce": ("all_reduce",),
     "send": ("send",),
-    "overhead": ("overhead",),
+    "overhead": ("overhead", "control"),
 }
 """Kinds of work, and the operations of a profile that each is made of."""
 

@@ -16,6 +16,9 @@ from exeplan.length_law import Ints
 from exeplan.policies import Floats
 from exeplan.profile import Measurement
 
+_FAR = 1e15
+"""Beyond any number of tokens, sequences or bytes."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -25,11 +28,7 @@ class Curve:
     seconds: Floats
 
     def __call__(self, at: Floats | float) -> Floats:
-        at = np.asarray(at, dtype=float)
-        inside = np.interp(at, self.x, self.seconds)
-        if len(self.x) == 1:
-            return inside
-        return inside + self.last_slope * np.maximum(at - self.x[-1], 0.0)
+        return np.asarray(np.interp(at, *self._with_last_slope))
 
     def at(self, x: float) -> float:
         """The same as calling it, for one number."""
@@ -39,6 +38,14 @@ class Curve:
             return seconds[0]
         value = seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
         return value if x <= xs[-1] else seconds[-1] + self.last_slope * (x - xs[-1])
+
+    @cached_property
+    def _with_last_slope(self) -> tuple[Floats, Floats]:
+        """The points and one so far away that all else lies before it: a search asks for little at a time, often."""
+        if len(self.x) == 1:
+            return self.x, self.seconds
+        end = self.seconds[-1] + self.last_slope * (_FAR - self.x[-1])
+        return np.append(self.x, _FAR), np.append(self.seconds, end)
 
     @cached_property
     def _lists(self) -> tuple[list[float], list[float]]:
@@ -63,7 +70,7 @@ class Surface:
     def __call__(self, num_seqs: Floats | float, tokens: Floats | float) -> Floats:
         n, tokens = np.asarray(num_seqs, dtype=float), np.asarray(tokens, dtype=float)
         x, table = self._table
-        right = np.searchsorted(x, tokens).clip(1, len(x) - 1)
+        right = np.minimum(np.maximum(np.searchsorted(x, tokens), 1), len(x) - 1)
         share = np.maximum((tokens - x[right - 1]) / (x[right] - x[right - 1]), 0.0)
         clipped, low, high, weight = self._neighbours(n)
         lower = table[low, right - 1] + share * (table[low, right] - table[low, right - 1])
@@ -83,11 +90,11 @@ class Surface:
 
     def _neighbours(self, n: Floats) -> tuple[Floats, Ints, Ints, Floats]:
         """n within the measured range, the curves on both sides of it, and the weight of the upper one."""
-        clipped = np.clip(n, self.num_seqs[0], self.num_seqs[-1])
-        high = np.searchsorted(self.num_seqs, clipped).clip(min(1, len(self.curves) - 1), len(self.curves) - 1)
+        clipped = np.minimum(np.maximum(n, self.num_seqs[0]), self.num_seqs[-1])
+        high = np.maximum(np.searchsorted(self.num_seqs, clipped), min(1, len(self.curves) - 1))
         low = np.maximum(high - 1, 0)
-        width = np.maximum(self.num_seqs[high] - self.num_seqs[low], 1e-12)
-        return clipped, low, high, np.where(high > low, (clipped - self.num_seqs[low]) / width, 0.0)
+        below = self.num_seqs[low]
+        return clipped, low, high, (clipped - below) / np.maximum(self.num_seqs[high] - below, 1e-12)
 
     @cached_property
     def _table(self) -> tuple[Floats, Floats]:

@@ -36,9 +36,9 @@ class Gate:
     openings: int
 
     def opens_after(self, time: float) -> float:
-        rounds, since = divmod(time, self.round)
+        since = time % self.round
         number = -(-since // self.gap)
-        return rounds * self.round + (number * self.gap if number < self.openings else self.round)
+        return time - since + (number * self.gap if number < self.openings else self.round)
 
 
 class Circulation(NamedTuple):
@@ -75,18 +75,18 @@ def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: Gate | No
     for number, seconds in enumerate((*batches[-_WARM_UP:], *batches)):
         if number == _WARM_UP:
             began, inside, outside = now, 0.0, 0.0
-        entered = now = max(back[number % places], free[0])
+        place = number % places
+        entered = now = back[place]
         for stage, duration in enumerate(seconds):
             if free[stage] > now:
                 now = free[stage]
+            if stage == 0:
+                entered = now
             now += duration
             free[stage] = now
-        returned = now + delay
-        if gate is not None:
-            returned = gate.opens_after(returned)
+        back[place] = returned = now + delay if gate is None else gate.opens_after(now + delay)
         inside += now - entered
         outside += returned - now
-        back[number % places] = returned
     return Circulation(len(batches) / (now - began), inside / len(batches), outside / len(batches))
 
 

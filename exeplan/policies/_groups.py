@@ -1,5 +1,7 @@
 """What `orca` and `chunked` share: groups of slots take turns, and each slot goes from request to request."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from exeplan.policies import Floats
@@ -18,10 +20,12 @@ def round_seconds(through: Floats, slowest: Floats, probability: Floats, groups:
     through, slowest, weights = through.ravel()[order], slowest.ravel()[order], weights[order]
     below = np.cumsum(weights)
     longest = np.diff(below**groups, prepend=0.0)
-    others = np.cumsum(weights * slowest) / below
+    # What never happens is irrelevant, but must be finite.
+    others = np.cumsum(weights * slowest) / np.maximum(below, 1e-300)
     return float(longest @ np.maximum(through, slowest + (groups - 1) * others))
 
 
+@lru_cache(maxsize=64)
 def resident_tokens(workload: Workload) -> tuple[float, float]:
     """Mean and mean square of the tokens that one slot holds after an iteration; its ages are uniform over a life."""
     law = workload.decode_law()

@@ -18,7 +18,6 @@ from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
-IN_ENGINE = True
 
 
 def check(schedule: Schedule) -> None:

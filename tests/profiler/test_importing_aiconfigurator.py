@@ -1,6 +1,5 @@
 """AIConfigurator's tables become a profile of any decoder-only model: products by size, attention by heads."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec, model_spec
+from exeplan.model import ModelSpec
 from exeplan.profile import Measurement, Profile
 from exeplan.profiler.datasheet import load_datasheet
 from exeplan.profiler.importing import import_profile
@@ -16,31 +15,15 @@ from exeplan.profiler.importing.gemm import roofline_seconds
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
 from exeplan.shape import layer_parameters, model_parameters
 
+from .toy import table, toy_spec
+
 SHEET = load_datasheet("h100-80gb")
 TOKENS = (1, 16, 256, 4096)
 
 
 @pytest.fixture
 def spec() -> ModelSpec:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "intermediate_size": 3072,
-        "hidden_act": "silu",
-        "vocab_size": 8192,
-        "max_position_embeddings": 4096,
-    }
-    return model_spec(config, name="toy")
-
-
-def table(path: Path, rows: Iterable[dict[str, object]]) -> Path:
-    import pandas
-
-    pandas.DataFrame(list(rows)).to_csv(path, index=False)
-    return path
+    return toy_spec("toy", intermediate_size=3072, vocab_size=8192)
 
 
 def product_seconds(m: int, n: int, k: int) -> float:

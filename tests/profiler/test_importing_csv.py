@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from exeplan.errors import InputError
 from exeplan.model import ModelSpec, model_spec
-from exeplan.profile import Measurement, load_profile, save_profile
+from exeplan.profile import OPS, Measurement, load_profile, save_profile
 from exeplan.profiler.importing import import_profile
 from exeplan.profiler.importing.csv import COLUMNS, read_csv
 
@@ -127,7 +127,9 @@ def test_points_timed_again_count_with_their_median(tmp_path: Path) -> None:
         ("rest,,1,,-64,,,1", "line 3: num_tokens must be a whole number of at least 0, found '-64'"),
         ("rest,,1,,,,,1", "line 3: rest needs num_tokens of at least 1"),
         ("all_reduce,intra,1,,,,8,1", "line 3: all_reduce needs tensor_parallel_size of at least 2"),
-        ("mlp,,1,,64,,,1", "line 3: no op 'mlp'; there are attention, rest, embed, head, overhead, all_reduce, send"),
+        ("mlp,,1,,64,,,1", f"line 3: no op 'mlp'; there are {', '.join(OPS)}"),
+        ("control,,1,,,,,1", "line 3: control needs num_seqs of at least 1"),
+        ("control,decode,1,8,,,,1", "line 3: control has no phase 'decode'; it has an empty one"),
         ("send,near,1,,,,8,1", "line 3: send has no phase 'near'; it has inter or intra"),
         ("head,decode,1,8,,,,1", "line 3: head has no phase 'decode'; it has an empty one"),
         ("rest,,1,,64", "line 3: 5 cells where the header has 8"),

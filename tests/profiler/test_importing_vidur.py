@@ -1,17 +1,18 @@
 """Vidur's tables become a profile of the model they are about: operations summed, links by bytes, host times."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec, model_spec
+from exeplan.model import ModelSpec
 from exeplan.profile import Measurement, Profile
 from exeplan.profiler.datasheet import load_datasheet
 from exeplan.profiler.importing import import_profile
 from exeplan.profiler.importing.pointwise import sampling_seconds
 from exeplan.profiler.roofline import elementwise_seconds
+
+from .toy import table, toy_spec
 
 OPERATIONS = {
     "emb": 0.001,
@@ -39,25 +40,7 @@ SHAPE = {
 
 @pytest.fixture
 def spec() -> ModelSpec:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4096,
-        "hidden_act": "silu",
-        "vocab_size": 1000,
-        "max_position_embeddings": 4096,
-    }
-    return model_spec(config, name="Toy-1b")
-
-
-def table(path: Path, rows: Iterable[dict[str, object]]) -> Path:
-    import pandas
-
-    pandas.DataFrame(list(rows)).to_csv(path)
-    return path
+    return toy_spec("Toy-1b", intermediate_size=4096, vocab_size=1000)
 
 
 def layer(tmp_path: Path, **changes: object) -> Path:

@@ -212,7 +212,10 @@ def chunked(
     stage_seconds: StageSeconds,
     first_token_from_prefill: bool,
 ) -> Replayed:
-    """As orca, with at most `max_num_batched_tokens` tokens a pass: decodes first, then prompts, the last one cut."""
+    """As orca, with at most `max_num_batched_tokens` tokens a pass: decodes first, then prompts, the last one cut.
+
+    An encoder looks at the whole prompt at once: none is cut, and one that does not fit waits, unless it is the first.
+    """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
     slots = shares(max_num_seqs, micro_batches)
@@ -223,11 +226,16 @@ def chunked(
         for g, group in enumerate(groups):
             decodes = [request for request in group if request.decoding]
             unspent = max_num_batched_tokens - len(decodes) - sum(r.prompt - r.prefilled for r in group)
+            taken = list[Request]()
             while waiting and len(group) < slots[g] and unspent > 0:  # A slot is taken with the first token.
-                group += take(waiting, 1)
-                unspent -= group[-1].prompt
+                if taken and not first_token_from_prefill and waiting[0].prompt > unspent:
+                    break
+                taken += take(waiting, 1)
+                group.append(taken[-1])
+                unspent -= taken[-1].prompt
             if group:
-                prefills = chunks(group, max_num_batched_tokens - len(decodes))
+                cut = chunks(group, max_num_batched_tokens - len(decodes))
+                prefills = cut if first_token_from_prefill else whole(taken)
                 back[g] = line.run(back[g], prefills=prefills, decodes=decodes)
                 groups[g] = unfinished(group)
     return told(requests, passes)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.cluster import Cluster, Link
 from exeplan.plan import Schedule, Stage
 from exeplan.profile import Profile
 from exeplan.scheduling import Batch, Chunk, Sequence
@@ -18,17 +17,9 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 
 from . import oracle
+from .machine import CLUSTER
 
 LAYERS = 8
-CLUSTER = Cluster(
-    name="row",
-    device="affine",
-    num_nodes=1,
-    gpus_per_node=4,
-    memory_bytes=8 << 30,
-    intra=Link(bytes_per_second=1e9, latency=1e-5),
-    inter=Link(bytes_per_second=1e8, latency=1e-4),
-)
 CONTROLS = {
     "static": ("batch_size", "prefill_micro_batches"),
     "orca": ("max_num_seqs",),

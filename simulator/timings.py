@@ -1,0 +1,83 @@
+"""A profile's measurements as curves, made once and used by every placement: layers by shard, links, host.
+
+Between measured points times are interpolated (`curves.py`). Not here: what a stage is made of (`cost.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+
+import numpy as np
+
+from exeplan.errors import InputError
+from exeplan.length_law import LengthLaw
+from exeplan.policies import Floats
+from exeplan.profile import Measurement, Profile
+from exeplan.simulator.curves import Curve, curve_of, surface_of
+
+_QUADRATURE = 9
+"""Points of the prompt-length law at which a pass with prefills is timed."""
+_LAWS = 256
+"""Prompt laws whose mean attention is remembered: a search asks for the same ones again and again."""
+
+
+class Shard:
+    """One device's share of a layer, and of what stands around the layers, at one tensor-parallel size."""
+
+    def __init__(self, rows: Sequence[Measurement], size: int) -> None:
+        own = [m for m in rows if m.tensor_parallel_size == size]
+        if not any(m.op == "rest" for m in own):
+            sizes = sorted({m.tensor_parallel_size for m in rows if m.op == "rest"})
+            raise InputError(f"the profile has tensor-parallel sizes {', '.join(map(str, sizes))}, not {size}")
+        around = {op: [m for m in own if m.op == op] or [m for m in rows if m.op == op] for op in ("embed", "head")}
+        self.rest = {phase: curve_of(_either(own, "rest", phase), "num_tokens") for phase in ("prefill", "decode")}
+        self.embed = curve_of(around["embed"], "num_tokens")
+        self.head = curve_of(around["head"], "num_seqs")
+        self.decode_attention = surface_of(_either(own, "attention", "decode"), "context_tokens")
+        self.prefill_attention = surface_of(_either(own, "attention", "prefill"), "num_tokens")
+        # A replay asks for one scalar at a time, thousands of times: the same interpolation without numpy's overhead.
+        self.decode_curve = cache(self.decode_attention.at_num_seqs)
+        self.prefill_curve = cache(self.prefill_attention.at_num_seqs)
+        self.prefill_shares = lru_cache(_LAWS)(self._prefill_shares)
+
+    def _prefill_shares(self, prompts: LengthLaw) -> Floats:
+        """The mean attention over a law of prompts, on the curve of each measured number of sequences."""
+        return np.array([curve(prompt_points(prompts)).mean() for curve in self.prefill_attention.curves])
+
+
+class Timings:
+    """A profile's measurements as curves; made once, used by every placement."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.rows = [replace(m, seconds=m.seconds * profile.calibration) for m in profile.measurements]
+        overheads = [m for m in self.rows if m.op == "overhead"]
+        self.overhead = curve_of([m for m in overheads if m.phase != "prefill"], "num_seqs")
+        self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
+        controls = [m for m in self.rows if m.op == "control"]
+        self.control = curve_of(controls, "num_seqs") if controls else None
+        """Of iterations that workers run; None where nobody has timed it."""
+        self.shard = cache(self._shard)
+        self.all_reduce = cache(self._all_reduce)
+        self.send = cache(self._send)
+
+    def _shard(self, size: int) -> Shard:
+        return Shard(self.rows, size)
+
+    def _all_reduce(self, size: int, link: str) -> Curve | None:
+        rows = [m for m in self.rows if (m.op, m.phase, m.tensor_parallel_size) == ("all_reduce", link, size)]
+        return curve_of(rows, "bytes") if rows else None
+
+    def _send(self, link: str) -> Curve | None:
+        rows = [m for m in self.rows if (m.op, m.phase) == ("send", link)]
+        return curve_of(rows, "bytes") if rows else None
+
+
+@lru_cache(_LAWS)
+def prompt_points(prompts: LengthLaw) -> Floats:
+    """A few points of the prompt law with equal weights, exact in the mean."""
+    return prompts.slice_means(_QUADRATURE)
+
+
+def _either(rows: Sequence[Measurement], op: str, phase: str) -> list[Measurement]:
+    return [m for m in rows if m.op == op and m.phase in ("", phase)]

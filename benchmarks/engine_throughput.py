@@ -56,6 +56,7 @@ def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, 
     from exeplan.model import load_model_spec
     from exeplan.plan import Schedule
     from exeplan.runner.engine import Engine, Request
+    from exeplan.runner.execution import Local
     from exeplan.runner.launch import warm_up
     from exeplan.runner.model_runner import ModelRunner
     from exeplan.runner.sampling import SamplingParams
@@ -63,7 +64,7 @@ def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, 
     num_blocks = sum((len(prompt) + output) // 16 + 2 for prompt, output in work)
     runner = ModelRunner(load_model_spec(folder), dtype="float32", device="cpu", num_blocks=num_blocks)
     schedule = Schedule("rra", {"prefill_batch": 16, "decode_steps": 1})
-    engine = Engine(runner, schedule, tokenizer=None, num_blocks=num_blocks)
+    engine = Engine(Local(runner), schedule, tokenizer=None, num_blocks=num_blocks)
     warm_up(engine)
     tokens: list[list[int]] = [[] for _ in work]
     began = time.process_time()

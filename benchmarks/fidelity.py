@@ -25,9 +25,8 @@ import torch
 from record import write_record
 
 from exeplan.inputs import fitted
-from exeplan.optimize import optimize
+from exeplan.optimize import optimize, resolve_policies
 from exeplan.plan import Bound, Plan, Schedule, save_plan
-from exeplan.policies import policy_names
 from exeplan.problem import make_problem
 from exeplan.profile import Profile, load_profile
 from exeplan.report import table
@@ -47,29 +46,41 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=3.0, help="bound over what one request alone needs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = (args.profile or Path(folder) / "profile.json").resolve()
-        before = _speed()
-        if args.profile is None:
-            subprocess.run([sys.executable, "-m", "exeplan", "profile", args.model, "-o", str(path)], check=True)
-        speed = mean((before, _speed()))
+        path, speed = profiled(args.model, args.profile, Path(folder))
         rows = [
             {"case": f"{name} {plan.schedule}", "plan": plan, "name": name, "runs": []}
             for name in args.workloads
             for plan in _plans(load_profile(path), name, slack=args.slack)
         ]
-        for round_ in range(args.rounds):
-            for row in rows:
-                row["runs"].append(
-                    _run(row, path, Path(folder) / "plan.yaml", round_, speed=speed, least=args.duration)
-                )
-                print(
-                    f"{round_ + 1}/{args.rounds}", *_cells({**row, "runs": row["runs"][-1:]}, "throughput"), flush=True
-                )
-        device = asdict(load_profile(path).device)
+        run_rounds(rows, path, rounds=args.rounds, speed=speed, least=args.duration)
+        report(rows, load_profile(path), record=f"fidelity-{args.model}")
+
+
+def profiled(model: str, given: Path | None, folder: Path, *options: str) -> tuple[Path, float]:
+    """A profile of the model, made now unless one is given, and the speed that the machine has meanwhile."""
+    path = (given or folder / "profile.json").resolve()
+    before = _speed()
+    if given is None:
+        subprocess.run([sys.executable, "-m", "exeplan", "profile", model, "-o", str(path), *options], check=True)
+    return path, mean((before, _speed()))
+
+
+def run_rounds(rows: list[dict], profile: Path, *, rounds: int, speed: float, least: float) -> None:
+    """Runs the plan of every row once a round; a row's `runs` are what was replayed and measured."""
+    for number in range(rounds):
+        for row in rows:
+            with tempfile.TemporaryDirectory() as folder:
+                row["runs"].append(_run(row, profile, Path(folder) / "plan.yaml", number, speed=speed, least=least))
+            print(f"{number + 1}/{rounds}", *_cells({**row, "runs": row["runs"][-1:]}, "throughput"), flush=True)
+
+
+def report(rows: list[dict], profile: Profile, *, record: str) -> None:
+    """Prints a table a quantity and the worst and median cases, and writes the record."""
     for key, unit in _UNITS.items():
         print(f"\n{unit}\n\n{table(_HEADER, [_cells(row, key) for row in rows])}")
+    print("\n".join(["", *_summary(rows)]))
     figures = [{"case": row["case"], "estimate": asdict(row["plan"].estimate), "runs": row["runs"]} for row in rows]
-    print(f"\nrecord: {write_record(f'fidelity-{args.model}', {'device': device, 'rows': figures})}")
+    print(f"\nrecord: {write_record(record, {'device': asdict(profile.device), 'rows': figures})}")
 
 
 _HEADER = ("", "plan", "replay", "measured", "error", "machine's speed", "error at equal speed")
@@ -80,7 +91,7 @@ def _plans(profile: Profile, workload: str, *, slack: float) -> list[Plan]:
     problem = make_problem(profile, law, Bound(seconds=float("inf")))
     alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
     problem = replace(problem, bound=Bound(seconds=float(f"{slack * alone:.2g}")))
-    return [optimize(problem, policies=(policy,)).plan for policy in policy_names()]
+    return [optimize(problem, policies=(policy,)).plan for policy in resolve_policies("auto")]
 
 
 def _run(row: dict, profile: Path, file: Path, seed: int, *, speed: float, least: float) -> dict:
@@ -111,11 +122,30 @@ def _speed(seconds: float = 0.6) -> float:
 def _cells(row: dict, key: str) -> list[str]:
     plan = getattr(row["plan"].estimate, key)
     replayed, measured = (median(run[kind][key] for run in row["runs"]) for kind in ("replay", "measured"))
+    speed = median(run["speed"] for run in row["runs"])
+    errors = [f"{100 * error:+.1f} %" for error in _errors(row, key)]
+    return [row["case"], f"{plan:.3f}", f"{replayed:.3f}", f"{measured:.3f}", errors[0], f"{speed:.2f}", errors[1]]
+
+
+def _errors(row: dict, key: str) -> tuple[float, float]:
+    """Plan over measurement, less 1: as measured, and at the speed that the machine had when it was profiled."""
+    plan = getattr(row["plan"].estimate, key)
+    measured = median(run["measured"][key] for run in row["runs"])
     # A faster machine serves more requests a second, and needs fewer seconds for each.
     equal = median(run["measured"][key] * run["speed"] ** (-1 if key == "throughput" else 1) for run in row["runs"])
-    speed = median(run["speed"] for run in row["runs"])
-    errors = [f"{100 * (plan / value - 1):+.1f} %" for value in (measured, equal)]
-    return [row["case"], f"{plan:.3f}", f"{replayed:.3f}", f"{measured:.3f}", errors[0], f"{speed:.2f}", errors[1]]
+    return plan / measured - 1, plan / equal - 1
+
+
+def _summary(rows: list[dict]) -> list[str]:
+    """The worst and the median case of each quantity."""
+    lines = []
+    for key in _UNITS:
+        pairs = [_errors(row, key) for row in rows]
+        for number, kind in enumerate(("as measured", "at equal speed")):
+            sizes = [100 * abs(pair[number]) for pair in pairs]
+            worst = f"worst {max(sizes):.1f} % off, median {median(sizes):.1f} %"
+            lines.append(f"{key} {kind}: {worst}, of {len(sizes)} cases")
+    return lines
 
 
 if __name__ == "__main__":

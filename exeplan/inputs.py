@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from exeplan.bounds import Bound
-from exeplan.cluster import Cluster, load_cluster
+from exeplan.cluster import Cluster, Link, load_cluster
 from exeplan.errors import Infeasible, InputError
 from exeplan.model import ModelSpec, load_model_spec
 from exeplan.placement_check import check_devices, check_placement
 from exeplan.plan import Plan, load_plan
-from exeplan.policies import load_policy
 from exeplan.problem import MEMORY_UTILIZATION, Problem, make_problem
 from exeplan.profile import Profile, load_profile
 from exeplan.queueing import Arrivals, trace_arrivals
@@ -54,25 +53,6 @@ def plan_model(plan: Plan) -> ModelSpec:
     return spec
 
 
-def engine_model(plan: Plan) -> ModelSpec:
-    """The model of a plan, for its engine. Raises InputError when the plan is not for this version's engine."""
-    spec = plan_model(plan)
-    if in_engine(plan):
-        return spec
-    devices = sum(stage.tensor_parallel_size for stage in plan.placement)
-    if devices > 1:
-        raise InputError(
-            f"the plan is for {devices} devices; this version runs plans for one device, and simulates the others"
-        )
-    raise InputError(f"this version plans and simulates {plan.schedule.policy}, it cannot run it")
-
-
-def in_engine(plan: Plan) -> bool:
-    """Whether this version's engine runs such plans: one device, and a policy that it knows."""
-    one_device = len(plan.placement) == 1 and plan.placement[0].tensor_parallel_size == 1
-    return one_device and load_policy(plan.schedule.policy).IN_ENGINE
-
-
 def plan_workload(plan: Plan, spec: ModelSpec, override: str | None = None) -> Workload:
     """The workload of a plan, or another one, fitted to the context where the plan's was."""
     reference = override or plan.workload
@@ -92,9 +72,13 @@ def plan_cluster(plan: Plan, profile: Profile, override: str | None = None) -> C
     Raises InputError when the cluster is of other devices than the profile, or lacks one that the plan uses.
     """
     reference = override or plan.cluster
-    if reference is None:
+    if reference is None and plan.gpus is None:
         return None
-    cluster = cluster_for(profile, reference, None if override else plan.gpus)
+    cluster = (
+        cluster_for(profile, reference, None if override else plan.gpus)
+        if reference
+        else profiled_host(profile, plan.gpus or 1)
+    )
     check_devices(plan.placement, cluster)
     return cluster
 
@@ -108,6 +92,30 @@ def cluster_for(profile: Profile, reference: str, num_gpus: int | None = None) -
             f"model for {cluster.device}"
         )
     return cluster if num_gpus is None else cluster.part(num_gpus)
+
+
+def profiled_host(profile: Profile, num_gpus: int) -> Cluster:
+    """So many devices of the host that was profiled, with the links that were measured there.
+
+    CPU devices share its memory. Raises InputError when the profile is of one device alone.
+    """
+    sends = sorted((m.bytes, m.seconds) for m in profile.measurements if (m.op, m.phase) == ("send", "intra"))
+    if num_gpus < 1 or len(sends) < 2:
+        raise InputError(
+            f"the profile times no links for {num_gpus} devices; profile with --devices {num_gpus}, or give a --cluster"
+        )
+    (least, latency), (most, longest) = sends[0], sends[-1]
+    link = Link(bytes_per_second=(most - least) / max(longest - latency, 1e-9), latency=latency)
+    device = profile.device
+    return Cluster(
+        name="host",
+        device=device.name,
+        num_nodes=1,
+        gpus_per_node=num_gpus,
+        memory_bytes=device.memory_bytes // num_gpus if device.kind == "cpu" else device.memory_bytes,
+        intra=link,
+        inter=link,
+    )
 
 
 def plan_problem(

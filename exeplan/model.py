@@ -38,7 +38,7 @@ _UNSTATED_CONTEXT = {"falcon": 2048, "bloom": 2048}
 """Families whose configs may leave the context out, with what their checkpoints were trained on."""
 _GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3")
 """Beginnings of families that gate the MLP whatever the config calls its activation, if it does."""
-_TIED_GATED_FAMILIES = ("gemma", "cohere")
+_TIED_GATED_FAMILIES = ("gemma", "cohere", "t5")
 # What names a checkpoint or its author rather than its shape.
 _NOT_SHAPE = {
     "_name_or_path",
@@ -143,7 +143,7 @@ def model_spec(config: Mapping[str, Any], *, name: str, directory: Path | None =
         head_dim=head_dim,
         intermediate_size=_integer(config, _INTERMEDIATE, name, default=4 * sizes["hidden_size"]),
         gated_mlp=gated,
-        tied_head=bool(config.get("tie_word_embeddings", not gated or family.startswith(_TIED_GATED_FAMILIES))),
+        tied_head=_is_tied(config, family, gated=gated),
         max_context=_max_context(config, family, name),
         config=dict(config),
         directory=directory,
@@ -172,6 +172,13 @@ def _is_gated(config: Mapping[str, Any], family: str) -> bool:
     if family.startswith(_GATED_FAMILIES) or str(config.get("feed_forward_proj", "")).startswith("gated"):
         return True
     return config.get("hidden_act") in ("silu", "swish")
+
+
+def _is_tied(config: Mapping[str, Any], family: str, *, gated: bool) -> bool:
+    """transformers 5 says of every T5 that its head is tied, and by another flag whether it was trained so."""
+    if config.get("scale_decoder_outputs") is False:
+        return False
+    return bool(config.get("tie_word_embeddings", not gated or family.startswith(_TIED_GATED_FAMILIES)))
 
 
 def _max_context(config: Mapping[str, Any], family: str, name: str) -> int:

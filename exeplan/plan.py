@@ -26,6 +26,7 @@ __all__ = [
     "as_json",
     "is_number",
     "load_plan",
+    "placement_from",
     "save_plan",
     "single_stage",
 ]
@@ -189,7 +190,7 @@ def load_plan(path: Path) -> Plan:
         _check_values(body)
         body.update(
             schedule=_schedule(body["schedule"]),
-            placement=_placement(body["placement"]),
+            placement=placement_from(body["placement"]),
             bound=_bound(body["bound"]) if "bound" in body else None,
             more_bounds=_more_bounds(body),
         )
@@ -239,7 +240,8 @@ def _schedule(body: Any) -> Schedule:
     return schedule
 
 
-def _placement(body: Any) -> Placement:
+def placement_from(body: Any) -> Placement:
+    """The placement of `stage_json` values. Raises InputError naming what is wrong."""
     if not isinstance(body, list) or not body:
         raise InputError("placement must list at least one stage, such as {devices: [0], layers: [0, 6]}")
     return tuple(_stage(stage) for stage in body)

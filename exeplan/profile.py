@@ -1,6 +1,7 @@
 """Profile: what one layer costs on one device, as measurements; one readable JSON file.
 
-A measurement is one row: `attention` and `rest` are one layer each, `embed`, `head` and `overhead` one iteration each.
+A measurement is one row: `attention` and `rest` are one layer each, `embed`, `head`, `overhead` and `control` one
+iteration each.
 
     op         phase    axes                        meaning
     attention  prefill  num_seqs, num_tokens        KV store and attention of num_seqs prompts, num_tokens in all
@@ -14,6 +15,8 @@ A measurement is one row: `attention` and `rest` are one layer each, `embed`, `h
     head       (both)   num_seqs                    final norm, output head and sampling of num_seqs rows
     overhead   decode   num_seqs                    scheduling, batch preparation and bookkeeping of an iteration
     overhead   prefill  num_seqs, num_tokens        the same for a prefill
+    control    (both)   num_seqs                    what an iteration takes beyond where workers run it, between the end
+                                                    of its last stage and the start of the next one's first
     all_reduce intra    bytes                       sum over tensor_parallel_size devices of one node; inter: of several
     send       intra    bytes                       from one device to another of its node; inter: to another node
 
@@ -37,7 +40,7 @@ from exeplan.model import DTYPE_BYTES, ModelSpec, model_spec
 
 COMPUTE_OPS = ("attention", "rest", "embed", "head", "overhead")
 LINK_OPS = ("all_reduce", "send")
-OPS = (*COMPUTE_OPS, *LINK_OPS)
+OPS = (*COMPUTE_OPS, "control", *LINK_OPS)
 COMPUTE_PHASES = ("prefill", "decode", "")
 LINKS = ("intra", "inter")
 """Phases of the two operations that communicate: inside a node and between nodes."""
@@ -51,6 +54,8 @@ _AXES = {
     ("overhead", "prefill"): ("num_seqs",),
 }
 """The measurements that a profile must hold, and the axes that each of their rows needs."""
+_MORE_AXES = {("control", ""): ("num_seqs",)}
+"""The same of those that it may hold."""
 _LARGEST = 1e30
 """Above any bytes, seconds or rates there are."""
 
@@ -119,7 +124,7 @@ class Profile:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides a prediction."""
-        rows = [asdict(m) for m in self.measurements]
+        rows = [{name: getattr(m, name) for name in _DEFAULTS} for m in self.measurements]
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -214,7 +219,7 @@ def _measurement(row: Any, index: int, path: Path) -> Measurement:
         raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
     if m.tensor_parallel_size < 1 or (m.op in LINK_OPS and m.bytes < 1):
         raise InputError(f"{path}: measurement {index} ({m.op}) needs a tensor_parallel_size, or bytes, of at least 1")
-    for (op, phase), needed in _AXES.items():
+    for (op, phase), needed in (_AXES | _MORE_AXES).items():
         if m.op == op and phase in ("", m.phase) and any(getattr(m, axis) < 1 for axis in needed):
             raise InputError(f"{path}: measurement {index} ({op}) needs {' and '.join(needed)} of at least 1")
     if not _is_positive(m.seconds):

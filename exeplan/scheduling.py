@@ -18,91 +18,14 @@ Not here: which blocks (the runner's KV cache places them) and what tokens mean.
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from heapq import heapreplace
-from typing import NamedTuple
 
+from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Sequence, num_blocks_for
 from exeplan.errors import InputError
 from exeplan.plan import Schedule
 from exeplan.policies import Policy, load_policy
 
-BLOCK_SIZE = 16
-"""Tokens in one KV block."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
-    """One request as the scheduler sees it. Identity, not value: two sequences of equal lengths are not equal."""
-
-    request_id: str
-    num_prompt_tokens: int
-    max_output_tokens: int
-    num_output_tokens: int = 0
-    """Tokens generated so far; they survive preemption."""
-    num_blocks: int = 0
-    """KV blocks held; 0 while waiting."""
-    num_computed_tokens: int = 0
-    """Tokens whose keys and values the chunks so far have computed of a prefill with more to come; 0 otherwise."""
-    group: int = 0
-    """The micro-batch in which it decodes."""
-    in_flight: bool = False
-    """In a batch that is under way, or being handed over."""
-    admission: int = 0
-    """How many were admitted before it: who is older."""
-    finished: bool = False
-    preemptions: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output together: what a prefill computes, and what a decode attends to."""
-        return self.num_prompt_tokens + self.num_output_tokens
-
-
-class Chunk(NamedTuple):
-    """Tokens `start` to `end` of a row's prefill; nothing is left to prefill after the `last` one."""
-
-    start: int
-    end: int
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One pass over the layers: rows that are prefilled and rows that decode one token.
-
-    A prefilled row computes all its `num_tokens`; `pad_to` > 0 makes it compute that many, the rest being padding;
-    `chunks`, one for each prefilled row, make it compute a part of them. A decode row computes 1 token and attends to
-    `num_tokens`.
-    """
-
-    prefill: tuple[Sequence, ...] = ()
-    decode: tuple[Sequence, ...] = ()
-    pad_to: int = 0
-    chunks: tuple[Chunk, ...] = ()
-    group: int = 0
-    """The group that decodes, and that the prefilled rows join."""
-    phase: str = ""
-    """The stages it runs on: all of them, or those set apart for `prefill` or `decode`."""
-
-    @property
-    def whole_prefills(self) -> tuple[Sequence, ...]:
-        """Prefilled rows of which nothing is left to prefill after this pass."""
-        if not self.chunks:
-            return self.prefill
-        return tuple(row for row, chunk in zip(self.prefill, self.chunks, strict=True) if chunk.last)
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Rows of the flat matrix products, padding included."""
-        if self.chunks:
-            return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decode)
-        prefill = len(self.prefill) * self.pad_to if self.pad_to else sum(s.num_tokens for s in self.prefill)
-        return prefill + len(self.decode)
-
-
-def num_blocks_for(num_tokens: int) -> int:
-    """KV blocks that hold so many tokens."""
-    return -(-num_tokens // BLOCK_SIZE)
+__all__ = ["BLOCK_SIZE", "Batch", "Chunk", "Scheduler", "Sequence", "balanced_part", "num_blocks_for"]
 
 
 class Scheduler:
@@ -114,12 +37,15 @@ class Scheduler:
     each `phase` on its own, and `hand_over(batch)` says that a prefill's keys and values have arrived.
     """
 
-    def __init__(self, schedule: Schedule, num_blocks: int, num_prefill_stages: int = 1) -> None:
+    def __init__(
+        self, schedule: Schedule, num_blocks: int, *, num_prefill_stages: int = 1, whole_prompts: bool = False
+    ) -> None:
+        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once."""
         self.schedule = schedule
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
-        self.num_prefill_stages = num_prefill_stages
+        self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """Admitted sequences, oldest first."""
@@ -131,8 +57,6 @@ class Scheduler:
         """Admitted to the stages that prefill, and not ready yet."""
         self.busy: set[int] = set()
         """Groups that are under way."""
-        self.last_group = -1
-        """The group that was scheduled last."""
         self.turns = list(range(len(self.groups)))
         """All groups, the one that was scheduled longest ago first."""
         self.entered = [0] * len(self.groups)
@@ -141,6 +65,8 @@ class Scheduler:
         """Batches with prefills since the last one without."""
         self.admitted_in_row = 0
         """Sequences in them."""
+        self.row_size: int | None = None
+        """How many there shall be, where a policy has decided that when the row began."""
         self.num_prefills_in_flight = 0
         """Batches with prefills that are under way."""
         self.num_admissions = 0
@@ -280,7 +206,6 @@ class Scheduler:
     def _begin(self, batch: Batch) -> None:
         if batch.phase != "prefill":
             self.busy.add(batch.group)
-            self.last_group = batch.group
             self.turns.remove(batch.group)
             self.turns.append(batch.group)
         for row in batch.prefill + batch.decode:
@@ -291,7 +216,7 @@ class Scheduler:
             self.admitted_in_row += len(batch.prefill)
             self.entered = [0] * len(self.groups)
         else:
-            self.prefills_in_row = self.admitted_in_row = 0
+            self.end_row()
             self.entered[batch.group] += 1
 
     def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
@@ -374,7 +299,12 @@ class Scheduler:
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
         if not self.running:
-            self.prefills_in_row = self.admitted_in_row = 0
+            self.end_row()
+
+    def end_row(self) -> None:
+        """The next prefill is the first of a new row."""
+        self.prefills_in_row = self.admitted_in_row = 0
+        self.row_size = None
 
 
 def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...]:

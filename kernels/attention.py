@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: over the fresh keys of a prompt, and over cached keys for one query token a sequence.
+"""Attention in plain PyTorch: of a prompt or a part of one, and over cached keys for one query token a sequence.
 
 Letters: B sequences, T query tokens, H query heads, K key/value heads, G = H / K, D head_dim, C context tokens, R
-rows of the cache (one head of one token each), P pairs of a query head and a cached row.
+rows of the cache (one head of one token each), P pairs of a query head and a cached row, X = T + C - 1 distances.
 
 Query head h reads key/value head h // G. Bytes of decode: 2 * C * K * D elements a sequence, read once.
 
@@ -22,44 +22,82 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from numpy.typing import NDArray
 from torch import Tensor
 
-_WINDOW_CHUNK = 256
+_QUERIES = 256
+"""Where not all keys are seen, so many queries run at a time, against the keys that any of them sees."""
 
 
 def prefill_attention(
-    q_BTHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, *, scale: float, window: int | None = None
+    q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal attention of whole sequences, `[B, T, H, D]`; token i sees the `window` tokens up to and with itself."""
-    q_BHTD, k_BHTD, v_BHTD = q_BTHD.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
-    group = q_BHTD.shape[1] // k_BHTD.shape[1]
-    if group > 1:
-        k_BHTD, v_BHTD = k_BHTD.repeat_interleave(group, 1), v_BHTD.repeat_interleave(group, 1)
-    if window is None or window >= q_BHTD.shape[2]:
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale).transpose(1, 2)
-    chunks = [
-        _windowed_chunk(q_BHTD, k_BHTD, v_BHTD, scale=scale, window=window, start=start)
-        for start in range(0, q_BHTD.shape[2], _WINDOW_CHUNK)
+    """Causal attention of the last T of C tokens, `[B, T, H, D]`; each sees `window` tokens up to and with itself."""
+    q_BHTD, k_BHCD, v_BHCD = _by_head(q_BTHD, k_BCKD, v_BCKD)
+    queries, context = q_BHTD.shape[2], k_BHCD.shape[2]
+    if queries == context and (window is None or window >= context):
+        return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, is_causal=True, scale=scale).transpose(1, 2)
+    parts = [
+        _causal_part(q_BHTD[:, :, start : start + _QUERIES], k_BHCD, v_BHCD, scale, window, context - queries + start)
+        for start in range(0, queries, _QUERIES)
     ]
-    return torch.cat(chunks, 2).transpose(1, 2)
+    return torch.cat(parts, 2).transpose(1, 2)
 
 
-def _windowed_chunk(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, scale: float, window: int, start: int) -> Tensor:
-    """The queries `start .. start + _WINDOW_CHUNK`, against the keys that any of them sees."""
-    stop = min(start + _WINDOW_CHUNK, q_BHTD.shape[2])
-    first = max(0, start - window + 1)
-    query_T1 = torch.arange(start, stop, device=q_BHTD.device)[:, None]
+def _causal_part(
+    q_BHTD: Tensor, k_BHCD: Tensor, v_BHCD: Tensor, scale: float, window: int | None, position: int
+) -> Tensor:
+    """The queries of the tokens from `position` on, against the keys that any of them sees."""
+    stop = position + q_BHTD.shape[2]
+    first = 0 if window is None else max(0, position - window + 1)
+    query_T1 = torch.arange(position, stop, device=q_BHTD.device)[:, None]
     key_C = torch.arange(first, stop, device=q_BHTD.device)
-    seen_TC = (key_C <= query_T1) & (key_C > query_T1 - window)
-    return F.scaled_dot_product_attention(
-        q_BHTD[:, :, start:stop], k_BHTD[:, :, first:stop], v_BHTD[:, :, first:stop], attn_mask=seen_TC, scale=scale
-    )
+    seen_TC = key_C <= query_T1
+    if window is not None:
+        seen_TC &= key_C > query_T1 - window
+    k_BHCD, v_BHCD = k_BHCD[:, :, first:stop], v_BHCD[:, :, first:stop]
+    return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, attn_mask=seen_TC, scale=scale)
+
+
+def full_attention(
+    q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, *, scale: float, bias_HX: Tensor | None = None
+) -> Tensor:
+    """Attention of every query to every key, `[B, T, H, D]`.
+
+    `bias_HX[:, T - 1 + j - i]` is added to the scores of query i and key j: it depends on their distance alone, so that
+    it is read from overlapping pieces of one row a head, and no matrix of them is made.
+    """
+    q_BHTD, k_BHCD, v_BHCD = _by_head(q_BTHD, k_BCKD, v_BCKD)
+    if bias_HX is None:
+        return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, scale=scale).transpose(1, 2)
+    # The pieces begin one further for every query less: from the last query to the first.
+    bias_HTC = bias_HX.unfold(1, k_BHCD.shape[2], 1)
+    out = F.scaled_dot_product_attention(q_BHTD.flip(2), k_BHCD, v_BHCD, attn_mask=bias_HTC[None], scale=scale)
+    return out.flip(2).transpose(1, 2)
+
+
+def _by_head(q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads before tokens, with a key and value head for every query head."""
+    q_BHTD, k_BHCD, v_BHCD = q_BTHD.transpose(1, 2), k_BCKD.transpose(1, 2), v_BCKD.transpose(1, 2)
+    group = q_BHTD.shape[1] // k_BHCD.shape[1]
+    if group > 1:
+        k_BHCD, v_BHCD = k_BHCD.repeat_interleave(group, 1), v_BHCD.repeat_interleave(group, 1)
+    return q_BHTD, k_BHCD, v_BHCD
 
 
 class CachedRows:
     """Which rows of the cache each sequence of a decode batch reads; worked out once and used by every layer."""
 
-    def __init__(self, rows: Sequence[NDArray[np.int64]], num_heads: int, num_rows: int, like: Tensor) -> None:
-        """`rows[b]` are a sequence's rows `[K, C]` in a cache of `num_rows` rows, of the dtype and device of `like`."""
-        self.num_heads = num_heads
+    def __init__(
+        self,
+        rows: Sequence[NDArray[np.int64]],
+        num_heads: int,
+        num_rows: int,
+        like: Tensor,
+        biases: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`rows[b]` are a sequence's rows `[K, C]` in a cache of `num_rows` rows, of the dtype and device of `like`.
+
+        `biases[b]`, `[H, C]`, are added to its scores.
+        """
+        self.num_heads, self.biases = num_heads, biases
         self.sampled = like.device.type == "cpu" and like.dtype == torch.float32
         if not self.sampled:
             self.rows = [torch.from_numpy(rows_KC).to(like.device) for rows_KC in rows]
@@ -71,8 +109,9 @@ class CachedRows:
         self.row_P = torch.from_numpy(row_P.astype(np.int32))
         self.ends = torch.from_numpy(ends.astype(np.int32))
         shape = (len(rows) * num_heads, num_rows)
-        self.pairs = _sparse(self.ends, self.row_P, shape)
-        self.scores = _sparse(self.ends, self.row_P, shape)
+        bias_P = torch.zeros(len(row_P)) if biases is None else torch.cat([bias_HC.flatten() for bias_HC in biases])
+        self.pairs = _sparse(self.ends, self.row_P, bias_P, shape)
+        self.scores = _sparse(self.ends, self.row_P, torch.zeros(len(row_P)), shape)
         self.weight_P = torch.empty(len(row_P))
         self.softmaxes = _views(contexts, num_heads, self.scores.values(), self.weight_P)
 
@@ -80,10 +119,11 @@ class CachedRows:
 def decode_attention(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: CachedRows, *, scale: float) -> Tensor:
     """One query token a sequence over its cached keys and values, `[B, H, D]`."""
     if not cached.sampled:
-        return _decode_gathered(q_BHD, keys_RD, values_RD, cached.rows, scale)
+        return _decode_gathered(q_BHD, keys_RD, values_RD, cached, scale)
     batch, heads, head_dim = q_BHD.shape
+    beta = 0.0 if cached.biases is None else 1.0
     torch.sparse.sampled_addmm(
-        cached.pairs, q_BHD.reshape(-1, head_dim), keys_RD.t(), beta=0.0, alpha=scale, out=cached.scores
+        cached.pairs, q_BHD.reshape(-1, head_dim), keys_RD.t(), beta=beta, alpha=scale, out=cached.scores
     )
     for scores, weights in cached.softmaxes:
         torch.softmax(scores, -1, out=weights)
@@ -93,13 +133,18 @@ def decode_attention(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: 
     return out.view(batch, heads, head_dim)
 
 
-def _decode_gathered(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, rows: list[Tensor], scale: float) -> Tensor:
+def _decode_gathered(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: CachedRows, scale: float) -> Tensor:
     """Sequence by sequence over copies of its keys and values: for devices and dtypes without sampled products."""
     heads, head_dim = q_BHD.shape[1:]
     outputs = []
-    for q_HD, rows_KC in zip(q_BHD, rows, strict=True):
-        q_KGD = q_HD.reshape(rows_KC.shape[0], -1, head_dim)
-        outputs.append(F.scaled_dot_product_attention(q_KGD, keys_RD[rows_KC], values_RD[rows_KC], scale=scale))
+    biases: Sequence[Tensor | None] = cached.biases or [None] * len(q_BHD)
+    for q_HD, rows_KC, bias_HC in zip(q_BHD, cached.rows, biases, strict=True):
+        kv_heads, context = rows_KC.shape
+        q_KGD = q_HD.reshape(kv_heads, -1, head_dim)
+        bias = None if bias_HC is None else bias_HC.reshape(kv_heads, -1, context)
+        outputs.append(
+            F.scaled_dot_product_attention(q_KGD, keys_RD[rows_KC], values_RD[rows_KC], attn_mask=bias, scale=scale)
+        )
     return torch.stack(outputs).view(-1, heads, head_dim)
 
 
@@ -111,9 +156,9 @@ def _views(contexts: Sequence[int], heads: int, scores_P: Tensor, weight_P: Tens
     return [(scores.view(rows, length), weights.view(rows, length)) for scores, weights, (length, rows) in pairs]
 
 
-def _sparse(ends: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+def _sparse(ends: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     _accept_beta_notice()
-    return torch.sparse_csr_tensor(ends, columns, torch.zeros(len(columns)), size=shape, check_invariants=False)
+    return torch.sparse_csr_tensor(ends, columns, values, size=shape, check_invariants=False)
 
 
 @functools.cache

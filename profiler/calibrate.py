@@ -15,6 +15,7 @@ from exeplan.plan import Schedule
 from exeplan.profile import Profile
 from exeplan.profiler.measure import Rig
 from exeplan.runner.engine import Engine, Request, StepRecord
+from exeplan.runner.execution import Local
 from exeplan.runner.sampling import SamplingParams
 from exeplan.scheduling import Batch, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
@@ -42,7 +43,10 @@ def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
     """
     rig.probe.use_layers(rig.copies)
     engine = Engine(
-        rig.runner, Schedule("orca", {"max_num_seqs": _SLOTS}), tokenizer=None, num_blocks=rig.runner.cache.num_blocks
+        Local(rig.runner),
+        Schedule("orca", {"max_num_seqs": _SLOTS}),
+        tokenizer=None,
+        num_blocks=rig.runner.cache.num_blocks,
     )
     for request in _requests(rig, random.Random(seed)):
         engine.add(request)
@@ -62,9 +66,12 @@ def calibration(bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_
 
     The median over the bursts, as the parts are medians over the rounds: a burst in a slow minute says little.
     """
-    cost = CostModel(replace(profile, model=replace(profile.model, num_layers=num_layers), calibration=1.0))
+    encoder_layers = min(num_layers, profile.model.num_encoder_layers)
+    model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
+    cost = CostModel(replace(profile, model=model, calibration=1.0))
+    begin = 0 if model.first_token_from_prefill else 1
     ratios = [
-        sum(step.seconds for step in steps) / sum(cost.batch_seconds(_batch(step.record)) for step in steps)
+        sum(step.seconds for step in steps) / sum(cost.batch_seconds(_batch(step.record, begin)) for step in steps)
         for steps in bursts
         if steps
     ]
@@ -82,12 +89,15 @@ def _requests(rig: Rig, draw: random.Random) -> list[Request]:
     return requests
 
 
-def _batch(record: StepRecord) -> Batch:
-    """A batch with the step's rows and tokens, shared evenly among its rows."""
+def _batch(record: StepRecord, begin: int) -> Batch:
+    """A batch with the step's rows and tokens, shared evenly among its rows.
+
+    Of each row's tokens `begin` are the decoder's start, which a prediction does not count.
+    """
     prefilled = record.num_new_tokens - record.num_decode
     return Batch(
-        prefill=_rows(record.num_prefill, prefilled),
-        decode=_rows(record.num_decode, record.context_tokens),
+        prefill=_rows(record.num_prefill, prefilled - begin * record.num_prefill),
+        decode=_rows(record.num_decode, record.context_tokens - begin * record.num_decode),
     )
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from exeplan.profile import Profile, save_profile
+from exeplan.profile import COMPUTE_OPS, Measurement, Profile, save_profile
 from exeplan.profiler.calibrate import BurstStep, burst, calibration
 from exeplan.profiler.device import raise_ceilings, versions
 from exeplan.profiler.lint import lint
 from exeplan.profiler.measure import Rig
 from exeplan.profiler.memory import peak_bytes
 from exeplan.profiler.points import Point, Range, Work, first_rows, order
-from exeplan.profiler.progress import Progress
 from exeplan.profiler.refine import suggest, worst_error
-from exeplan.profiler.samples import Samples, resumed
+from exeplan.profiler.samples import resumed
+from exeplan.progress import Progress
 
 _GRID_SHARE = 0.6
 """Of the budget, at most, for the coarse grid."""
@@ -35,6 +35,7 @@ _ADDED = 6
 """Gaps filled a round."""
 _BURST_SHARE = 1 / 6
 """Of the time, at most, for bursts of real load."""
+_CACHES_OF_WEIGHTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +59,27 @@ class Campaign:
     ) -> None:
         self.rig, self.work, self.reach, self.goal, self.output, self.bar = rig, work, reach, goal, output, bar
         self.device = work.device
-        self.samples = resumed(before.measurements) if before else Samples()
-        self.visits = _points(before) if before else {}
+        known = before.measurements if before else ()
+        own = [m for m in known if m.op in COMPUTE_OPS and m.tensor_parallel_size == 1]
+        self.of_several = tuple(m for m in known if m not in own)
+        """Rows that are about several devices: they stay as they are."""
+        self.samples, self.visits = resumed(own), _points(own)
         self.costs: dict[Point, float] = {}
         self.num_disturbed = self.num_visits = 0
         self.num_rounds = 1
         self.bursts: list[list[BurstStep]] = []
         self.burst_seconds = 0.0
-        self.weight_bytes = rig.runner.weight_bytes + (work.spec.num_layers - rig.copies) * work.layer_bytes
+        self.weight_bytes = rig.runner.weight_bytes + work.bytes_left_out(rig.copies)
         self.workspace_bytes = before.workspace_bytes if before else 0
 
-    def run(self) -> Profile:
-        """Rounds until settled or out of time."""
+    def run(self, *, complete: bool = True) -> Profile:
+        """Rounds until settled or out of time; the profile is `complete` unless more is to come."""
         try:
             self._measure()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._stopped()) from None
         self.device = raise_ceilings(self.device, self.rig.place, getattr(torch, self.work.dtype))
-        profile = self._save(complete=True)
+        profile = self._save(complete=complete)
         self._report(profile)
         return profile
 
@@ -152,8 +156,7 @@ class Campaign:
 
     def _cost(self, point: Point) -> float:
         """Seconds of a visit: as the last one, or as forecast."""
-        forecast = self.work.pass_seconds(point, self.rig.copies)
-        return self.costs.get(point) or min(9 * forecast, 0.2 + 2 * forecast)
+        return self.costs.get(point) or visit_seconds(self.work, point, self.rig.copies)
 
     def _settled(self, point: Point) -> bool:
         """Visited often enough, and its medians known to a third of the target error."""
@@ -179,7 +182,7 @@ class Campaign:
             device=self.device,
             weight_bytes=self.weight_bytes,
             workspace_bytes=self.workspace_bytes,
-            measurements=self.samples.measurements(),
+            measurements=(*self.samples.measurements(), *self.of_several),
             versions=versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             complete=complete,
@@ -206,14 +209,26 @@ class Campaign:
         if self.num_disturbed:
             share = self.num_disturbed / self.num_visits
             self.bar.note(f"other programs disturbed {share:.0%} of the visits, which were timed by CPU time instead")
-        for finding in lint(profile):
+        for finding in lint(replace(profile, measurements=self.samples.measurements())):
             self.bar.note(f"lint: {finding}")
 
 
-def _points(profile: Profile) -> dict[Point, int]:
+def visit_seconds(work: Work, point: Point, copies: int) -> float:
+    """How long a first visit takes, about."""
+    forecast = work.pass_seconds(point, copies)
+    return min(9 * forecast, 0.2 + 2 * forecast)
+
+
+def num_copies(work: Work) -> int:
+    """Layers over which passes rotate, so that each is as cold as in the whole model."""
+    cold = -(-_CACHES_OF_WEIGHTS * work.device.cache_bytes // work.layer_bytes)
+    return min(work.spec.num_layers, max(2, cold))
+
+
+def _points(rows: Iterable[Measurement]) -> dict[Point, int]:
     """The points behind a profile's rows, and how often each was visited."""
     points: dict[Point, int] = {}
-    for m in profile.measurements:
+    for m in rows:
         if m.op == "attention":
             points[Point(m.phase, m.num_seqs, (m.num_tokens or m.context_tokens) // m.num_seqs)] = m.repeats
         elif m.op == "overhead" and m.phase == "prefill":

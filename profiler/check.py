@@ -21,6 +21,7 @@ import torch
 from exeplan.plan import Schedule
 from exeplan.profile import Profile, load_profile
 from exeplan.runner.engine import Engine, Request
+from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def _run(runner: ModelRunner, case: Case, cost: CostModel, seed: int) -> Iterato
     """One case through the engine, undisturbed steps only."""
     slots = len(case.prompts) + len(case.joining)
     engine = Engine(
-        runner,
+        Local(runner),
         Schedule("orca", {"max_num_seqs": slots}),
         tokenizer=Tokenizer.load(runner.spec),
         num_blocks=runner.cache.num_blocks,

@@ -17,6 +17,7 @@ import numpy as np
 
 from exeplan.model import DTYPE_BYTES
 from exeplan.profile import Measurement, Profile
+from exeplan.shape import layer_parameters
 
 _RATE_TOLERANCE = 1.15
 _FALL_TOLERANCE = 0.06
@@ -76,7 +77,7 @@ def _flops(profile: Profile, m: Measurement) -> float:
     """Operations that the row cannot do without."""
     spec, size = profile.model, DTYPE_BYTES[profile.dtype]
     if m.op == "rest":
-        return 2.0 * m.num_tokens * _layer_bytes(profile) / size
+        return 2.0 * m.num_tokens * _layer_bytes(profile, m.phase) / size
     if m.op == "head":
         return 2.0 * m.num_seqs * spec.vocab_size * spec.hidden_size
     if m.op == "attention":
@@ -88,37 +89,41 @@ def _flops(profile: Profile, m: Measurement) -> float:
 def _moved(profile: Profile, m: Measurement) -> float:
     """Bytes that the row must fetch from memory."""
     if m.op == "rest":
-        return _layer_bytes(profile) * _cold_share(profile, 0)
+        return _layer_bytes(profile, m.phase) * _cold_share(profile, m.phase, 0)
     if m.op == "head":
         head = profile.model.vocab_size * profile.model.hidden_size * DTYPE_BYTES[profile.dtype]
-        return head * _cold_share(profile, 0)
+        return head * _cold_share(profile, m.phase, 0)
     if m.op == "attention" and m.phase == "decode":
         kv = m.context_tokens * profile.model.kv_bytes_per_token(profile.dtype)
-        return kv / profile.model.num_layers * _cold_share(profile, kv)
+        return kv / profile.model.num_layers * _cold_share(profile, m.phase, kv)
     return 0.0
 
 
-def _layer_bytes(profile: Profile) -> float:
-    """A layer's weights, from below."""
+def _layer_bytes(profile: Profile, phase: str) -> float:
+    """The weights of a layer that runs in a phase, from below."""
     spec = profile.model
     tables = 2 * spec.vocab_size * spec.hidden_size * DTYPE_BYTES[profile.dtype]
-    return max(0.0, (profile.weight_bytes - tables) / spec.num_layers)
+    layer, encoder_layer = layer_parameters(spec), layer_parameters(spec, encoder=True)
+    all_layers = spec.num_layers * layer + spec.num_encoder_layers * encoder_layer
+    own = encoder_layer if spec.is_encoder_decoder and phase == "prefill" else layer
+    return max(0.0, (profile.weight_bytes - tables) * own / all_layers)
 
 
-def _cold_share(profile: Profile, kv_bytes: float) -> float:
+def _cold_share(profile: Profile, phase: str, kv_bytes: float) -> float:
     """The share of a pass's bytes that the cache cannot have kept from the pass before.
 
     The profiler rotates over four times the cache at least, so no more than a quarter was ever kept there.
     """
     if profile.device.cache_bytes == 0:
         return 1.0
-    pass_bytes = _layer_bytes(profile) * profile.model.num_layers + kv_bytes
+    layers = profile.model.num_encoder_layers if phase == "prefill" else 0
+    pass_bytes = _layer_bytes(profile, phase) * (layers or profile.model.num_layers) + kv_bytes
     return max(0.0, 1.0 - profile.device.cache_bytes / max(1.0, min(pass_bytes, 4.0 * profile.device.cache_bytes)))
 
 
 def _falls(rows: list[Measurement]) -> Iterator[str]:
     """Along each axis of each op, with the other axes fixed."""
-    tokens, seconds = _rest_curve(rows)
+    rests = {phase: _rest_curve(rows, phase) for phase in ("prefill", "decode")}
     groups: dict[tuple[str, str, int], list[Measurement]] = {}
     for m in rows:
         fixed = m.num_seqs if m.op == "attention" else 0
@@ -128,7 +133,9 @@ def _falls(rows: list[Measurement]) -> Iterator[str]:
         for less, more in pairwise(ordered):
             # Attention is what a layer takes beyond its rest, so the noise is that of the layer.
             layer = (
-                float(np.interp(more.num_tokens or more.num_seqs, tokens, seconds)) if more.op == "attention" else 0.0
+                float(np.interp(more.num_tokens or more.num_seqs, *rests[more.phase]))
+                if more.op == "attention"
+                else 0.0
             )
             noise = _FALL_TOLERANCE * (less.seconds + layer) + 2 * (
                 less.spread * less.seconds + more.spread * more.seconds
@@ -140,6 +147,6 @@ def _falls(rows: list[Measurement]) -> Iterator[str]:
                 )
 
 
-def _rest_curve(rows: list[Measurement]) -> tuple[list[int], list[float]]:
-    points = sorted((m.num_tokens, m.seconds) for m in rows if m.op == "rest")
+def _rest_curve(rows: list[Measurement], phase: str) -> tuple[list[int], list[float]]:
+    points = sorted((m.num_tokens, m.seconds) for m in rows if m.op == "rest" and m.phase in ("", phase))
     return ([n for n, _ in points], [s for _, s in points]) if points else ([0], [0.0])

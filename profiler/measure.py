@@ -26,10 +26,12 @@ from exeplan.profiler.device import synchronize
 from exeplan.profiler.points import Point, Work, ragged
 from exeplan.profiler.probe import PassTimes, Probe
 from exeplan.profiler.samples import Key
-from exeplan.runner import engine as engine_module
+from exeplan.runner import execution
 from exeplan.runner.engine import Engine, Request
+from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.sampling import GREEDY, Row, SampledToken, SamplingParams, sample
+from exeplan.runner.shard import ALONE, Group, whole
 from exeplan.runner.tokenizer import Tokenizer
 from exeplan.scheduling import BLOCK_SIZE, Batch, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
@@ -70,14 +72,24 @@ class _GreedyRow:
 
 
 class Rig:
-    """A model of `copies` layers with random keys and values in its cache."""
+    """A model of `copies` layers, or one rank's shard of them, with random keys and values in its cache."""
 
     def __init__(
-        self, spec: ModelSpec, *, dtype: str, device: str, copies: int, num_blocks: int, dummy_weights: bool
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: str,
+        device: str,
+        copies: int,
+        num_blocks: int,
+        dummy_weights: bool,
+        group: Group = ALONE,
     ) -> None:
-        self.num_layers, self.copies = spec.num_layers, copies
+        self.spec, self.copies = spec, copies
+        copied = replace(spec, num_layers=copies, num_encoder_layers=min(copies, spec.num_encoder_layers))
         self.runner = ModelRunner(
-            replace(spec, num_layers=copies),
+            copied,
+            shard=replace(whole(copied), group=group),
             dtype=dtype,
             device=device,
             num_blocks=num_blocks,
@@ -123,22 +135,31 @@ class Rig:
         """The sequences of a prefill or decode point, and their tokens."""
         one = 1 if point.kind == "decode" else 0
         lengths = ragged(point.num_seqs, point.tokens, self.longest - one)
-        rows = tuple(
-            SequenceState(
-                request_id=f"{index}",
-                num_prompt_tokens=length + one,
-                max_output_tokens=1,
-                num_blocks=num_blocks_for(length + one),
-            )
-            for index, length in enumerate(lengths)
-        )
+        rows = tuple(self._row(f"{index}", length, decodes=bool(one)) for index, length in enumerate(lengths))
         token_ids = {row.request_id: self._prompts[index % _PROMPTS] for index, row in enumerate(rows)}
         return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), token_ids
+
+    def _row(self, request_id: str, length: int, *, decodes: bool) -> SequenceState:
+        """A sequence that has so many tokens in the cache, or to prefill.
+
+        Of an encoder-decoder model's cached tokens half are the decoder's; none of its prompt is its start token.
+        """
+        outputs = length // 2 if decodes and self.spec.is_encoder_decoder else 0
+        begin = 1 if decodes or self.spec.is_encoder_decoder else 0
+        row = SequenceState(
+            request_id=request_id,
+            num_prompt_tokens=length - outputs + begin,
+            num_output_tokens=outputs,
+            max_output_tokens=outputs + 1,
+        )
+        row.num_blocks = num_blocks_for(row.num_tokens)
+        return row
 
     @contextmanager
     def placed(self, point: Point) -> Iterator[Callable[[], Tensor]]:
         """A function that runs one pass at a point; its KV blocks are freed in the end."""
         batch, token_ids = self.batch(point)
+        self.runner.assume_cached(batch.decode)
         try:
             yield lambda: self.runner.forward(batch, token_ids)
         finally:
@@ -179,20 +200,33 @@ class Rig:
     def _parts(self, point: Point, times: PassTimes, sampling: float) -> dict[Key, float]:
         """The parts of one pass, by the measurement that they belong to."""
         seqs, tokens = point.num_seqs, point.total_tokens
-        layer, attention = times.layer(self.num_layers), times.attention(self.num_layers)
+        apart = self.spec.is_encoder_decoder
         if point.kind == "decode":
+            layer, attention = times.layer(self.spec.num_layers), times.attention(self.spec.num_layers)
+            # Otherwise the rest of a layer is that of a prefill of as many tokens.
+            rest: dict[Key, float] = {("rest", "decode", 0, seqs, 0): layer - attention} if apart else {}
             return {
                 ("layer", "decode", seqs, 0, tokens): layer,
                 ("attention", "decode", seqs, 0, tokens): attention,
                 ("embed", "", 0, seqs, 0): times.embed,
                 ("head", "", seqs, 0, 0): times.head + sampling,
+                **rest,
             }
+        layer, attention = self._prefill_layer(times)
         return {
             ("layer", "prefill", seqs, tokens, 0): layer,
             ("attention", "prefill", seqs, tokens, 0): attention,
-            ("rest", "", 0, tokens, 0): layer - attention,
+            ("rest", "prefill" if apart else "", 0, tokens, 0): layer - attention,
             ("embed", "", 0, tokens, 0): times.embed,
         }
+
+    def _prefill_layer(self, times: PassTimes) -> tuple[float, float]:
+        """A layer and its attention; an encoder layer with its share of what its output costs the decoder layers."""
+        layers, encoder_layers = self.spec.num_layers, self.spec.num_encoder_layers
+        if not encoder_layers:
+            return times.layer(layers), times.attention(layers)
+        cross = times.cross / len(self.probe.layers) * layers / encoder_layers
+        return times.encoder_layer(encoder_layers) + cross, times.encoder_attention(encoder_layers)
 
     def _engine(self, point: Point) -> dict[Key, list[float]]:
         """What whole iterations take beyond the model and the sampling in them."""
@@ -216,7 +250,7 @@ class Rig:
 
     def engine(self, schedule: Schedule) -> Engine:
         """A whole engine over this rig's model."""
-        return Engine(self.runner, schedule, tokenizer=self._tokenizer, num_blocks=self.runner.cache.num_blocks)
+        return Engine(Local(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=self.runner.cache.num_blocks)
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         """A greedy request that runs to its full length."""
@@ -242,11 +276,11 @@ class Rig:
             seconds.append((clock() - start) * 1e-9)
             return tokens
 
-        setattr(engine_module, "sample", timed)  # noqa: B010 - the engine imports it, it does not export it
+        setattr(execution, "sample", timed)  # noqa: B010 - it is imported there, not exported
         try:
             yield seconds
         finally:
-            setattr(engine_module, "sample", sample)  # noqa: B010
+            setattr(execution, "sample", sample)  # noqa: B010 - as above
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float, float]:
         """The result, the seconds it took, and the share of them in which this thread had its CPU."""

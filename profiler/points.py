@@ -2,7 +2,7 @@
 
 kind      num_seqs, tokens           measures
 prefill   prompts, tokens of each    attention(prefill), rest, embed
-decode    rows, context of each      attention(decode), head
+decode    rows, context of each      attention(decode), head; rest(decode) of an encoder-decoder model
 engine    requests                   overhead of whole engine iterations, prefill and decode
 """
 
@@ -53,6 +53,16 @@ class Work:
     dtype: str
     device: Device
     layer_bytes: int
+    encoder_layer_bytes: int = 0
+
+    def bytes_left_out(self, copies: int) -> int:
+        """Of the weights of all layers but so many of each kind."""
+        encoder_layers = max(0, self.spec.num_encoder_layers - copies)
+        return (self.spec.num_layers - copies) * self.layer_bytes + encoder_layers * self.encoder_layer_bytes
+
+    def _bytes(self, point: Point) -> int:
+        """Of the weights of a layer that does it."""
+        return self.encoder_layer_bytes or self.layer_bytes if point.kind == "prefill" else self.layer_bytes
 
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens in one layer."""
@@ -61,20 +71,21 @@ class Work:
     def layer_seconds(self, point: Point) -> float:
         """A rough forecast, for planning visits only."""
         spec, size = self.spec, DTYPE_BYTES[self.dtype]
-        keys = point.tokens / 2 if point.kind == "prefill" else point.tokens
-        flops = 2.0 * point.num_rows * (self.layer_bytes / size + 2 * spec.num_heads * spec.head_dim * keys)
-        moved = self.layer_bytes + self.kv_bytes(point.total_tokens)
+        causal = point.kind == "prefill" and not spec.is_encoder_decoder
+        keys = point.tokens / 2 if causal else point.tokens
+        flops = 2.0 * point.num_rows * (self._bytes(point) / size + 2 * spec.num_heads * spec.head_dim * keys)
+        moved = self._bytes(point) + self.kv_bytes(point.total_tokens)
         rates = self.device.flops_per_second, self.device.copy_bytes_per_second
         return (flops / rates[0] + moved / rates[1]) / _EFFICIENCY + _CALL_SECONDS * (point.num_seqs + 5)
 
     def layers_needed(self, point: Point, copies: int) -> int:
         """How many layers a pass must visit so that each finds the caches as cold as in the whole model."""
         if point.kind == "prefill":
-            fetching = self.layer_bytes / self.device.copy_bytes_per_second
+            fetching = self._bytes(point) / self.device.copy_bytes_per_second
             if fetching < _COLD_SHARE * self.layer_seconds(point):
                 return 1
         activations = 8 * point.num_rows * self.spec.hidden_size * DTYPE_BYTES[self.dtype]
-        footprint = self.layer_bytes + self.kv_bytes(point.total_tokens) + activations
+        footprint = self._bytes(point) + self.kv_bytes(point.total_tokens) + activations
         # A second layer tells apart what the first one of a decode works out for all.
         least = 2 if point.kind == "decode" else 1
         return min(copies, max(least, -(-4 * self.device.cache_bytes // footprint)))

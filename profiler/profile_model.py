@@ -13,20 +13,22 @@ import torch
 from exeplan.errors import InputError
 from exeplan.model import ModelSpec
 from exeplan.profile import Device, Profile, load_profile
-from exeplan.profiler.campaign import Campaign, Goal
+from exeplan.profiler.campaign import Campaign, Goal, num_copies
 from exeplan.profiler.device import check_device, device_name, measure_device, versions
 from exeplan.profiler.measure import Rig
 from exeplan.profiler.memory import tensor_bytes
 from exeplan.profiler.points import Work, choose_range
-from exeplan.profiler.progress import Progress
+from exeplan.profiler.several import ONE_DEVICE_SHARE, Several, check_several
+from exeplan.progress import Progress
 from exeplan.runner.model_runner import load_model
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
 _KV_BYTES_A_SECOND = 50e6
 """Of the budget: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
-_CACHES_OF_WEIGHTS = 4
 _LEAST_CONTEXT = 16
+_UNLIMITED_CONTEXT = 2048
+"""Up to which an encoder-decoder model is measured unless more is asked for."""
 _PASS_SHARE = 1 / 40
 """Of the budget, at most, for one pass of the coarse grid."""
 
@@ -43,10 +45,12 @@ def profile_model(
     max_context: int | None = None,
     dummy_weights: bool = False,
     num_threads: int = 1,
+    num_devices: int = 1,
     progress: bool = True,
 ) -> Profile:
     """Measures the model and writes the profile to `output`, after every round and at the end.
 
+    For several devices: shards of its layers too, and what the devices take to work together.
     An unfinished profile in `output` is resumed when it was made for the same model, dtype, device and versions. Raises
     InputError for what cannot be measured, and KeyboardInterrupt with a sentence when it is stopped by hand.
     """
@@ -58,22 +62,27 @@ def profile_model(
         max_num_seqs=max_num_seqs,
         max_context=max_context,
     )
+    if spec.is_encoder_decoder:  # Its context knows no limit, so that one must be set to what is measured.
+        spec = replace(spec, max_context=max_context or min(spec.max_context, _UNLIMITED_CONTEXT))
     place = check_device(device)
     torch.set_num_threads(num_threads)
+    remark = check_several(spec, num_devices, place, num_threads)
     with Progress(f"profile {spec.name}", shown=progress) as bar:
+        if remark:
+            bar.note(remark)
         bar.update(0.0, budget_seconds, "measuring the device")
         before = _unfinished(spec, dtype=dtype, place=place, output=output, bar=bar)
         found = before.device if before else measure_device(device, getattr(torch, dtype))
-        layer_bytes = _layer_bytes(spec, dtype=dtype, device=device)
-        work = Work(spec=spec, dtype=dtype, device=found, layer_bytes=layer_bytes)
-        copies = min(spec.num_layers, max(2, -(-_CACHES_OF_WEIGHTS * found.cache_bytes // layer_bytes)))
+        layer_bytes, encoder_bytes = _layer_bytes(spec, dtype=dtype, device=device)
+        work = Work(spec=spec, dtype=dtype, device=found, layer_bytes=layer_bytes, encoder_layer_bytes=encoder_bytes)
+        copies = num_copies(work)
         reach = choose_range(
             work,
             copies=copies,
             max_num_seqs=max_num_seqs or (_CUDA_SEQS if place.type == "cuda" else _CPU_SEQS),
             max_context=min(max_context or spec.max_context, spec.max_context),
             memory_bytes=int(min(found.memory_bytes * _KV_SHARE_OF_MEMORY, budget_seconds * _KV_BYTES_A_SECOND)),
-            pass_seconds=budget_seconds * _PASS_SHARE,
+            pass_seconds=budget_seconds * _PASS_SHARE * (ONE_DEVICE_SHARE if num_devices > 1 else 1.0),
         )
         rig = Rig(
             spec,
@@ -84,7 +93,13 @@ def profile_model(
             dummy_weights=dummy_weights,
         )
         goal = Goal(started=started, budget_seconds=budget_seconds, target_error=target_error)
-        return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
+        if num_devices == 1:
+            return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
+        alone = replace(goal, budget_seconds=budget_seconds * ONE_DEVICE_SHARE)
+        profile = Campaign(rig, work, reach, goal=alone, output=output, bar=bar, before=before).run(complete=False)
+        del rig  # Its memory is for the shards.
+        several = Several(num_devices=num_devices, work=work, reach=reach, device=device, dummy_weights=dummy_weights)
+        return several.added_to(profile, goal=goal, output=output, bar=bar)
 
 
 def _check(
@@ -106,11 +121,13 @@ def _check(
         raise InputError(f"max_context {max_context} is beyond the {spec.max_context} tokens that {spec.name} can hold")
 
 
-def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> int:
-    """Bytes of one layer's weights as the engine holds them."""
+def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]:
+    """Bytes of the weights of one layer, and of one encoder layer (0 where there is none), as the engine holds them."""
+    smallest = replace(spec, num_layers=1, num_encoder_layers=min(1, spec.num_encoder_layers))
     with torch.inference_mode():
-        model, _ = load_model(replace(spec, num_layers=1), dtype=dtype, device=device, dummy_weights=True)
-    return max(1, tensor_bytes(model.layers[0]))
+        model, _ = load_model(smallest, dtype=dtype, device=device, dummy_weights=True)
+    encoder_layers = getattr(model, "encoder_layers", ())
+    return max(1, tensor_bytes(model.layers[0])), sum(map(tensor_bytes, encoder_layers))
 
 
 def _unfinished(spec: ModelSpec, *, dtype: str, place: torch.device, output: Path, bar: Progress) -> Profile | None:

@@ -23,6 +23,7 @@ def suggest(samples: Samples, reach: Range, *, num_layers: int, target: float) -
         *_along_tokens(samples, "prefill", target),
         *_along_tokens(samples, "decode", target),
         *_across_decodes(samples, reach, target),
+        *_rest_of_decodes(samples, reach, target),
         *_once_a_pass(samples, reach, num_layers, target),
     ]
     return sorted(found, key=lambda suggestion: -suggestion.error)
@@ -65,12 +66,21 @@ def _across_decodes(samples: Samples, reach: Range, target: float) -> list[Sugge
         if len(keys) < 3:
             continue
         whole = {n: samples.median(key) for n, key in keys.items()}
-        attention = {n: whole[n] - samples.rest(n) for n in keys}
+        attention = {n: whole[n] - samples.rest(n, "decode") for n in keys}
         noise = {n: _noise(samples, key) for n, key in keys.items()}
         for gap in splittable(gaps(attention, whole.__getitem__, noise.__getitem__), target=target):
             if not any(gap.low < n < gap.high for n in measured):
                 worst[gap.low, gap.high] = max(gap.error, worst.get((gap.low, gap.high), 0.0))
     return [_decode_row(Gap(error, *ends), reach) for ends, error in worst.items()]
+
+
+def _rest_of_decodes(samples: Samples, reach: Range, target: float) -> list[Suggestion]:
+    """Over the number of sequences, where it is not that of prefills: as shares of a layer at its shortest context."""
+    seconds = samples.curve("rest", "decode")
+    whole = {n: samples.median(next(iter(row.values()))) for n, row in rows(samples, "decode").items()}
+    noise = {n: _noise(samples, ("rest", "decode", 0, n, 0)) for n in seconds}
+    found = gaps(seconds, whole.__getitem__, noise.__getitem__)
+    return [_decode_row(gap, reach) for gap in splittable(found, target=target)]
 
 
 def _once_a_pass(samples: Samples, reach: Range, num_layers: int, target: float) -> list[Suggestion]:

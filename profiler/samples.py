@@ -56,10 +56,15 @@ class Samples:
     def median(self, key: Key) -> float:
         return statistics.median(self.seconds(key))
 
-    def rest(self, num_tokens: int) -> float:
-        """Rest of a layer as the cost model reads it: linear between measured numbers of tokens."""
-        curve = self.curve("rest", "")
-        return float(np.interp(num_tokens, list(curve), list(curve.values())))
+    def rest(self, num_tokens: int, phase: str) -> float:
+        """Rest of a layer as the cost model reads it: linear between measured numbers of tokens.
+
+        Those of the two phases are apart where encoder and decoder layers are.
+        """
+        return _at(self._rests(phase), num_tokens)
+
+    def _rests(self, phase: str) -> dict[int, float]:
+        return self.curve("rest", phase) or self.curve("rest", "")
 
     def curve(self, op: str, phase: str) -> dict[int, float]:
         """Median seconds over number of tokens, sorted."""
@@ -74,9 +79,8 @@ class Samples:
 
     def measurements(self) -> tuple[Measurement, ...]:
         """All rows, attention worked out from whole layers."""
-        rests = self.curve("rest", "")
-        tokens, seconds = list(rests), list(rests.values())
         rows = []
+        rests = {phase: self._rests(phase) for phase in ("prefill", "decode")}
         order = {op: number for number, op in enumerate(COMPUTE_OPS)}
         for key in sorted(self.keys, key=lambda key: (order.get(key[0], -1), key[1:])):
             op, phase, num_seqs, num_tokens, context_tokens = key
@@ -85,7 +89,7 @@ class Samples:
             value = self.median(key)
             if op == "attention":
                 whole = self.median(("layer", *key[1:]))
-                beyond = whole - float(np.interp(num_tokens or num_seqs, tokens, seconds))
+                beyond = whole - _at(rests[phase], num_tokens or num_seqs)
                 value = beyond if beyond > value / 2 else value
             rows.append(
                 Measurement(
@@ -111,10 +115,14 @@ def resumed(measurements: Iterable[Measurement]) -> Samples:
             samples.add({_key(row): seconds})
     for row in rows:
         if row.op == "attention":
-            rest = samples.rest(row.num_tokens or row.num_seqs)
+            rest = samples.rest(row.num_tokens or row.num_seqs, row.phase)
             for seconds in _samples_of(row):
                 samples.add({("layer", *_key(row)[1:]): seconds + rest})
     return samples
+
+
+def _at(curve: Mapping[int, float], num_tokens: int) -> float:
+    return float(np.interp(num_tokens, list(curve), list(curve.values())))
 
 
 def _key(row: Measurement) -> Key:

@@ -4,6 +4,8 @@ Standard: a Hugging Face directory holds `model.safetensors`, or shards named by
 Pickled checkpoints (*.bin, *.pt) are refused: reading one can run code. Nothing is ever imported from a checkpoint.
 """
 
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,9 +15,14 @@ from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.files import read_json
+from exeplan.runner.shard import Part
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+OnRead = Callable[[int], None]
+"""Is told how many bytes have been taken so far, tensor by tensor."""
 
 
 class Weights(Protocol):
@@ -24,10 +31,15 @@ class Weights(Protocol):
     dtype: torch.dtype
     device: torch.device
     num_bytes: int
-    """Bytes of all tensors taken so far."""
+    """Bytes of all that was taken so far."""
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The named tensor, copied to dtype and device. Raises InputError unless it has that shape and is finite."""
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def take(self, name: str, *shape: int | Part) -> Tensor:
+        """The named tensor, copied to dtype and device; of a dimension given as a Part only that part, and no more is
+        read. Raises InputError unless the whole tensor has that shape and what is taken is finite.
+        """
 
 
 class Checkpoint:
@@ -36,53 +48,94 @@ class Checkpoint:
     `prefix` is what a family's names start with; a checkpoint of the bare model has the same names without it.
     """
 
-    def __init__(self, directory: Path, *, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+        on_read: OnRead = lambda num_bytes: None,
+    ) -> None:
         self.directory, self.dtype, self.device, self.prefix = directory, dtype, device, prefix
-        self.num_bytes = 0
+        self.num_bytes, self._on_read = 0, on_read
         self._files = _find_tensors(directory)
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def holds(self, name: str) -> bool:
+        return name in self._files or name.removeprefix(self.prefix) in self._files
+
+    def take(self, name: str, *shape: int | Part) -> Tensor:
         if name not in self._files:
             name = name.removeprefix(self.prefix)
         path = self._files.get(name)
         if path is None:
             raise InputError(f"{self.directory} has no tensor '{name}', which its config.json calls for")
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"cannot read tensor '{name}' from {path}: {error}") from None
-        if tuple(tensor.shape) != shape:
-            raise InputError(
-                f"tensor '{name}' in {path} has shape {list(tensor.shape)}, config.json calls for {list(shape)}"
-            )
+        tensor = _read(path, name, shape)
         if not tensor.is_floating_point():
             raise InputError(f"tensor '{name}' in {path} is {tensor.dtype}; quantized weights are not supported")
-        tensor = tensor.to(self.device, self.dtype, copy=True)
+        tensor = tensor.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
         if not tensor.isfinite().all():
             raise InputError(f"tensor '{name}' in {path} holds values that are not finite in {self.dtype}")
         self.num_bytes += tensor.nbytes
+        self._on_read(self.num_bytes)
         return tensor
 
 
 class RandomWeights:
-    """Random weights of any shape: equal for equal seeds, whatever the order of taking."""
+    """Random weights of any shape: equal for equal seeds and names, whatever the order of taking and whatever part."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.dtype, self.device = dtype, device
-        self.num_bytes = 0
-        self._generator = torch.Generator(device=device).manual_seed(seed)
+    def __init__(
+        self, *, dtype: torch.dtype, device: torch.device, seed: int, on_read: OnRead = lambda num_bytes: None
+    ) -> None:
+        self.dtype, self.device, self.seed = dtype, device, seed
+        self.num_bytes, self._on_read = 0, on_read
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        if name.endswith("bias"):
-            tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        elif len(shape) == 1:
-            tensor = torch.ones(shape, dtype=self.dtype, device=self.device)
-        else:
-            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-            tensor.normal_(std=0.02, generator=self._generator)
+    def holds(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, *shape: int | Part) -> Tensor:
+        tensor = self._draw(name, _sizes(shape))
+        if not _is_whole(shape):
+            tensor = tensor[_index(shape)].clone(memory_format=torch.contiguous_format)
         self.num_bytes += tensor.nbytes
+        self._on_read(self.num_bytes)
         return tensor
+
+    def _draw(self, name: str, sizes: Sequence[int]) -> Tensor:
+        if name.endswith("bias"):
+            return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+        if len(sizes) == 1:
+            return torch.ones(sizes, dtype=self.dtype, device=self.device)
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest[:8], "little"))
+        return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(std=0.02, generator=generator)
+
+
+def _read(path: Path, name: str, shape: Sequence[int | Part]) -> Tensor:
+    """The tensor, or the wanted part of it, as it is in the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = file.get_slice(name)
+            if stored.get_shape() != _sizes(shape):
+                raise InputError(
+                    f"tensor '{name}' in {path} has shape {stored.get_shape()}, config.json calls for {_sizes(shape)}"
+                )
+            tensor: Tensor = file.get_tensor(name) if _is_whole(shape) else stored[_index(shape)]
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read tensor '{name}' from {path}: {error}") from None
+    return tensor
+
+
+def _sizes(shape: Sequence[int | Part]) -> list[int]:
+    return [part.size if isinstance(part, Part) else part for part in shape]
+
+
+def _is_whole(shape: Sequence[int | Part]) -> bool:
+    return all(isinstance(part, int) or part.is_whole for part in shape)
+
+
+def _index(shape: Sequence[int | Part]) -> tuple[slice, ...]:
+    return tuple(slice(part.start, part.stop) if isinstance(part, Part) else slice(None) for part in shape)
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:

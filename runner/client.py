@@ -17,6 +17,10 @@ from typing import Any
 from exeplan.errors import InputError
 from exeplan.runner.wire import HEADER, Event, Stats, frame
 
+_FAULTS = {
+    "error": "the model gave no usable numbers for this request; the server's log says more",
+    "lost": "workers died more than once while this request was running, so it is not tried again",
+}
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
 
@@ -61,6 +65,8 @@ class EngineClient:
 
     def __init__(self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
         self.failure: str | None = None
+        self.pause: str | None = None
+        """Why nothing runs at the moment, though it soon will; None while all is well."""
         self.stats = Stats()
         self.num_blocks = 0
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
@@ -182,6 +188,9 @@ class EngineClient:
         """Passes a message on; returns why the engine is ending, if it says so."""
         if message["kind"] == "broken":
             return message["message"]
+        if message["kind"] in ("down", "up"):
+            self.pause = message.get("message")
+            return None
         if message["kind"] == "refused":
             if job := self._jobs.get(message["job"]):
                 job.open.clear()
@@ -201,10 +210,8 @@ class EngineClient:
         job.waiting.discard(event.request_id)
         if event.finish_reason:
             job.open.discard(event.request_id)
-        failed = EngineError(
-            "the model gave no usable numbers for this request; the server's log says more", status=500
-        )
-        job.events.put_nowait(failed if event.finish_reason == "error" else event)
+        fault = _FAULTS.get(event.finish_reason or "")
+        job.events.put_nowait(EngineError(fault, status=500) if fault else event)
         return True
 
     async def _how_it_ended(self) -> str:

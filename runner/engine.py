@@ -1,59 +1,32 @@
 """Engine: requests in, tokens out, one iteration at a time, in the order that a schedule wants.
 
-One step: the scheduler says which rows run, the model runner computes their logits, sampling picks a token for each,
-the tokens are booked and delivered, and whoever is finished leaves with its blocks. A request that is preempted is
-computed again from its tokens so far, none of which is delivered twice; a request that fails, fails alone.
-Not here: threads, queues and HTTP (`process`, `server`), and which request comes next (`exeplan.policies`).
+One step: whoever finds its first stage free gets the batch that the scheduler wants next; the executor computes; the
+tokens that come back are booked and delivered, and whoever is finished leaves with its blocks. A request that is
+preempted, or whose workers died, is computed again from its tokens so far, none of which is delivered twice; a request
+that fails, fails alone.
+Not here: threads, queues and HTTP (`process`, `server`), which request comes next (`exeplan.policies`), and what a
+batch runs on (`execution`).
 """
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 from exeplan.errors import InputError
 from exeplan.plan import Schedule
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.sampling import GREEDY, SampledToken, SamplingParams, sample
+from exeplan.runner.execution import Arrived, Done, Executor
+from exeplan.runner.requests import Output, Request, Row, as_rows
+from exeplan.runner.sampling import GREEDY, SampledToken
 from exeplan.runner.text_stream import TextStream
-from exeplan.runner.tokenizer import Tokenizer, eos_token_ids
+from exeplan.runner.tokenizer import Tokenizer, decoder_start_token_id, eos_token_ids
 from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler
-from exeplan.scheduling import Sequence as SequenceState
 
-log = logging.getLogger(__name__)
+MAX_CRASHES = 2
+"""A request that was running when workers died so often is not tried again: it may be the reason."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to continue, and how. `arrival` is in seconds on the engine's clock."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    arrival: float = 0.0
-
-
-class Output(NamedTuple):
-    """What one step brought a request; times in seconds on the engine's clock."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    text: str
-    """Lags behind the tokens while a character is incomplete or a stop string possible; empty without a tokenizer."""
-    logprobs: tuple[SampledToken, ...]
-    """One entry a token where the request asked for log-probabilities."""
-    finish_reason: str | None
-    """'stop', 'length', 'error', or None while it goes on."""
-    first: bool
-    """Whether this holds the first token."""
-    start: float
-    """When its first prefill began."""
-    time: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    """Tokens of the output so far, these included."""
+__all__ = ["Engine", "Output", "Request", "StepRecord"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +42,12 @@ class StepRecord:
     """Tokens that the decode rows attend to."""
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Row(SequenceState):
-    """A request in the engine; what `sampling.Row` asks for."""
-
-    sampling: SamplingParams
-    plain: bool
-    seed: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    """Prompt and output."""
-    banned_token_ids: tuple[int, ...]
-    end_token_ids: frozenset[int]
-    stream: TextStream | None
-    arrival: float
-    start: float | None = None
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-
 class Engine:
-    """Runs one schedule on one model runner. `last_step` tells about the latest step that ran anything."""
+    """Runs one schedule on one executor. `last_step` tells about the latest batch that was finished."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         schedule: Schedule,
         *,
         tokenizer: Tokenizer | None = None,
@@ -104,12 +56,14 @@ class Engine:
     ) -> None:
         self.num_blocks = num_blocks
         self.last_step: StepRecord | None = None
-        self._runner, self._clock = runner, clock
+        self._executor, self._schedule, self._clock = executor, schedule, clock
+        self._spec = executor.spec
         self._tokenizer = tokenizer or Tokenizer(None)
-        self._scheduler = Scheduler(schedule, num_blocks)
-        self._eos_token_ids = eos_token_ids(runner.spec) or self._tokenizer.eos_token_ids
-        self._rows: dict[str, _Row] = {}
-        self._token_ids: dict[str, list[int]] = {}
+        self._eos_token_ids = eos_token_ids(self._spec) or self._tokenizer.eos_token_ids
+        self._rows: dict[str, Row] = {}
+        self._scheduler = self._new_scheduler()
+        self._begun: dict[int, StepRecord] = {}
+        """What is under way, by the identity of the batch."""
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +93,6 @@ class Engine:
         row = self._row(request)
         self._scheduler.add(row)
         self._rows[request.request_id] = row
-        self._token_ids[request.request_id] = row.token_ids
 
     def abort(self, request_id: str) -> None:
         """Drops a request and frees its blocks at once, without an output; one that is finished or unknown is fine."""
@@ -147,45 +100,93 @@ class Engine:
         if row is None or row.finished:
             return
         self._drop(row)
-        running = cast(list[_Row], self._scheduler.running)
+        running = cast(list[Row], self._scheduler.running)
         if all(other.finished for other in running):  # Nobody is left for whom finished rows would be kept.
             for other in tuple(running):
                 self._drop(other)
 
     def step(self) -> list[Output]:
-        """Runs the next batch. Returns what it brought, one output for each request that got a token or failed."""
-        start = self._clock()
-        batch = self._scheduler.next_batch()
-        if batch is None:
-            return []
-        rows = cast(tuple[_Row, ...], batch.prefill + batch.decode)
-        for row in rows[: len(batch.prefill)]:
-            if row.start is None:
-                row.start = start
-        num_new_tokens, context_tokens = batch.num_new_tokens, sum(row.num_tokens for row in batch.decode)
-        tokens = self._compute(batch, rows)
-        end = self._clock()
-        outputs = [self._book(row, token, end) for row, token in zip(rows, tokens, strict=True) if not row.finished]
-        for row in cast(list[_Row], self._scheduler.complete(batch)):
-            self._drop(row)
-        self.last_step = StepRecord(start, end, len(batch.prefill), len(batch.decode), num_new_tokens, context_tokens)
+        """Starts whatever can run, and waits until something is done. Returns what that brought.
+
+        One output for each request that got a token or failed; none where nothing can run, or where a stage only came
+        free. Raises WorkerError where workers died: `restart` goes on from there.
+        """
+        for phase in self._executor.phases:
+            while self._executor.accepts(phase) and (batch := self._scheduler.next_batch(phase)):
+                self._start(batch)
+        outputs: list[Output] = []
+        for result in self._executor.results() if self._executor.pending else ():
+            if isinstance(result, Arrived):
+                self._scheduler.hand_over(result.batch)
+            else:
+                outputs += self._finish(result)
         return outputs
 
-    def _compute(self, batch: Batch, rows: Sequence[_Row]) -> list[SampledToken | None]:
-        """A token for each row, None for a row that cannot have one."""
-        try:
-            return sample(self._runner.forward(batch, self._token_ids), rows)
-        except Exception:
-            log.exception("a batch failed: %s", ", ".join(row.request_id for row in rows))
-            if len(rows) == 1:
-                return [None]
-            # Whoever is to blame shows when each runs alone. If all do, it is no request's fault.
-            tokens = [self._compute(part, row) for part, row in _singles(batch, rows)]
-            if all(token == [None] for token in tokens):
-                raise
-            return [token for (token,) in tokens]
+    def restart(self) -> list[Output]:
+        """Begins again after workers died: what was running is computed again, from its tokens so far.
 
-    def _book(self, row: _Row, token: SampledToken | None, now: float) -> Output:
+        Returns an output that says `lost` for each request that was running for the second time when that happened.
+        Raises WorkerError when no new workers can be had.
+        """
+        self._executor.restart()
+        before, self._scheduler = self._scheduler, self._new_scheduler()
+        self._begun.clear()
+        outputs = []
+        for row in cast(list[Row], before.running):
+            row.crashes += 1
+            if row.finished:
+                del self._rows[row.request_id]
+            elif row.crashes >= MAX_CRASHES:
+                del self._rows[row.request_id]
+                outputs.append(_output(row, self._clock(), reason="lost"))
+        for row in cast(list[Row], [*before.running, *before.waiting]):
+            if row.request_id in self._rows:
+                row.num_blocks = row.num_computed_tokens = row.group = 0
+                row.in_flight = False
+                self._scheduler.add(row)
+        return outputs
+
+    def wake(self) -> None:
+        """Makes a waiting `step` return; any thread may call it."""
+        self._executor.wake()
+
+    def close(self) -> None:
+        """Ends the processes that belong to the engine."""
+        self._executor.close()
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._schedule,
+            self.num_blocks,
+            num_prefill_stages=self._executor.num_prefill_stages,
+            whole_prompts=self._spec.is_encoder_decoder,
+        )
+
+    def _start(self, batch: Batch) -> None:
+        start = self._clock()
+        for row in as_rows(batch.prefill):
+            if row.start is None:
+                row.start = start
+        context_tokens = sum(row.num_tokens for row in batch.decode)
+        counts = (len(batch.prefill), len(batch.decode), batch.num_new_tokens, context_tokens)
+        self._begun[id(batch)] = StepRecord(start, start, *counts)
+        self._executor.start(batch)
+
+    def _finish(self, done: Done) -> list[Output]:
+        """Books a batch that has run. Whoever was dropped meanwhile gets nothing."""
+        batch, end = done.batch, self._clock()
+        rows = {row.request_id: row for row in as_rows(batch.prefill + batch.decode)}
+        outputs = [
+            self._book(row, token, end)
+            for request_id, token in done.tokens.items()
+            if self._rows.get(request_id) is (row := rows[request_id]) and not row.finished
+        ]
+        for row in cast(list[Row], self._scheduler.complete(batch)):
+            self._drop(row)
+        self.last_step = replace(self._begun.pop(id(batch)), end=end)
+        return outputs
+
+    def _book(self, row: Row, token: SampledToken | None, now: float) -> Output:
         if token is None:
             self._drop(row)
             return _output(row, now, reason="error")
@@ -204,40 +205,42 @@ class Engine:
             row.sampling, row.plain = GREEDY, True  # Kept rows draw nothing.
         return _output(row, now, token=token, text=text, reason=reason)
 
-    def _text(self, stream: TextStream, row: _Row, token_id: int) -> str:
+    def _text(self, stream: TextStream, row: Row, token_id: int) -> str:
         return stream.push(token_id, may_stop=row.num_output_tokens >= row.sampling.min_tokens)
 
-    def _drop(self, row: _Row) -> None:
+    def _drop(self, row: Row) -> None:
         self._scheduler.remove(row)
-        self._runner.free(row.request_id)
-        del self._rows[row.request_id], self._token_ids[row.request_id]
+        self._executor.release(row.request_id)
+        del self._rows[row.request_id]
 
-    def _row(self, request: Request) -> _Row:
+    def _row(self, request: Request) -> Row:
         params, prompt = request.sampling, list(request.prompt_token_ids)
         self._check_token_ids("the prompt", prompt)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", list(params.logit_bias))
+        begin = [] if self._spec.first_token_from_prefill else [decoder_start_token_id(self._spec)]
         max_output_tokens = self._max_output_tokens(len(prompt), params.max_tokens)
         if params.min_tokens > max_output_tokens:
             raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
         ends = (*params.stop_token_ids, *self._eos_token_ids)
-        return _Row(
+        return Row(
             request_id=request.request_id,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=len(prompt) + len(begin),
             max_output_tokens=max_output_tokens,
             sampling=params,
             plain=params.plain,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            prompt_token_ids=prompt,
-            token_ids=list(prompt),
+            prompt_token_ids=begin or prompt,
+            token_ids=[*prompt, *begin],
+            num_begin_tokens=len(begin),
             banned_token_ids=ends,
             end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
-            stream=self._tokenizer.stream(prompt, params.stop),
+            stream=self._tokenizer.stream(begin or prompt, params.stop),
             arrival=request.arrival,
         )
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        vocab_size = self._runner.spec.vocab_size
+        vocab_size = self._spec.vocab_size
         for token_id in token_ids:
             if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise InputError(
@@ -245,14 +248,15 @@ class Engine:
                 )
 
     def _max_output_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        context = self._runner.spec.max_context
+        context = self._spec.max_context
         if num_prompt_tokens == 0:
             raise InputError("the prompt is empty; it needs at least one token")
-        if num_prompt_tokens >= context:
+        most = context - 1 if self._spec.first_token_from_prefill else context
+        if num_prompt_tokens > most:
             raise InputError(
-                f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {context - 1}"
+                f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {most}"
             )
-        room = context - num_prompt_tokens
+        room = context - num_prompt_tokens if self._spec.first_token_from_prefill else context
         if max_tokens is None:
             return max(min(room, self.num_blocks * BLOCK_SIZE - num_prompt_tokens), 1)
         if max_tokens > room:
@@ -263,16 +267,8 @@ class Engine:
         return max_tokens
 
 
-def _singles(batch: Batch, rows: Sequence[_Row]) -> list[tuple[Batch, tuple[_Row]]]:
-    prefills = len(batch.prefill)
-    return [
-        (Batch(prefill=(row,), pad_to=batch.pad_to) if index < prefills else Batch(decode=(row,)), (row,))
-        for index, row in enumerate(rows)
-    ]
-
-
 def _output(
-    row: _Row, now: float, *, token: SampledToken | None = None, text: str = "", reason: str | None = None
+    row: Row, now: float, *, token: SampledToken | None = None, text: str = "", reason: str | None = None
 ) -> Output:
     assert row.start is not None
     return Output(
@@ -284,6 +280,6 @@ def _output(
         first=token is not None and row.num_output_tokens == 1,
         start=row.start,
         time=now,
-        num_prompt_tokens=row.num_prompt_tokens,
+        num_prompt_tokens=row.num_prompt_tokens - row.num_begin_tokens,
         num_output_tokens=row.num_output_tokens,
     )

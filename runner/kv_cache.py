@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.model import ModelSpec
+from exeplan.runner.shard import Shard, head_parts, whole
 from exeplan.scheduling import BLOCK_SIZE
 
 
@@ -35,13 +36,22 @@ class _Holding:
 
 
 class KVCache:
-    """Room for `num_blocks` blocks over all layers of a model."""
+    """Room for `num_blocks` blocks over all layers of a model, or the layers and heads of a shard of it."""
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shard: Shard | None = None,
+    ) -> None:
+        shard = shard or whole(spec)
         self.num_blocks = num_blocks
-        self.num_kv_heads = spec.num_kv_heads
+        self.num_kv_heads = len(head_parts(spec, shard.group)[1])
         self.num_slots = num_blocks * BLOCK_SIZE
-        shape = (spec.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
+        shape = (shard.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
         self._tables = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self._tables.flatten(1, 2).unbind(0)
         self._held = np.zeros(num_blocks, dtype=bool)

@@ -1,34 +1,135 @@
-"""An engine in this process, as a plan describes it: what `exeplan bench` runs and the engine's own process builds."""
+"""An engine as a plan describes it: what its own process builds, and `exeplan bench` in this one.
+
+A setup is a plan in plain values, as it goes to another process. One device needs no process of its own; several are
+workers. torch is imported where it is used: the server makes a setup without it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from exeplan.inputs import engine_blocks
-from exeplan.model import ModelSpec
-from exeplan.plan import Plan
-from exeplan.runner.engine import Engine
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.tokenizer import Tokenizer
+from exeplan.model import ModelSpec, model_spec
+from exeplan.plan import Plan, Schedule, placement_from, stage_json
+
+if TYPE_CHECKING:
+    from exeplan.runner.engine import Engine
+    from exeplan.runner.execution import Executor
+    from exeplan.runner.hosts import Hosts
+
+_DEADLINE_FACTOR, _LEAST_DEADLINE_SECONDS, _UNPLANNED_DEADLINE_SECONDS = 20.0, 5.0, 60.0
 
 
-def build_engine(plan: Plan, spec: ModelSpec, *, dummy_weights: bool = False) -> Engine:
-    """Loads the model and warms it up. Sets torch's compute threads to the plan's: a process has one engine."""
+def engine_setup(
+    plan: Plan,
+    spec: ModelSpec,
+    *,
+    dummy_weights: bool = False,
+    timeline: Path | None = None,
+    deadline_seconds: float | None = None,
+    hosts: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything an engine's process must know. `timeline` names a file for what runs when.
+
+    `hosts` is what `python -m exeplan.runner` knows of the hosts of the plan; None where all devices are on this one.
+
+    A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default many times what the
+    plan expects of a prefill.
+    """
+    return {
+        "model": {"name": spec.name, "directory": spec.directory and str(spec.directory), "config": dict(spec.config)},
+        "schedule": {"policy": plan.schedule.policy, "variables": dict(plan.schedule.variables)},
+        "placement": [stage_json(stage) for stage in plan.placement],
+        "engine": {
+            "device": plan.device or "cpu",
+            "dtype": plan.dtype or "float32",
+            "num_blocks": engine_blocks(plan, spec),
+            "dummy_weights": dummy_weights,
+        },
+        "num_threads": plan.num_threads,
+        "deadline_seconds": deadline_seconds or _deadline(plan),
+        "timeline": timeline and str(timeline),
+        "hosts": hosts,
+    }
+
+
+def _deadline(plan: Plan) -> float:
+    estimate = plan.replay or plan.estimate
+    if estimate is None:
+        return _UNPLANNED_DEADLINE_SECONDS
+    return max(_DEADLINE_FACTOR * max(estimate.ttft, estimate.tpot), _LEAST_DEADLINE_SECONDS)
+
+
+def hosts_from(setup: Mapping[str, Any]) -> "Hosts | None":
+    """The hosts of a setup, which listens for them; None where there is but this one. Raises InputError."""
+    if not setup["hosts"]:
+        return None
+    from exeplan.runner.handshake import cluster_key
+    from exeplan.runner.keepers import Keepers
+
+    return Keepers(setup["hosts"], cluster_key())
+
+
+def build_engine(
+    setup: Mapping[str, Any], *, hosts: "Hosts | None" = None, on_loss: Callable[[], None] = lambda: None
+) -> "Engine":
+    """Loads the model and warms it up. Sets torch's compute threads to the plan's: a process has one engine.
+
+    `on_loss` is called, in some thread, when a worker died: `step` raises WorkerError then. Raises InputError when the
+    model cannot be loaded.
+    """
     import torch
 
-    torch.set_num_threads(plan.num_threads)
-    num_blocks = engine_blocks(plan, spec)
-    runner = ModelRunner(
-        spec,
-        dtype=plan.dtype or "float32",
-        device=plan.device or "cpu",
-        num_blocks=num_blocks,
-        dummy_weights=dummy_weights,
+    from exeplan.runner.engine import Engine
+    from exeplan.runner.tokenizer import Tokenizer
+
+    model = setup["model"]
+    spec = model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
+    torch.set_num_threads(setup["num_threads"])
+    engine = Engine(
+        _executor(setup, spec, hosts, on_loss),
+        Schedule(setup["schedule"]["policy"], setup["schedule"]["variables"]),
+        tokenizer=Tokenizer.load(spec),
+        num_blocks=setup["engine"]["num_blocks"],
     )
-    engine = Engine(runner, plan.schedule, tokenizer=Tokenizer.load(spec), num_blocks=num_blocks)
-    warm_up(engine)
+    try:
+        warm_up(engine)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
-def warm_up(engine: Engine, num_requests: int = 4, num_tokens: int = 8) -> None:
+def _executor(
+    setup: Mapping[str, Any], spec: ModelSpec, hosts: "Hosts | None", on_loss: Callable[[], None]
+) -> "Executor":
+    from exeplan.runner.timeline import TimelineFile
+
+    placement = placement_from(setup["placement"])
+    timeline = TimelineFile(Path(setup["timeline"]), num_stages=len(placement)) if setup["timeline"] else None
+    if sum(stage.tensor_parallel_size for stage in placement) > 1:
+        from exeplan.runner.workers import Workers
+
+        shared = {name: setup[name] for name in ("model", "placement", "engine", "num_threads")}
+        deadline = setup["deadline_seconds"]
+        return Workers(
+            spec, placement, shared, deadline_seconds=deadline, timeline=timeline, on_loss=on_loss, hosts=hosts
+        )
+    from exeplan.runner.device import local_device
+    from exeplan.runner.execution import Local
+    from exeplan.runner.loading import LoadingBar
+    from exeplan.runner.model_runner import ModelRunner
+
+    device = str(local_device(setup["engine"]["device"]))
+    with LoadingBar(spec, placement, setup["engine"]["dtype"]) as bar:
+        runner = ModelRunner(spec, **{**setup["engine"], "device": device}, on_read=partial(bar.show, 0))
+    return Local(runner, timeline=timeline)
+
+
+def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> None:
     """Runs a few short requests, so that the first real one does not pay for torch's first calls."""
-    from exeplan.runner.engine import Request
+    from exeplan.runner.requests import Request
     from exeplan.runner.sampling import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -1,7 +1,7 @@
 """What model families are made of: norms, linear layers by checkpoint name, feed-forward blocks, self-attention.
 
 Letters: N tokens of the flat batch, E hidden size, M = H + 2K heads of queries, keys and values together, D head_dim.
-What is particular to a family is in `runner/models/<family>.py`.
+H and K are the heads of this rank. What is particular to a family is in `runner/models/<family>.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,28 +13,39 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
 from exeplan.errors import InputError
-from exeplan.kernels.linear import Linear, packs
+from exeplan.kernels.linear import Linear
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.rotary import Angles
+from exeplan.runner.shard import Group, Part, Shard, head_parts, inner_part
 
 _ROWS = 512
 """Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
 
 
+PositionBias = Callable[[int, int], Tensor]
+"""What is added to scores, `[H, X]`, by the position of the key less the query's, from a first to a last one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What the attention of one layer needs to know besides its tensors."""
+    """What the attention of one layer needs to know besides its tensors; heads are those of this rank."""
 
     layer: int
+    """Its place in the KV cache, which holds the layers of this rank's shard only."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None = None
     """A token sees so many tokens up to and with itself; None for all."""
+    bias: PositionBias | None = None
+    cross: bool = False
+    """Attends to the encoder's tokens, whose keys and values are stored already."""
 
 
+Block = Callable[[Tensor], Tensor]
+"""A function of the rows of a matrix: a product, an activation, a feed-forward block."""
 Attend = Callable[[AttentionShape, Tensor], Tensor]
 """Stores keys and values and attends: from `[N, M, D]`, queries before keys before values, to `[N, H * D]`."""
 
@@ -46,18 +57,19 @@ class Layer(Protocol):
 
 
 class Model(Protocol):
-    """What a family file builds from a spec and weights."""
+    """What a family file builds from a spec, weights and a shard."""
 
     layers: list[Layer]
+    """Those of the shard."""
 
     def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
-        """The hidden states `[N, E]` that enter the first layer."""
+        """The hidden states `[N, E]` that enter the first layer; only where the shard is first."""
 
     def angles(self, position_N: Tensor, length_N: Tensor) -> Angles | None:
         """What all layers share about positions; None for a family without rotary embedding."""
 
     def head(self, hidden_RE: Tensor) -> Tensor:
-        """Logits `[R, V]` of the rows that need them, final norm included."""
+        """Logits `[R, V]` of the rows that need them, final norm included; only where the shard is last."""
 
 
 class RMSNorm:
@@ -80,21 +92,30 @@ class LayerNorm:
         return F.layer_norm(x_NE, self.shape, self.weight, self.bias, self.eps)
 
 
-def linear(weights: Weights, outputs: Mapping[str, int], num_inputs: int, *, bias: bool) -> Linear:
+def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Linear:
     """One product for all the named layers, whose outputs stand side by side in that order."""
-    weight = torch.cat([weights.take(f"{name}.weight", size, num_inputs) for name, size in outputs.items()])
+    weight = torch.cat([weights.take(f"{name}.weight", part, inputs) for name, part in outputs.items()])
     return Linear(
-        weight, torch.cat([weights.take(f"{name}.bias", size) for name, size in outputs.items()]) if bias else None
+        weight, torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
     )
 
 
-def output_head(weights: Weights, name: str, table_VE: Tensor, *, tied: bool) -> Linear:
-    """The output head; a tied one is the embedding table, of which packing makes a second copy."""
-    if not tied:
-        return Linear(weights.take(name, *table_VE.shape))
-    if packs(table_VE.device, table_VE.dtype):
-        weights.num_bytes += table_VE.nbytes
-    return Linear(table_VE)
+def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Linear:
+    """The product over this rank's inputs, to be summed over the group, and so with the bias on rank 0 alone."""
+    return linear(weights, {name: num_outputs}, inputs, bias=bias and group.rank == 0)
+
+
+def summed(block: Block, group: Group) -> Block:
+    """A block of which every rank of the group computes a summand; the block itself where there is one rank."""
+    return block if group.size == 1 else _Summed(block, group)
+
+
+class _Summed:
+    def __init__(self, block: Block, group: Group) -> None:
+        self.block, self.group = block, group
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return self.group.all_reduce(self.block(x_NE))
 
 
 class SelfAttention:
@@ -104,7 +125,7 @@ class SelfAttention:
         self,
         shape: AttentionShape,
         qkv: Linear,
-        output: Linear,
+        output: Block,
         *,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
@@ -124,13 +145,14 @@ class SelfAttention:
 
 
 def attention_shape(
-    spec: ModelSpec, layer: int, *, scale: float | None = None, window: int | None = None
+    spec: ModelSpec, shard: Shard, layer: int, *, scale: float | None = None, window: int | None = None
 ) -> AttentionShape:
-    """Of a layer whose scores are scaled by `head_dim ** -0.5`, unless said otherwise."""
+    """Of a layer of the model whose scores are scaled by `head_dim ** -0.5`, unless said otherwise."""
+    heads, kv_heads = head_parts(spec, shard.group)
     return AttentionShape(
-        layer=layer,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
+        layer=layer - shard.layers[0],
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
         head_dim=spec.head_dim,
         scale=spec.head_dim**-0.5 if scale is None else scale,
         window=window,
@@ -138,15 +160,21 @@ def attention_shape(
 
 
 def projections(
-    weights: Weights, spec: ModelSpec, name: str, *, qkv_bias: bool, output_bias: bool, output: str = "o_proj"
-) -> tuple[Linear, Linear]:
+    weights: Weights,
+    spec: ModelSpec,
+    group: Group,
+    name: str,
+    *,
+    qkv_bias: bool,
+    output_bias: bool,
+    output: str = "o_proj",
+) -> tuple[Linear, Block]:
     """The products `q_proj`, `k_proj`, `v_proj` as one, and the output product, of an attention by its name."""
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    queries, keys = (part.times(spec.head_dim) for part in head_parts(spec, group))
     outputs = {f"{name}.q_proj": queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
-    return (
-        linear(weights, outputs, spec.hidden_size, bias=qkv_bias),
-        linear(weights, {f"{name}.{output}": spec.hidden_size}, queries, bias=output_bias),
-    )
+    qkv = linear(weights, outputs, spec.hidden_size, bias=qkv_bias)
+    product = partial_linear(weights, f"{name}.{output}", spec.hidden_size, queries, group, bias=output_bias)
+    return qkv, summed(product, group)
 
 
 def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
@@ -159,9 +187,9 @@ def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
 
 
 class GatedMLP:
-    """`down(activation(gate(x)) * up(x))`, gate and up in one product."""
+    """`down(activation(gate(x)) * up(x))`, gate and up in one product; over a group, this rank's summand of it."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: Block) -> None:
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -173,9 +201,9 @@ class GatedMLP:
 
 
 class MLP:
-    """`down(activation(up(x)))`."""
+    """`down(activation(up(x)))`; over a group, this rank's summand of it."""
 
-    def __init__(self, up: Linear, down: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, up: Linear, down: Linear, activation: Block) -> None:
         self.up, self.down, self.activation = up, down, activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -185,24 +213,26 @@ class MLP:
         return self.down(self.activation(self.up(x_NE)))
 
 
-def gated_mlp(weights: Weights, spec: ModelSpec, name: str, *, bias: bool = False) -> GatedMLP:
+def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bias: bool = False) -> Block:
     """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""
-    inner = integer(spec.config, "intermediate_size", 4 * spec.hidden_size)
-    return GatedMLP(
-        linear(weights, {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}, spec.hidden_size, bias=bias),
-        linear(weights, {f"{name}.down_proj": spec.hidden_size}, inner, bias=bias),
+    inner = inner_part(spec, group, integer(spec.config, "intermediate_size", 4 * spec.hidden_size))
+    outputs = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+    mlp = GatedMLP(
+        linear(weights, outputs, spec.hidden_size, bias=bias),
+        partial_linear(weights, f"{name}.down_proj", spec.hidden_size, inner, group, bias=bias),
         activation(spec.config.get("hidden_act", "silu")),
     )
+    return summed(mlp, group)
 
 
-def over_rows(block: Callable[[Tensor], Tensor], x_NE: Tensor) -> Tensor:
+def over_rows(block: Block, x_NE: Tensor) -> Tensor:
     """The block applied to a limited number of rows at a time."""
     if x_NE.shape[0] <= _ROWS:
         return block(x_NE)
     return torch.cat([block(x_NE[start : start + _ROWS]) for start in range(0, x_NE.shape[0], _ROWS)])
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
+def activation(name: str) -> Block:
     """The activation of a Hugging Face name; the result may be written to. Raises InputError listing what there is."""
     if name not in _ACTIVATIONS:
         raise InputError(f"no activation '{name}'; there are {', '.join(sorted(_ACTIVATIONS))}")
@@ -213,7 +243,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Block] = {
     "gelu": F.gelu,
     "gelu_accurate": _gelu_tanh,
     "gelu_fast": _gelu_tanh,

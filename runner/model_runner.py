@@ -8,90 +8,223 @@ import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.model import RUN_DTYPES, ModelSpec
-from exeplan.runner.checkpoint import Checkpoint, RandomWeights, Weights
+from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
+from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
+from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
-from exeplan.scheduling import Batch, num_blocks_for
+from exeplan.scheduling import Batch, Chunk, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
 
 
 class ModelRunner:
-    """One model on one device."""
+    """One model, or a shard of one, on one device."""
 
     def __init__(
         self,
         spec: ModelSpec,
         *,
+        shard: Shard | None = None,
         dtype: str = "float32",
         device: str = "cpu",
         num_blocks: int,
         dummy_weights: bool = False,
         seed: int = 0,
+        on_read: OnRead = lambda num_bytes: None,
     ) -> None:
-        """Loads the weights, or draws random ones. Raises InputError naming what the model or its checkpoint lacks."""
+        """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
+        whatever the shard; `on_read` is told how many bytes that were so far.
+
+        Raises InputError naming what the model or its checkpoint lacks.
+        """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        self.shard = shard or whole(spec)
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
-                spec, dtype=dtype, device=device, dummy_weights=dummy_weights, seed=seed
+                spec,
+                shard=self.shard,
+                dtype=dtype,
+                device=device,
+                dummy_weights=dummy_weights,
+                seed=seed,
+                on_read=on_read,
             )
-            self.cache = KVCache(spec, num_blocks, _torch_dtype(dtype), self.device)
+            self.cache = KVCache(spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard)
         self._residents: dict[str, SequenceState] = {}
+        self._num_cached: dict[str, int] = {}
+        """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
+        self.encoded_NE: Tensor | None = None
+        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Tensor:
-        """Logits `[R, V]` in float32, one row per prefilled and then per decoded sequence of the batch.
+    def forward(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None = None) -> Tensor:
+        """Logits `[R, V]` in float32, one row for each whole prefill and then for each decoded sequence of the batch.
 
-        `token_ids[request_id]` are prompt and output so far. A prefilled row computes all of them, a decoded row the
-        last. Keys and values find their place here, in as many blocks as the scheduler granted.
+        `token_ids[request_id]` are prompt and output so far. A prefilled row computes all of them, or its chunk, a
+        decoded row the last. Keys and values find their place here, in as many blocks as the scheduler granted. A shard
+        that is not the first goes on from `hidden_NE`, one that is not the last returns it, `[N, E]`. Of an
+        encoder-decoder model's batch only decoded rows have logits.
         """
         self._place(batch)
+        if self.spec.is_encoder_decoder:
+            return self._forward_both(batch, token_ids, hidden_NE)
         step = self.step(batch, token_ids)
-        hidden_NE = self.model.embed(step.token_N, step.position_N)
+        if hidden_NE is None:
+            hidden_NE = self.model.embed(step.token_N, step.position_N)
         angles = self.model.angles(step.position_N, step.length_N)
         for layer in self.model.layers:
             hidden_NE = layer(hidden_NE, angles, step.attend)
-        return self.model.head(hidden_NE[step.logit_R]).float()
+        return self.model.head(hidden_NE[step.logit_R]).float() if self.shard.last else hidden_NE
+
+    def _forward_both(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None) -> Tensor:
+        """The prompts through the encoder layers, the decoded rows through the decoder layers; prompts come first."""
+        model = cast(EncoderDecoderModel, self.model)
+        prompts, step = self.prompts(batch, token_ids), self.decoder_step(batch, token_ids)
+        if hidden_NE is None:
+            hidden_NE = model.embed(*(torch.cat(pair) for pair in zip(_inputs(prompts), _inputs(step), strict=True)))
+        encoder_NE, decoder_NE = torch.split_with_sizes(hidden_NE, [prompts.num_tokens, step.num_tokens])
+        for layer in model.encoder_layers if batch.whole_prefills else ():
+            encoder_NE = layer(encoder_NE, None, prompts.attend)
+        for layer in model.layers if batch.decode else ():
+            decoder_NE = layer(decoder_NE, None, step.attend)
+        for sequence in batch.decode:
+            self._num_cached[sequence.request_id] = sequence.num_tokens
+        if not self.shard.last:
+            return torch.cat([encoder_NE, decoder_NE])
+        self.encoded_NE = model.encoded(prompts.without_padding(encoder_NE)) if batch.whole_prefills else None
+        if self.shard.first and self.shard.num_layers and self.encoded_NE is not None:
+            self.take_encoded(batch.whole_prefills, self.encoded_NE)
+        if not batch.decode:
+            return torch.empty(0, self.spec.vocab_size, device=self.device)
+        return model.head(decoder_NE[step.logit_R]).float()
+
+    @torch.inference_mode()
+    def take_encoded(self, rows: Sequence[SequenceState], encoded_NE: Tensor) -> None:
+        """Stores this shard's cross keys and values of prompts, whose encoder's outputs stand in the rows' order.
+
+        Whoever has left or was preempted meanwhile, and so holds no blocks, is passed over.
+        """
+        splits = torch.split_with_sizes(encoded_NE, [self.num_encoder_tokens(row) for row in rows])
+        kept = [(row, part_NE) for row, part_NE in zip(rows, splits, strict=True) if row.num_blocks]
+        if not kept:
+            return
+        for row, _ in kept:
+            self.free(row.request_id)
+            self._hold(row)
+        slots = np.concatenate([self.cache.slots(row.request_id, 0, self.num_encoder_tokens(row)) for row, _ in kept])
+        stored_rows = self.cache.store_rows(slots)
+        encoded_NE = torch.cat([part_NE for _, part_NE in kept])
+        for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
+            self.cache.store(number, stored_rows, kv_NMD)
 
     def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
-        """The batch as tensors."""
-        prefill, decode = (
-            [Row(request_id=s.request_id, num_tokens=s.num_tokens, num_prompt_tokens=s.num_prompt_tokens) for s in rows]
-            for rows in (batch.prefill, batch.decode)
-        )
-        return Step(self.cache, prefill, decode, token_ids=token_ids, pad_to=batch.pad_to)
+        """The batch of a decoder-only model as tensors."""
+        chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
+        spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
+        singles = [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
+        whole = [number for number, chunk in enumerate(chunks) if chunk.last]
+        wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
+        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
+
+    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep:
+        """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
+
+        Every token sees all of its prompt, so that one that is cut is computed whole with its last chunk.
+        """
+        prompts = [
+            token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
+        ]
+        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device)
+
+    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+        """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
+        rows = []
+        for sequence in batch.decode:
+            encoded = self.num_encoder_tokens(sequence)
+            rows.append(_row(sequence, self._first_missing(sequence), sequence.num_tokens, encoded))
+        # Logits come in the order of the batch, not in the step's, where the longer rows are first.
+        order = sorted(range(len(rows)), key=lambda number: rows[number].is_single)
+        spans, singles = [row for row in rows if not row.is_single], [row for row in rows if row.is_single]
+        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+
+    def _first_missing(self, sequence: SequenceState) -> int:
+        """The first token of a decoded row of an encoder-decoder model that has no keys and values yet."""
+        cached = self._num_cached.get(sequence.request_id, self.num_encoder_tokens(sequence))
+        return min(cached, sequence.num_tokens - 1)
+
+    def assume_cached(self, rows: Sequence[SequenceState]) -> None:
+        """Takes all but the last token of decoded rows for computed, whatever their slots hold: for measuring."""
+        for sequence in rows:
+            self._num_cached[sequence.request_id] = sequence.num_tokens - 1
+
+    def num_tokens(self, batch: Batch) -> int:
+        """N of the batch: rows of the hidden states that its stages pass on."""
+        if not self.spec.is_encoder_decoder:
+            return batch.num_new_tokens
+        encoder = sum(max(self.num_encoder_tokens(sequence), batch.pad_to - 1) for sequence in batch.whole_prefills)
+        return encoder + sum(sequence.num_tokens - self._first_missing(sequence) for sequence in batch.decode)
+
+    def num_encoder_tokens(self, sequence: SequenceState) -> int:
+        """Those that go through the encoder: the prompt but for the decoder's start token."""
+        return sequence.num_prompt_tokens - 1
 
     def free(self, request_id: str) -> None:
         """Frees the blocks of a request that left; one that never ran is fine."""
         self._residents.pop(request_id, None)
+        self._num_cached.pop(request_id, None)
         self.cache.free(request_id)
 
     def _place(self, batch: Batch) -> None:
         """Gives every row the blocks that it was granted, after taking back those of sequences that hold none."""
-        for sequence in [*batch.prefill, *(s for s in self._residents.values() if s.num_blocks == 0)]:
+        chunks = batch.chunks or (None,) * len(batch.prefill)
+        beginning = [row for row, chunk in zip(batch.prefill, chunks, strict=True) if not (chunk and chunk.start)]
+        for sequence in [*beginning, *(s for s in self._residents.values() if s.num_blocks == 0)]:
             self.free(sequence.request_id)
         for sequence in (*batch.decode, *batch.prefill):
-            hint = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
-            self.cache.resize(sequence.request_id, sequence.num_blocks, hint)
-            self._residents[sequence.request_id] = sequence
+            self._hold(sequence)
+
+    def _hold(self, sequence: SequenceState) -> None:
+        hint = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
+        self.cache.resize(sequence.request_id, sequence.num_blocks, hint)
+        self._residents[sequence.request_id] = sequence
 
 
-def load_model(spec: ModelSpec, *, dtype: str, device: str, dummy_weights: bool, seed: int = 0) -> tuple[Model, int]:
-    """The model of a spec and the bytes of its weights. Raises InputError when it cannot be run."""
+def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) -> Row:
+    return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
+
+
+def _inputs(step: EncoderStep | Step) -> tuple[Tensor, Tensor]:
+    return step.token_N, step.position_N
+
+
+def load_model(
+    spec: ModelSpec,
+    *,
+    shard: Shard | None = None,
+    dtype: str,
+    device: str,
+    dummy_weights: bool,
+    seed: int = 0,
+    on_read: OnRead = lambda num_bytes: None,
+) -> tuple[Model, int]:
+    """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
     family = _family(spec)
     kind, place = _torch_dtype(dtype), torch.device(device)
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, on_read=on_read)
     else:
-        weights = Checkpoint(spec.directory, dtype=kind, device=place, prefix=family.PREFIX)
-    model: Model = family.Model(spec, weights)
+        weights = Checkpoint(spec.directory, dtype=kind, device=place, prefix=family.PREFIX, on_read=on_read)
+    model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
 
 

@@ -5,6 +5,7 @@ them between iterations and runs the engine. When the other end closes, for what
 it cannot outlive the server. Signals are the server's business, which lets running requests finish.
 """
 
+import logging
 import os
 import queue
 import signal
@@ -13,13 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exeplan.errors import InputError
-from exeplan.model import model_spec
-from exeplan.plan import Schedule
 from exeplan.runner.wire import Event, Logprob, Stats, frame, read_frame
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 Command = tuple[float, dict[str, Any]]
 """When it came, on the engine's clock, and what it says."""
 clock = time.perf_counter
+log = logging.getLogger(__name__)
 
 
 def main(descriptor: int) -> int:
@@ -35,12 +35,18 @@ def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
-    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, commands), daemon=True).start()
+    inbox = _Inbox()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     try:
-        engine = _load(commands.get()[1])
+        from exeplan.runner.launch import build_engine, hosts_from
+
+        setup = inbox.commands.get()[1]
+        if hosts := hosts_from(setup):
+            inbox.leave = hosts.close
+        engine = build_engine(setup, hosts=hosts, on_loss=lambda: inbox.put({"kind": "lost"}))
+        inbox.wake = engine.wake
         connection.sendall(frame({"kind": "ready", "num_blocks": engine.num_blocks}))
-        _run(engine, connection, commands)
+        _run(engine, connection, inbox.commands)
     except InputError as error:
         connection.sendall(frame({"kind": "refused", "job": None, "message": str(error)}))
         return 2
@@ -50,36 +56,29 @@ def main(descriptor: int) -> int:
         return 1
 
 
-def _read(connection: socket.socket, commands: "queue.SimpleQueue[Command]") -> None:
+class _Inbox:
+    """Commands as they come; `wake` interrupts an engine that waits for its workers, `leave` lets other hosts go."""
+
+    def __init__(self) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.wake: Callable[[], None] = lambda: None
+        self.leave: Callable[[], None] = lambda: None
+
+    def put(self, message: dict[str, Any]) -> None:
+        self.commands.put((clock(), message))
+        self.wake()
+
+
+def _read(connection: socket.socket, inbox: _Inbox) -> None:
     try:
         while (message := read_frame(connection)) is not None:
-            commands.put((clock(), message))
+            inbox.put(message)
     except OSError:
         pass
-    os._exit(0)
-
-
-def _load(setup: Mapping[str, Any]) -> "Engine":
-    """Raises InputError when the model cannot be loaded."""
-    from pathlib import Path
-
-    import torch
-
-    from exeplan.runner.engine import Engine
-    from exeplan.runner.launch import warm_up
-    from exeplan.runner.model_runner import ModelRunner
-    from exeplan.runner.tokenizer import Tokenizer
-
-    model, options = setup["model"], setup["engine"]
-    directory = model["directory"] and Path(model["directory"])
-    spec = model_spec(model["config"], name=model["name"], directory=directory)
-    torch.set_num_threads(setup["num_threads"])
-    runner = ModelRunner(spec, **options)
-    schedule = Schedule(setup["schedule"]["policy"], setup["schedule"]["variables"])
-    num_blocks = options["num_blocks"]
-    engine = Engine(runner, schedule, tokenizer=Tokenizer.load(spec), num_blocks=num_blocks, clock=clock)
-    warm_up(engine)
-    return engine
+    try:
+        inbox.leave()
+    finally:
+        os._exit(0)
 
 
 @dataclass(slots=True)
@@ -97,9 +96,23 @@ def _run(engine: "Engine", connection: socket.socket, commands: "queue.SimpleQue
         for arrival, message in _pending(commands, wait=not engine.has_work):
             if refusal := _apply(engine, message, arrival, under_way):
                 connection.sendall(frame(refusal))
-        outputs = engine.step() if engine.has_work else []
+        outputs = _step(engine, connection)
         events = [event for output in outputs if (event := _due(output, under_way))]
         connection.sendall(frame({"kind": "step", "events": events, "stats": _stats(engine, ran=bool(outputs))}))
+
+
+def _step(engine: "Engine", connection: socket.socket) -> "list[Output]":
+    """One step; where workers died, the engine begins again, and the server is told that it is down meanwhile."""
+    from exeplan.runner.execution import WorkerError
+
+    try:
+        return engine.step()
+    except WorkerError as error:
+        log.error("%s; starting all workers again", error)
+        connection.sendall(frame({"kind": "down", "message": f"workers are being restarted ({error})"}))
+        outputs = engine.restart()
+        connection.sendall(frame({"kind": "up"}))
+        return outputs
 
 
 def _due(output: "Output", under_way: dict[str, _Open]) -> Event | None:
@@ -135,6 +148,8 @@ def _apply(
     engine: "Engine", message: Mapping[str, Any], arrival: float, under_way: dict[str, _Open]
 ) -> dict[str, Any] | None:
     """Carries a command out. Returns the refusal of a job of which a request is wrong; none of it runs then."""
+    if message["kind"] == "lost":
+        return None  # The next step finds out.
     if message["kind"] == "abort":
         for request_id in message["request_ids"]:
             if under_way.pop(request_id, None) is not None:
@@ -154,15 +169,13 @@ def _apply(
 
 
 def _request(row: Mapping[str, Any], arrival: float) -> "Request":
-    from exeplan.runner.engine import Request
-    from exeplan.runner.sampling import SamplingParams
+    from exeplan.runner.batch_wire import sampling_from
+    from exeplan.runner.requests import Request
 
-    fields = dict(row["sampling"])
-    fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     return Request(
         request_id=row["request_id"],
         prompt_token_ids=row["prompt_token_ids"],
-        sampling=SamplingParams(**fields),
+        sampling=sampling_from(row["sampling"]),
         arrival=arrival,
     )
 

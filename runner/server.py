@@ -11,7 +11,8 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,6 +27,7 @@ from exeplan.plan import Plan, as_json
 from exeplan.runner.client import EngineClient, EngineError
 from exeplan.runner.connection import MAX_HEADER_BYTES, Gate, GuardedProtocol, error_response, read_body
 from exeplan.runner.generation import Generation
+from exeplan.runner.launch import engine_setup
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError, parse
 from exeplan.runner.service import Service, default_max_queue, summary
 from exeplan.runner.tokenizer import Tokenizer
@@ -46,25 +48,27 @@ def serve(
     served_model_name: str | None = None,
     dummy_weights: bool = False,
     drain_seconds: float = 30.0,
-    device: str = "cpu",
-    dtype: str = "float32",
-    num_blocks: int,
+    timeline: Path | None = None,
+    deadline_seconds: float | None = None,
+    hosts: Mapping[str, Any] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status: 0, or 1 when the engine had died.
 
     `max_queue` limits the sequences that wait for their prefill; port 0 takes a free one. When the model is loaded and
-    requests are answered, one summary line is printed and `on_ready` gets the base URL.
+    requests are answered, one summary line is printed and `on_ready` gets the base URL. `hosts` as for `engine_setup`.
     Raises InputError for what a user can mend: a port in use, a model that cannot be loaded.
     """
     if max_queue is not None and max_queue < 1:
         raise InputError(f"--max-queue must be at least 1, found {max_queue}")
-    setup = {
-        "model": {"name": spec.name, "directory": spec.directory and str(spec.directory), "config": dict(spec.config)},
-        "schedule": {"policy": plan.schedule.policy, "variables": dict(plan.schedule.variables)},
-        "engine": {"device": device, "dtype": dtype, "num_blocks": num_blocks, "dummy_weights": dummy_weights},
-        "num_threads": plan.num_threads,
-    }
+    setup = engine_setup(
+        plan,
+        spec,
+        dummy_weights=dummy_weights,
+        timeline=timeline,
+        deadline_seconds=deadline_seconds,
+        hosts=hosts,
+    )
     tokenizer = Tokenizer.load(spec)
     with _listener(host, port) as listener:
         bound_port = listener.getsockname()[1]

@@ -49,7 +49,7 @@ class Service:
     @property
     def down(self) -> str | None:
         """Why nothing can be answered now, None when it can."""
-        return self.engine.failure or ("the server is shutting down" if self.draining else None)
+        return self.engine.failure or ("the server is shutting down" if self.draining else self.engine.pause)
 
     @property
     def retry_after(self) -> int:
@@ -84,6 +84,8 @@ class Service:
 
         Raises InputError for a text that cannot be tokenized; what the engine refuses comes as the job's first event.
         """
+        if isinstance(request, CompletionRequest) and request.echo and self.spec.is_encoder_decoder:
+            raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
         prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
         rows = []
         for prompt in prompts:

@@ -209,6 +209,14 @@ def _byte_level_bpe(directory: Path, config: Mapping[str, Any], tokens: Mapping[
     return tokenizer
 
 
+def decoder_start_token_id(spec: ModelSpec) -> int:
+    """What an encoder-decoder model's decoder begins with. Raises InputError where the config does not say."""
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if isinstance(token_id := spec.config.get(name), int):
+            return token_id
+    raise InputError(f"{spec.name}: config.json has no decoder_start_token_id")
+
+
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 

@@ -9,6 +9,8 @@ whoever could write into the channel could at most send a request.
     engine -> front end   ready    {num_blocks}
                           refused  {job | None, message}: bad input, in the setup or in a submit
                           step     {events, stats}: what one iteration brought
+                          down     {message}: workers died, and new ones are being started
+                          up       they are there
                           broken   {message}: a fault of ours, the process ends
 """
 

@@ -72,7 +72,12 @@ def replay(
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
     requests = _requests(input_tokens, output_tokens, arrivals)
-    scheduler = Scheduler(schedule, num_blocks, num_prefill_stages=len(cost.prefill_stages))
+    scheduler = Scheduler(
+        schedule,
+        num_blocks,
+        num_prefill_stages=len(cost.prefill_stages),
+        whole_prompts=cost.spec.is_encoder_decoder,
+    )
     # Those that decode come first: whom they take makes room for the next to be prefilled.
     pipelines = [_Pipeline(cost, phase) for phase in sorted({stage.phase for stage in cost.placement})]
     pauses = _pauses(think_seconds, seed)

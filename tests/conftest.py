@@ -1,9 +1,11 @@
-"""A small made-up device whose times can be checked in the head."""
+"""A small made-up device whose times can be checked in the head, and a working folder with its profile."""
+
+from pathlib import Path
 
 import pytest
 
 from exeplan.model import load_model_spec
-from exeplan.profile import Device, Measurement, Profile
+from exeplan.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
 
 
@@ -44,3 +46,11 @@ def profile() -> Profile:
 @pytest.fixture(scope="session")
 def cost(profile: Profile) -> CostModel:
     return CostModel(profile)
+
+
+@pytest.fixture
+def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the profile as `p.json`."""
+    monkeypatch.chdir(tmp_path)
+    save_profile(profile, tmp_path / "p.json")
+    return tmp_path

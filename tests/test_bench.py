@@ -9,7 +9,7 @@ from exeplan.metrics import summarize
 from exeplan.model import load_model_spec
 from exeplan.plan import Plan, Schedule, Stage
 from exeplan.runner.engine import Engine
-from exeplan.runner.launch import build_engine
+from exeplan.runner.launch import build_engine, engine_setup
 from exeplan.workload import Trace, Workload
 from exeplan.workload_files import load_workload
 
@@ -22,7 +22,7 @@ def engine() -> Engine:
         placement=(Stage(layers=(0, 6)),),
         kv_cache_tokens=1024,
     )
-    return build_engine(plan, load_model_spec("demo"))
+    return build_engine(engine_setup(plan, load_model_spec("demo")))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from exeplan.optimize import optimize, with_frontier
 from exeplan.plan import Estimate, load_plan
 from exeplan.policies import policy_names
 from exeplan.problem import Problem, make_problem
-from exeplan.profile import Profile, save_profile
+from exeplan.profile import Profile
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload_files import load_workload
 
@@ -176,13 +176,6 @@ def test_what_is_no_percentile_is_refused(about: str) -> None:
 def test_a_ttft_alone_is_a_bound() -> None:
     assert parse_bounds(None, "p99-length", ttft="500ms") == bounds(ttft=0.5)
     assert parse_bounds("2s", "p50-requests", tpot="inf") == (Bound(seconds=2.0, about="p50-requests"),)
-
-
-@pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
-    return tmp_path
 
 
 def command(*options: str) -> list[str]:

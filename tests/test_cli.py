@@ -9,7 +9,6 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.plan import load_plan
-from exeplan.profile import Profile, save_profile
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 BY_HAND = """
@@ -31,12 +30,10 @@ ESTIMATE = {
 
 
 @pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """The working folder, with a profile and a plan that was written by hand."""
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
-    (tmp_path / "hand.yaml").write_text(BY_HAND)
-    return tmp_path
+    (folder / "hand.yaml").write_text(BY_HAND)
+    return folder
 
 
 def optimize(**options: str) -> list[str]:

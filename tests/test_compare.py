@@ -10,7 +10,7 @@ from exeplan.bounds import Bound
 from exeplan.cli import main
 from exeplan.optimize import optimize
 from exeplan.problem import make_problem
-from exeplan.profile import Profile, save_profile
+from exeplan.profile import Profile
 from exeplan.workload_files import load_workload
 
 SHORT, LONG = "fixed:in=20;out=6", "normal:in=40,10,80;out=12,5,24"
@@ -25,12 +25,10 @@ inter: {bandwidth: 100MB, latency: 50us}
 
 
 @pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """The working folder, with a profile and a cluster of its device."""
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
-    (tmp_path / "four.yaml").write_text(CLUSTER)
-    return tmp_path
+    (folder / "four.yaml").write_text(CLUSTER)
+    return folder
 
 
 def compare(**options: str | tuple[str, ...] | None) -> list[str]:

@@ -26,22 +26,20 @@ def results(bound):
 
 
 def test_rows_are_the_frontiers_with_one_winner():
-    rows = frontier_rows(results(bound=5.0), bound=5.0)
-    assert [(row.policy, row.latency, row.keeps_bound, row.wins) for row in rows] == [
-        ("slow", 1.0, True, False),
-        ("slow", 2.0, True, False),
-        ("slow", 4.0, True, True),  # as good as fast's and named first
-        ("fast", 2.0, True, False),
-        ("fast", 4.0, True, False),
-        ("fast", 8.0, False, False),
+    rows = frontier_rows(results(bound=5.0))
+    assert [(row.policy, row.latency, row.wins) for row in rows] == [
+        ("slow", 1.0, False),
+        ("slow", 2.0, False),
+        ("slow", 4.0, True),  # as good as fast's and named first
+        ("fast", 2.0, False),
+        ("fast", 4.0, False),
+        ("fast", 8.0, False),
     ]
-    assert rows[0] == FrontierRow(
-        policy="slow", latency=1.0, throughput=1.0, label="batch_size=1", keeps_bound=True, wins=False
-    )
+    assert rows[0] == FrontierRow(policy="slow", latency=1.0, throughput=1.0, label="batch_size=1", wins=False)
 
 
 def test_no_row_wins_where_nothing_keeps_the_bound():
-    assert not any(row.wins for row in frontier_rows(results(bound=0.5), bound=0.5))
+    assert not any(row.wins for row in frontier_rows(results(bound=0.5)))
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])

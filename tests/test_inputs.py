@@ -1,13 +1,16 @@
 """A plan carries its cluster, so that it replays alone; what does not go together is one sentence and exit status 2."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from exeplan.cli import main
+from exeplan.cluster import Link
+from exeplan.inputs import profiled_host
 from exeplan.plan import load_plan
-from exeplan.profile import Profile, save_profile
+from exeplan.profile import Measurement, load_profile, save_profile
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 CLUSTER = """
@@ -29,13 +32,11 @@ workload: "normal:in=40,10,80;out=12,5,24"
 
 
 @pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """The working folder, with a profile, a cluster of its device and a plan by hand."""
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
-    (tmp_path / "pair.yaml").write_text(CLUSTER)
-    (tmp_path / "hand.yaml").write_text(BY_HAND)
-    return tmp_path
+    (folder / "pair.yaml").write_text(CLUSTER)
+    (folder / "hand.yaml").write_text(BY_HAND)
+    return folder
 
 
 def replayed(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, float]]:
@@ -132,7 +133,31 @@ def test_a_placement_without_room_names_the_shortfall(folder: Path, capsys: pyte
     assert " for weights, workspace and one request of 104 tokens, affine has 7.2 MiB for it; place fewer" in message
 
 
-@pytest.mark.parametrize("command", ["serve", "bench"])
-def test_only_plans_for_one_device_run(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    message = "the plan is for 2 devices; this version runs plans for one device, and simulates the others"
-    assert refused(capsys, command, "hand.yaml") == f"exeplan {command}: {message}"
+def test_devices_of_the_profiled_host_need_no_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_links(folder)
+    argv = ["--profile", "linked.json", "--workload", LAW, "--latency-bound", "1s", "--policy", "rra"]
+    assert main(["optimize", *argv, "--gpus", "2", "-o", "plan.yaml"]) == 0
+    assert "2 GPUs of cluster host" in capsys.readouterr().out
+    plan = load_plan(folder / "plan.yaml")
+    assert (plan.cluster, plan.gpus, len(plan.placement)) == (None, 2, 2)
+    assert plan.estimate
+    assert replayed(capsys, "plan.yaml")["estimate"]["throughput"] == pytest.approx(plan.estimate.throughput)
+
+
+def test_a_profile_of_one_device_knows_no_host_of_two(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--profile", "p.json", "--workload", LAW, "--latency-bound", "1s", "--gpus", "2"]
+    assert "the profile times no links for 2 devices; profile with --devices 2" in refused(capsys, "optimize", *argv)
+
+
+def test_the_devices_of_a_cpu_share_its_memory_and_its_measured_link(folder: Path) -> None:
+    with_links(folder)
+    host = profiled_host(load_profile(folder / "linked.json"), 4)
+    assert (host.device, host.num_gpus, host.memory_bytes) == ("affine", 4, 2 << 30)
+    assert host.intra == Link(bytes_per_second=pytest.approx(1e9), latency=pytest.approx(1e-4))
+
+
+def with_links(folder: Path) -> None:
+    """A profile that times sends: 100 us and a nanosecond a byte."""
+    profile = load_profile(folder / "p.json")
+    sends = (Measurement(op="send", phase="intra", bytes=n, seconds=1e-4 + (n - 1) * 1e-9) for n in (1, 1 << 20))
+    save_profile(replace(profile, measurements=(*profile.measurements, *sends)), folder / "linked.json")

@@ -155,6 +155,44 @@ def test_no_token_is_lost_between_passes(slots: int, budget: int, mean: float, o
     assert found.completed <= min(slots / output, budget / (law.mean + output - 1)) * 1.005
 
 
+def completed_a_pass(inputs: np.ndarray, outputs: np.ndarray, slots: int, budget: int, num_passes: int) -> float:
+    """Prompts that single requests complete, one after the other and over and over, but for a tenth to warm up."""
+    ends = np.zeros(num_passes + int(outputs.max()) + 1, dtype=int)  # Rows that decode for the last time, by pass.
+    rows = left = number = done = 0
+    for now in range(num_passes):
+        room = budget - rows
+        free = slots - rows - (left > 0)
+        while room > 0 and (left or free):
+            if not left:
+                left, free = int(inputs[number % len(inputs)]), free - 1
+            taken = min(left, room)
+            left, room = left - taken, room - taken
+            if not left:
+                done += now >= num_passes // 10
+                decodes = int(outputs[number % len(inputs)]) - 1
+                ends[now + decodes] += decodes > 0
+                rows += decodes > 0
+                number += 1
+        # Rows that have just completed their prompt decode from the next pass on: none of them ends in this one.
+        rows -= ends[now]
+    return done / (num_passes - num_passes // 10)
+
+
+def test_as_many_prompts_are_completed_a_pass_as_single_requests_complete() -> None:
+    off = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        inputs = lognormal(rng, rng.uniform(20, 500), rng.uniform(0.1, 0.8), 2000)
+        outputs = lognormal(rng, rng.uniform(5, 100), rng.uniform(0.1, 0.8), 500)
+        workload, budget = workload_of(inputs, outputs), int(rng.choice([64, 128, 256, 512]))
+        even = budget * workload.mean_output / (workload.mean_input + workload.mean_output)
+        slots = int(np.clip(rng.uniform(0.2, 3) * even, 1, budget))
+        found = chunk_passes(workload.input_law, workload.mean_output, float(slots), float(budget)).completed
+        off.append(abs(found / completed_a_pass(inputs, outputs, slots, budget, 20_000) - 1))
+    assert np.median(off) < 0.002
+    assert np.quantile(off, 0.95) < 0.02
+
+
 @given(
     seed=st.integers(0, 10_000),
     budget=st.sampled_from([64, 128, 256, 512]),

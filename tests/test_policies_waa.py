@@ -9,7 +9,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from exeplan.cluster import Cluster, Link
 from exeplan.errors import InputError
 from exeplan.metrics import summarize
 from exeplan.plan import Schedule, Stage
@@ -23,16 +22,8 @@ from exeplan.simulator.replay import Run, replay
 from exeplan.workload import Workload
 
 from .simulator import oracle
+from .simulator.machine import CLUSTER
 
-CLUSTER = Cluster(
-    name="made-up",
-    device="affine",
-    num_nodes=1,
-    gpus_per_node=8,
-    memory_bytes=8 << 30,
-    intra=Link(bytes_per_second=2e8, latency=1e-4),
-    inter=Link(bytes_per_second=1e8, latency=2e-4),
-)
 LAYERS = 8
 
 

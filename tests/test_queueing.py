@@ -15,7 +15,7 @@ from exeplan.metrics import RequestRecord, summarize
 from exeplan.optimize import optimize
 from exeplan.plan import Bound, Schedule, load_plan
 from exeplan.problem import Problem, make_problem, rate_headroom, replay_estimate
-from exeplan.profile import Profile, save_profile
+from exeplan.profile import Profile
 from exeplan.queueing import Arrivals, residents, trace_arrivals
 from exeplan.workload import Trace, Workload
 from exeplan.workload_files import load_workload
@@ -201,14 +201,12 @@ def test_a_wanted_throughput_is_refused_where_it_cannot_be_had(profile: Profile)
 
 
 @pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
+def folder(folder: Path) -> Path:
     times = np.cumsum(np.random.default_rng(0).exponential(0.05, 200))
     rows = [f"{t:.4f},40,{4 + i % 9}" for i, t in enumerate(times)]
-    (tmp_path / "t.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
-    (tmp_path / "untimed.csv").write_text("input_tokens,output_tokens\n10,5\n12,6\n")
-    return tmp_path
+    (folder / "t.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
+    (folder / "untimed.csv").write_text("input_tokens,output_tokens\n10,5\n12,6\n")
+    return folder
 
 
 def command(*options: str, workload: str = LAW) -> list[str]:
@@ -251,7 +249,7 @@ def test_the_arrivals_of_a_trace_are_replayed_as_they_were(folder: Path, capsys:
         (["--arrivals", "bursts"], LAW, "argument --arrivals: invalid choice: 'bursts'"),
         (["--arrivals", "trace", "--arrival-rate", "3"], "t.csv", "argument --arrival-rate: not allowed with"),
         (["--arrival-rate", "100000"], LAW, "1e+05 requests/s (Poisson) come, but the most that a schedule sustains"),
-        (["--gpus", "auto"], LAW, "--gpus needs a --cluster"),
+        (["--gpus", "auto"], LAW, "--gpus auto needs a --cluster"),
     ],
 )
 def test_wrong_arrivals_are_answered_with_one_sentence(

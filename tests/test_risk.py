@@ -15,7 +15,7 @@ from exeplan.margins import Risk
 from exeplan.optimize import optimize
 from exeplan.plan import Bound, load_plan
 from exeplan.problem import make_problem
-from exeplan.profile import Profile, save_profile
+from exeplan.profile import Profile
 from exeplan.risk import compound, default_laws, error_law, load_errors, parse_risk
 from exeplan.workload_files import load_workload
 
@@ -152,13 +152,6 @@ def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profil
     assert careful.estimate.latency * (1 + margin) <= 0.15 * 1.0001
     assert careful.estimate.throughput > 0.5 * bold.estimate.throughput
     assert careful.promise["source"].startswith("8 replays of the winner; 18 runs of the demo model")
-
-
-@pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
-    return tmp_path
 
 
 def command(*options: str) -> list[str]:

@@ -8,7 +8,6 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.cluster import Cluster, load_cluster
-from exeplan.profile import Profile, save_profile
 from exeplan.sizing import sizes
 
 LAW = "normal:in=40,10,80;out=12,5,24"
@@ -23,11 +22,9 @@ inter: {bandwidth: 1GB, latency: 20us}
 
 
 @pytest.fixture
-def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    save_profile(profile, tmp_path / "p.json")
-    (tmp_path / "six.yaml").write_text(CLUSTER)
-    return tmp_path
+def folder(folder: Path) -> Path:
+    (folder / "six.yaml").write_text(CLUSTER)
+    return folder
 
 
 def command(*options: str) -> list[str]:

@@ -5,6 +5,7 @@ Without --url the plan's engine runs in this process. The load is a backlog (eve
 """
 
 import argparse
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the predicted passes (.json, .png, .svg, .pdf)"
     )
+    parser.add_argument(
+        "--engine-timeline", type=Path, metavar="FILE", help="write the passes that the engine here ran (.json)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -57,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bench_plan(args: argparse.Namespace) -> int:
-    from exeplan.inputs import engine_model, plan_model, plan_workload, read_plan
+    from exeplan.inputs import plan_model, plan_workload, read_plan
     from exeplan.metrics import summarize
 
     plan = read_plan(args.plan)
-    spec = plan_model(plan) if args.url else engine_model(plan)
+    spec = plan_model(plan)
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
     prediction = _prediction(args, plan, load)
@@ -140,11 +144,13 @@ def _play(
     if args.url:
         model = served_model(args.url, args.api_key)
         return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
-    from exeplan.runner.launch import build_engine
+    from exeplan.runner.launch import build_engine, engine_setup
 
-    engine = build_engine(plan, spec, dummy_weights=args.weights == "dummy")
-    played = play_engine(engine, load, vocab_size=spec.vocab_size)
-    comparable = load.backlog and plan.num_threads == 1 and (plan.device or "cpu") == "cpu"
+    setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
+    with closing(build_engine(setup)) as engine:
+        played = play_engine(engine, load, vocab_size=spec.vocab_size)
+    one_thread = plan.num_threads == 1 and sum(stage.tensor_parallel_size for stage in plan.placement) == 1
+    comparable = load.backlog and one_thread and (plan.device or "cpu") == "cpu"
     return played.records, played if comparable else None
 
 

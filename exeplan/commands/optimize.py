@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="C", help="a cluster file or shipped name (plans/clusters); one device otherwise"
     )
     parser.add_argument(
-        "--gpus", metavar="N", help="only so many GPUs of the cluster; auto for the fewest that meet rate and bounds"
+        "--gpus",
+        metavar="N",
+        help="only so many GPUs of the cluster, without one so many of the profiled host; auto for the fewest that "
+        "meet rate and bounds",
     )
     parser.add_argument("--across-nodes", action="store_true", help="let tensor parallelism span nodes")
     parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if explanation:
             print(f"\n{explanation_lines(explanation)}")
         if args.output:
-            print(f"\nplan written to {args.output}; {_next_step(optimum)} {args.output}`")
+            print(f"\nplan written to {args.output}; run it with `exeplan serve {args.output}`")
     return 0
 
 
@@ -182,19 +185,19 @@ def _asked(
 def _clusters(args: argparse.Namespace, profile: "Profile") -> "tuple[Cluster | None, Cluster | None]":
     """The GPUs that were asked for, all of them for `auto`, and the whole cluster."""
     from exeplan.errors import InputError
-    from exeplan.inputs import cluster_for
+    from exeplan.inputs import cluster_for, profiled_host
 
+    if args.gpus not in (None, "auto") and not args.gpus.isdecimal():
+        raise InputError(f"--gpus must be a number of GPUs or auto, found '{args.gpus}'")
     if args.cluster is None:
-        if args.gpus is not None:
-            raise InputError("--gpus needs a --cluster")
-        return None, None
+        if args.gpus == "auto":
+            raise InputError("--gpus auto needs a --cluster")
+        return (profiled_host(profile, int(args.gpus)) if args.gpus else None), None
     whole = cluster_for(profile, args.cluster)
     if args.gpus == "auto":
         if args.arrival_rate is None and args.arrivals is None and args.min_throughput is None:
             raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
         return whole, whole
-    if args.gpus is not None and not args.gpus.isdecimal():
-        raise InputError(f"--gpus must be a number of GPUs or auto, found '{args.gpus}'")
     return whole if args.gpus is None else whole.part(int(args.gpus)), whole
 
 
@@ -206,13 +209,6 @@ def _explanation(args: argparse.Namespace, optimum: "Optimum", problem: "Problem
     policies = (optimum.plan.schedule.policy,)
     again = partial(optimize, policies=policies, method=args.method, risk=_risk(args))
     return explain(problem, optimum, again=again, whole=load_cluster(args.cluster) if args.cluster else None)
-
-
-def _next_step(optimum: "Optimum") -> str:
-    """The command that takes the plan: the engine runs plans for one device."""
-    from exeplan.inputs import in_engine
-
-    return "run it with `exeplan serve" if in_engine(optimum.plan) else "replay it with `exeplan simulate"
 
 
 def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":

@@ -1,7 +1,8 @@
 """time single layers of a model on this device, derive the times from a datasheet, or import them
 
 MODEL is a Hugging Face model directory or a shipped name (plans/models). An interrupted run resumes from its file.
-With --datasheet nothing is run: a roofline of the device (plans/devices) gives the times.
+With --devices N also what N of them take together. With --datasheet nothing is run: a roofline of the device
+(plans/devices) gives the times.
 `exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings that were taken elsewhere.
 """
 
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, as timing needs no others"
     )
     measuring.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads on a CPU (default 1)")
+    measuring.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="shards, links and workers too, for plans on N devices"
+    )
     measuring.add_argument("--max-num-seqs", type=int, metavar="N", help="largest decode batch to measure")
     measuring.add_argument("--max-context", type=int, metavar="N", help="longest context to measure")
     derived = parser.add_argument_group("from a datasheet, or imported")
@@ -85,7 +89,7 @@ def _measure(args: argparse.Namespace) -> int:
 
     if not 0 < args.target_error < 1:
         raise InputError(f"--target-error must lie between 0 and 1, found {args.target_error:g}")
-    for name in ("threads", "max_num_seqs", "max_context"):
+    for name in ("threads", "devices", "max_num_seqs", "max_context"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
@@ -103,6 +107,7 @@ def _measure(args: argparse.Namespace) -> int:
         max_num_seqs=args.max_num_seqs,
         max_context=args.max_context,
         num_threads=args.threads,
+        num_devices=args.devices,
     )
     return 0
 

@@ -6,7 +6,9 @@ SIGTERM stops taking requests and finishes the running ones.
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,19 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write what runs when, for Perfetto")
+    parser.add_argument(
+        "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
+    )
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
+    """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
     from exeplan.errors import InputError
-    from exeplan.inputs import engine_blocks, engine_model, read_plan
+    from exeplan.inputs import plan_model, read_plan
     from exeplan.runner.server import serve
     from exeplan.units import seconds
 
     if not 0 <= args.port <= 65535:
         raise InputError(f"--port must lie between 0 and 65535, found {args.port}")
     plan = read_plan(args.plan)
-    spec = engine_model(plan)
+    spec = plan_model(plan)
     return serve(
         plan,
         spec,
@@ -42,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         served_model_name=args.served_model_name,
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),
-        device=plan.device or "cpu",
-        dtype=plan.dtype or "float32",
-        num_blocks=engine_blocks(plan, spec),
+        timeline=args.timeline,
+        deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
+        hosts=hosts,
     )

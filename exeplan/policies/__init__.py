@@ -109,14 +109,15 @@ class Policy(Protocol):
     """Some stages only prefill, the others only decode."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
-    IN_ENGINE: bool
-    """The engine can run it; otherwise it can be planned and replayed."""
 
     def check(self, schedule: "Schedule") -> None:
         """Raises InputError unless the schedule has exactly this policy's control variables, in range."""
 
     def knobs(self, workload: "Workload", max_seqs: int) -> tuple[Knob, ...]:
-        """The control variables that trade throughput for latency; nothing may hold more than `max_seqs` residents."""
+        """The control variables that trade throughput for latency; nothing may hold more than `max_seqs` residents.
+
+        The first one says how large the batches may become: where requests come at a rate, it is what stays unfilled.
+        """
 
     def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
         """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
@@ -166,7 +167,8 @@ def require(schedule: "Schedule", *names: str, optional: tuple[str, ...] = ("mic
 def micro_batch_counts(num_stages: int) -> tuple[int, ...]:
     """Micro-batch counts worth trying: half as many as stages, as many, and twice as many.
 
-    Fewer leave stages idle without making a pass shorter; more only help prefills, and twice as many do most of that.
+    Fewer leave stages idle without making a pass shorter, more make passes small: a quarter as many and four times as
+    many were never better (`benchmarks/micro_batches.py`).
     """
     return tuple(sorted({max(1, num_stages // 2), num_stages, 2 * num_stages}))
 

@@ -11,13 +11,14 @@ What waa-c and waa-m share; they differ in how the planner splits the GPUs.
 from collections.abc import Mapping
 
 from exeplan.plan import Schedule
-from exeplan.policies import Knob, require, slot_share
+from exeplan.policies import Knob, _adjustment, require, slot_share
 from exeplan.scheduling import Batch, Scheduler
 from exeplan.workload import Workload
 
 
 def check(schedule: Schedule) -> None:
-    require(schedule, "decode_batch", "prefill_batch")
+    require(schedule, "decode_batch", "prefill_batch", optional=("micro_batches", *_adjustment.VARIABLES))
+    _adjustment.check(schedule)
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
@@ -45,11 +46,22 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
 
 
 def _prefill(schedule: Schedule, state: Scheduler) -> Batch | None:
+    if "adjust_percent" in schedule.variables:
+        return _prefill_adjusted(schedule, state)
     size = min(schedule["prefill_batch"], len(state.waiting))
     ahead = state.num_handing_over + len(state.ready)
     if ahead + size > (state.num_prefill_stages + 1) * schedule["prefill_batch"]:
         return None
     admitted = state.admissible(size)
+    return Batch(prefill=admitted, phase="prefill") if admitted else None
+
+
+def _prefill_adjusted(schedule: Schedule, state: Scheduler) -> Batch | None:
+    """What is on its way or ready counts as decoding: it soon will."""
+    ahead = state.num_handing_over + len(state.ready)
+    if ahead and ahead > state.num_prefill_stages * schedule["prefill_batch"]:
+        return None
+    admitted = state.admissible(_adjustment.adjusted_size(schedule, state, others=len(state.running)))
     return Batch(prefill=admitted, phase="prefill") if admitted else None
 
 

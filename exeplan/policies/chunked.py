@@ -28,7 +28,6 @@ from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
-IN_ENGINE = False
 
 _BUDGETS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])
@@ -182,8 +181,7 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
 
 def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
-    groups = len(state.groups)
-    for number in sorted(range(groups), key=lambda g: (g - state.last_group - 1) % groups):
+    for number in state.turns:
         if number not in state.busy and (batch := _pass_of(schedule, state, number)):
             return batch
     return None
@@ -199,10 +197,15 @@ def _pass_of(schedule: Schedule, state: Scheduler, number: int) -> Batch | None:
         free = min(free, cap - len(begun))
     to_fill = room - sum(row.num_tokens - row.num_computed_tokens for row in begun)
     prefill = begun + state.admissible(free, max_tokens=to_fill)
-    chunks = []
+    chunks: list[Chunk] = []
     for row in prefill:
         start = row.num_computed_tokens
         end = min(row.num_tokens, start + room)
+        if state.whole_prompts and end < row.num_tokens:
+            if chunks:  # It waits for a pass of its own.
+                break
+            end = row.num_tokens
         chunks.append(Chunk(start, end, end == row.num_tokens))
         room -= end - start
+    prefill = prefill[: len(chunks)]
     return Batch(prefill=prefill, decode=decode, chunks=tuple(chunks), group=number) if running or prefill else None

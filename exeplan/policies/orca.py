@@ -34,7 +34,6 @@ from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
-IN_ENGINE = True
 
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
@@ -118,7 +117,7 @@ def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
 def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
     """The next group that is back: fill its free slots from the queue and run everybody in it."""
     groups = len(state.groups)
-    for number in sorted(range(groups), key=lambda g: (g - state.last_group - 1) % groups):
+    for number in state.turns:
         if number in state.busy:
             continue
         running = state.groups[number]

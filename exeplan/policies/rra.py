@@ -19,25 +19,27 @@ therefore weighs every decode iteration with the probability that somebody is st
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
-from exeplan.length_law import LengthLaw
+from exeplan.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, fillings, micro_batches, require
+from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, _adjustment, fillings, micro_batches, require
 from exeplan.scheduling import Batch, Scheduler, Sequence, balanced_part
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
-IN_ENGINE = True
+
+_OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 
 __all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
 
 
 def check(schedule: Schedule) -> None:
-    require(schedule, "prefill_batch", "decode_steps", optional=("micro_batches", "max_num_batched_tokens"))
+    require(schedule, "prefill_batch", "decode_steps", optional=(*_OPTIONAL, *_adjustment.VARIABLES))
+    _adjustment.check(schedule)
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
@@ -64,17 +66,14 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     for latency only.
     """
     batch, steps, groups = schedule["prefill_batch"], schedule["decode_steps"], micro_batches(schedule)
-    comb = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill).comb(steps)
+    shares = _shares(workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill), steps)
+    comb = shares.comb
     somebody = -np.expm1(batch * comb.log_empty)
     # Where nobody can be there the pass never occurs; its size is then irrelevant but must be finite.
     given = np.where(somebody > 0, batch * comb.active / np.maximum(somebody, 1e-300), 0.0)
-    # A request that is there sees the others and itself: its own expected share of the comb becomes certainty.
-    own = np.where(comb.active > 0, 1.0 - comb.active_var / np.maximum(comb.active, 1e-300), 0.0)
-    seen = batch * comb.active + 1.0 - own
-    per_row = comb.context / np.maximum(comb.active, 1e-300)
-    rows = np.concatenate([given, seen])
+    rows = np.concatenate([given, batch * comb.active + 1.0 - shares.own])
     # A group has at least one row, or it does not run.
-    counts = np.clip(np.concatenate([[batch], rows]), 1.0, groups)
+    counts = np.minimum(np.maximum(np.concatenate([[batch], rows]), 1.0), groups)
     if limit := schedule.variables.get("max_num_batched_tokens"):
         counts[0] = min(max(counts[0], np.ceil(batch * workload.mean_input / limit)), batch)
     in_cache = batch * (comb.context + comb.active)
@@ -83,7 +82,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     cycle = Cycle(
         num_prefill=np.concatenate([[share, share * _fullest(workload.input_law, batch, counts[0])], 0 * rows]),
         num_decode=np.concatenate([[0.0, 0.0], rows / counts[1:]]),
-        context_tokens=np.concatenate([[0.0, 0.0], rows / counts[1:] * np.tile(per_row, 2)]),
+        context_tokens=np.concatenate([[0.0, 0.0], rows / counts[1:] * shares.per_row]),
         prompt_law=workload.input_law,
         kv_tokens=float(max(in_cache[peak], batch * workload.mean_input)),
         kv_tokens_std=float(np.sqrt(batch * comb.kv_var[peak])),
@@ -98,6 +97,24 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         throughput=batch / (timeline.prefill + float(somebody @ timeline.rounds[:steps])),
         latency=partial(_latency, timeline, first),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Of one request in the iterations of a cycle."""
+
+    comb: Comb
+    own: Floats
+    """What a request that is there need not expect of itself: its share of the comb is certain."""
+    per_row: Floats
+    """Tokens in the cache for each row that decodes; those of the cycle twice."""
+
+
+@lru_cache(maxsize=1024)  # A search asks for the same cycles with every batch and on every placement.
+def _shares(law: DecodeLaw, steps: int) -> _Shares:
+    comb = law.comb(steps)
+    own = np.where(comb.active > 0, 1.0 - comb.active_var / np.maximum(comb.active, 1e-300), 0.0)
+    return _Shares(comb, own, np.tile(comb.context / np.maximum(comb.active, 1e-300), 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,21 +134,22 @@ class _Timeline:
 
 def _timeline(seconds: Floats, counts: Floats, steps: int) -> _Timeline:
     through, slowest, entry = seconds.sum(axis=0), seconds.max(axis=0), seconds[0]
+    behind = through[1] - slowest[1]
     middle = (counts - 1) / 2  # Micro-batches start one after the other; the mean one is in the middle.
-    prefill = float(counts[0] * slowest[0] + (through - slowest)[1])
-    own_prefill = float(slowest[0] + (through - slowest)[1] + middle[0] * (slowest - entry)[0])
+    prefill = float(counts[0] * slowest[0] + behind)
+    own_prefill = float(slowest[0] + behind + middle[0] * (slowest[0] - entry[0]))
     until_decode = float(prefill - middle[0] * entry[0])
-    through, slowest, entry = (np.delete(values, 1) for values in (through, slowest, entry))
-    rounds = np.maximum(counts * slowest, through)[1:]
-    last = np.minimum(rounds, (entry + (counts - 1) * slowest)[1:])
+    through, slowest, entry, counts, middle = through[2:], slowest[2:], entry[2:], counts[1:], middle[1:]
+    rounds = np.maximum(counts * slowest, through)
     begins = np.concatenate([[0.0], np.cumsum(rounds[steps:])[:-1]])
-    rounds[[steps - 1, -1]] = last[[steps - 1, -1]]
+    for last in (steps - 1, -1):
+        rounds[last] = min(rounds[last], entry[last] + (counts[last] - 1) * slowest[last])
     return _Timeline(
         prefill=prefill,
         own_prefill=own_prefill,
         until_decode=until_decode,
         rounds=rounds,
-        ends=begins + (middle * slowest + through)[1 + steps :],
+        ends=begins + (middle * slowest + through)[steps:],
     )
 
 
@@ -159,10 +177,9 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
     groups, under_way = micro_batches(schedule), state.prefills_in_row > 0
     turn = state.turn()
     if state.waiting and (under_way or turn is None or state.entered[turn] >= schedule["decode_steps"]):
-        left = schedule["prefill_batch"] - state.admitted_in_row
         limit = schedule.variables.get("max_num_batched_tokens")
         parts = max(groups - state.prefills_in_row, 1 if limit else 0)
-        if parts > 0 and (admitted := state.admissible(left)):
+        if parts > 0 and (admitted := _admitted(schedule, state)):
             part = balanced_part(admitted, min(parts, len(admitted)))
             return Batch(prefill=_within(part, limit) if limit else part)
     if state.num_prefills_in_flight:
@@ -173,6 +190,16 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
     if turn is None or turn in state.busy:
         return None
     return Batch(decode=tuple(state.groups[turn]), group=turn)
+
+
+def _admitted(schedule: Schedule, state: Scheduler) -> tuple[Sequence, ...]:
+    """Who is still to be prefilled before decoding goes on."""
+    size = schedule["prefill_batch"]
+    if "adjust_percent" in schedule.variables:
+        if state.row_size is None:
+            state.row_size = _adjustment.adjusted_size(schedule, state, others=len(state.running))
+        size = state.row_size
+    return state.admissible(size - state.admitted_in_row)
 
 
 def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:

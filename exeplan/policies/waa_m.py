@@ -14,7 +14,6 @@ from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = True
-IN_ENGINE = False
 SPLIT_BY = "memory"
 
 __all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]

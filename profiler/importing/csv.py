@@ -34,6 +34,7 @@ _NEEDED = {
     ("head", ""): ("num_seqs",),
     ("overhead", "prefill"): ("num_seqs",),
     ("overhead", "decode"): ("num_seqs",),
+    ("control", ""): ("num_seqs",),
     **{("all_reduce", link): ("bytes", "tensor_parallel_size") for link in LINKS},
     **{("send", link): ("bytes",) for link in LINKS},
 }

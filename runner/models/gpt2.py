@@ -4,6 +4,7 @@ The checkpoint holds every product transposed (`Conv1D`). `scale_attn_by_inverse
 the layer's number, `scale_attn_weights` False leaves out the division by sqrt(head_dim).
 """
 
+import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
@@ -18,9 +19,11 @@ from exeplan.runner.layers import (
     activation,
     attention_shape,
     integer,
-    output_head,
+    summed,
 )
 from exeplan.runner.rotary import Angles
+from exeplan.runner.shard import Part, Shard, head_parts, inner_part
+from exeplan.runner.vocabulary import Vocabulary
 
 PREFIX = "transformer."
 EMBEDDING, POSITIONS, NORM = "transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f"
@@ -29,52 +32,64 @@ HEAD, LAYER = "lm_head.weight", "transformer.h.{}"
 
 
 class Model:
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
         config, size = spec.config, spec.hidden_size
         if config.get("add_cross_attention"):
             raise InputError(f"{spec.name}: add_cross_attention is set, but gpt2 runs as a decoder only")
-        self.table_VE = weights.take(EMBEDDING, spec.vocab_size, size)
-        self.positions_PE = weights.take(POSITIONS, spec.max_context, size)
-        self.layers = [Layer(spec, weights, index) for index in range(spec.num_layers)]
-        self.norm = LayerNorm(weights, NORM, size, eps=config.get("layer_norm_epsilon", 1e-5))
-        tied = config.get("tie_word_embeddings", True)
-        self.output = output_head(weights, HEAD, self.table_VE, tied=tied)
+        head = EMBEDDING if config.get("tie_word_embeddings", True) else HEAD
+        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, size)
+        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
+        if shard.first:
+            self.positions_PE = weights.take(POSITIONS, spec.max_context, size)
+        if shard.last:
+            self.norm = LayerNorm(weights, NORM, size, eps=config.get("layer_norm_epsilon", 1e-5))
 
     def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
-        return self.table_VE[token_N].add_(self.positions_PE[position_N])
+        return self.vocabulary.embed(token_N).add_(self.positions_PE[position_N])
 
     def angles(self, _position_N: Tensor, _length_N: Tensor) -> None:
         return None
 
     def head(self, hidden_RE: Tensor) -> Tensor:
-        return self.output(self.norm(hidden_RE))
+        return self.vocabulary.logits(self.norm(hidden_RE))
 
 
 class Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int) -> None:
-        config, name, size = spec.config, LAYER.format(index), spec.hidden_size
-        inner, eps = integer(config, "n_inner", 4 * size), config.get("layer_norm_epsilon", 1e-5)
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
+        config, name, size, group = spec.config, LAYER.format(index), spec.hidden_size, shard.group
+        eps, biased = config.get("layer_norm_epsilon", 1e-5), group.rank == 0
+        heads = head_parts(spec, group)[0].times(spec.head_dim)
+        inner = inner_part(spec, group, integer(config, "n_inner", 4 * size))
         self.attention_norm = LayerNorm(weights, f"{name}.ln_1", size, eps=eps)
         self.attention = SelfAttention(
-            attention_shape(spec, index, scale=_scale(spec, index)),
-            _transposed(weights, f"{name}.attn.c_attn", size, 3 * size),
-            _transposed(weights, f"{name}.attn.c_proj", size, size),
+            attention_shape(spec, shard, index, scale=_scale(spec, index)),
+            _transposed(weights, f"{name}.attn.c_attn", size, *_fused(heads)),
+            summed(_transposed(weights, f"{name}.attn.c_proj", heads, size, bias=biased), group),
         )
         self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", size, eps=eps)
-        self.mlp = MLP(
+        mlp = MLP(
             _transposed(weights, f"{name}.mlp.c_fc", size, inner),
-            _transposed(weights, f"{name}.mlp.c_proj", inner, size),
+            _transposed(weights, f"{name}.mlp.c_proj", inner, size, bias=biased),
             activation(config.get("activation_function", "gelu_new")),
         )
+        self.mlp = summed(mlp, group)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         hidden_NE = self.attention(self.attention_norm(hidden_NE), angles, attend).add_(hidden_NE)
         return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
 
 
-def _transposed(weights: Weights, name: str, num_inputs: int, num_outputs: int) -> Linear:
-    weight_IO = weights.take(f"{name}.weight", num_inputs, num_outputs)
-    return Linear(weight_IO.t().contiguous(), weights.take(f"{name}.bias", num_outputs))
+def _fused(heads: Part) -> list[Part]:
+    """Where queries, keys and values of this rank's heads are among the outputs of the one product of all heads."""
+    size = heads.size
+    if heads.is_whole:
+        return [Part(3 * size, 0, 3 * size)]
+    return [Part(3 * size, start + heads.start, start + heads.stop) for start in (0, size, 2 * size)]
+
+
+def _transposed(weights: Weights, name: str, inputs: int | Part, *outputs: int | Part, bias: bool = True) -> Linear:
+    weight_OI = torch.cat([weights.take(f"{name}.weight", inputs, part).t() for part in outputs]).contiguous()
+    return Linear(weight_OI, torch.cat([weights.take(f"{name}.bias", part) for part in outputs]) if bias else None)
 
 
 def _scale(spec: ModelSpec, index: int) -> float:

@@ -18,37 +18,43 @@ from exeplan.runner.layers import (
     attention_shape,
     integer,
     linear,
-    output_head,
+    partial_linear,
     projections,
+    summed,
 )
 from exeplan.runner.rotary import Angles
+from exeplan.runner.shard import Shard, inner_part
+from exeplan.runner.vocabulary import Vocabulary
 
 PREFIX = "model."
-DECODER, HEAD, LAYER = "model.decoder", "lm_head.weight", "model.decoder.layers.{}"
+DECODER, EMBEDDING, HEAD = "model.decoder", "model.decoder.embed_tokens.weight", "lm_head.weight"
+LAYER = "model.decoder.layers.{}"
 """Within a layer: self_attn.{q,k,v,out}_proj, fc1, fc2, self_attn_layer_norm, final_layer_norm."""
 _POSITION_OFFSET = 2
 
 
 class Model:
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
         config, size = spec.config, spec.hidden_size
         width = integer(config, "word_embed_proj_dim", size)
-        self.table_VW = weights.take(f"{DECODER}.embed_tokens.weight", spec.vocab_size, width)
-        self.positions_PE = weights.take(f"{DECODER}.embed_positions.weight", spec.max_context + _POSITION_OFFSET, size)
-        self.project_in = self.project_out = None
-        if width != size:
-            self.project_in = linear(weights, {f"{DECODER}.project_in": size}, width, bias=False)
-            self.project_out = linear(weights, {f"{DECODER}.project_out": width}, size, bias=False)
-        self.layers = [Layer(spec, weights, index) for index in range(spec.num_layers)]
-        self.norm = None
-        if config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False):
-            affine = config.get("layer_norm_elementwise_affine", True)
-            self.norm = LayerNorm(weights, f"{DECODER}.final_layer_norm", size, affine=affine)
-        tied = config.get("tie_word_embeddings", True)
-        self.output = output_head(weights, HEAD, self.table_VW, tied=tied)
+        head = EMBEDDING if config.get("tie_word_embeddings", True) else HEAD
+        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, width)
+        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
+        self.project_in = self.project_out = self.norm = None
+        if shard.first:
+            positions = spec.max_context + _POSITION_OFFSET
+            self.positions_PE = weights.take(f"{DECODER}.embed_positions.weight", positions, size)
+            if width != size:
+                self.project_in = linear(weights, {f"{DECODER}.project_in": size}, width, bias=False)
+        if shard.last:
+            if width != size:
+                self.project_out = linear(weights, {f"{DECODER}.project_out": width}, size, bias=False)
+            if config.get("do_layer_norm_before", True) and not config.get("_remove_final_layer_norm", False):
+                affine = config.get("layer_norm_elementwise_affine", True)
+                self.norm = LayerNorm(weights, f"{DECODER}.final_layer_norm", size, affine=affine)
 
     def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
-        hidden = self.table_VW[token_N]
+        hidden = self.vocabulary.embed(token_N)
         if self.project_in is not None:
             hidden = self.project_in(hidden)
         return hidden.add_(self.positions_PE[position_N + _POSITION_OFFSET])
@@ -61,24 +67,25 @@ class Model:
             hidden_RE = self.norm(hidden_RE)
         if self.project_out is not None:
             hidden_RE = self.project_out(hidden_RE)
-        return self.output(hidden_RE)
+        return self.vocabulary.logits(hidden_RE)
 
 
 class Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
         config, name, size = spec.config, LAYER.format(index), spec.hidden_size
         bias, affine = config.get("enable_bias", True), config.get("layer_norm_elementwise_affine", True)
-        inner = integer(config, "ffn_dim", 4 * size)
+        group = shard.group
+        inner = inner_part(spec, group, integer(config, "ffn_dim", 4 * size))
         self.norm_first = config.get("do_layer_norm_before", True)
         self.attention_norm = LayerNorm(weights, f"{name}.self_attn_layer_norm", size, affine=affine)
         qkv, output = projections(
-            weights, spec, f"{name}.self_attn", qkv_bias=bias, output_bias=bias, output="out_proj"
+            weights, spec, group, f"{name}.self_attn", qkv_bias=bias, output_bias=bias, output="out_proj"
         )
-        self.attention = SelfAttention(attention_shape(spec, index), qkv, output)
+        self.attention = SelfAttention(attention_shape(spec, shard, index), qkv, output)
         self.mlp_norm = LayerNorm(weights, f"{name}.final_layer_norm", size, affine=affine)
         up = linear(weights, {f"{name}.fc1": inner}, size, bias=bias)
-        down = linear(weights, {f"{name}.fc2": size}, inner, bias=bias)
-        self.mlp = MLP(up, down, activation(config.get("activation_function", "relu")))
+        down = partial_linear(weights, f"{name}.fc2", size, inner, group, bias=bias)
+        self.mlp = summed(MLP(up, down, activation(config.get("activation_function", "relu"))), group)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         if self.norm_first:

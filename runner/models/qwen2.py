@@ -12,11 +12,12 @@ from exeplan.runner.layers import (
     SelfAttention,
     attention_shape,
     gated_mlp,
-    output_head,
     projections,
     sliding_window,
 )
 from exeplan.runner.rotary import Angles, Rotary
+from exeplan.runner.shard import Shard
+from exeplan.runner.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
@@ -24,31 +25,32 @@ EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_he
 
 
 class Model:
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
-        self.table_VE = weights.take(EMBEDDING, spec.vocab_size, spec.hidden_size)
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
+        config, size = spec.config, spec.hidden_size
+        head = EMBEDDING if config.get("tie_word_embeddings", False) else HEAD
+        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, size)
         self.angles = Rotary(spec, dtype=weights.dtype, device=weights.device)
-        self.layers = [Layer(spec, weights, index) for index in range(spec.num_layers)]
-        self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6))
-        tied = spec.config.get("tie_word_embeddings", False)
-        self.output = output_head(weights, HEAD, self.table_VE, tied=tied)
+        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
+        if shard.last:
+            self.norm = RMSNorm(weights, NORM, size, config.get("rms_norm_eps", 1e-6))
 
     def embed(self, token_N: Tensor, _position_N: Tensor) -> Tensor:
-        return self.table_VE[token_N]
+        return self.vocabulary.embed(token_N)
 
     def head(self, hidden_RE: Tensor) -> Tensor:
-        return self.output(self.norm(hidden_RE))
+        return self.vocabulary.logits(self.norm(hidden_RE))
 
 
 class Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, index: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
         config, name = spec.config, LAYER.format(index)
         size, eps = spec.hidden_size, config.get("rms_norm_eps", 1e-6)
         self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
-        qkv, output = projections(weights, spec, f"{name}.self_attn", qkv_bias=True, output_bias=False)
-        shape = attention_shape(spec, index, window=sliding_window(config, index))
+        qkv, output = projections(weights, spec, shard.group, f"{name}.self_attn", qkv_bias=True, output_bias=False)
+        shape = attention_shape(spec, shard, index, window=sliding_window(config, index))
         self.attention = SelfAttention(shape, qkv, output)
         self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
-        self.mlp = gated_mlp(weights, spec, f"{name}.mlp")
+        self.mlp = gated_mlp(weights, spec, shard.group, f"{name}.mlp")
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         hidden_NE = self.attention(self.input_norm(hidden_NE), angles, attend).add_(hidden_NE)

@@ -1,10 +1,10 @@
-"""Both attentions equal a softmax written out, for every grouping of heads, ragged contexts and windows."""
+"""All attentions equal a softmax written out, for every grouping of heads, ragged contexts, windows and biases."""
 
 import numpy as np
 import pytest
 import torch
 
-from exeplan.kernels.attention import CachedRows, decode_attention, prefill_attention
+from exeplan.kernels.attention import CachedRows, decode_attention, full_attention, prefill_attention
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
@@ -44,4 +44,50 @@ def test_decode_equals_the_reference_for_ragged_contexts_in_any_rows(heads, kv_h
     for q_HD, rows_KC, out_HD in zip(q_BHD, rows, outputs, strict=True):
         k_CKD, v_CKD = (table[torch.from_numpy(rows_KC)].transpose(0, 1).float() for table in (keys_RD, values_RD))
         expected = attention_reference(q_HD[None].float(), k_CKD, v_CKD, scale=0.25)[0]
+        torch.testing.assert_close(out_HD.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 280, 1000])
+@pytest.mark.parametrize("queries", [1, 40, 300])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_the_last_tokens_of_a_context_see_what_is_before_them(heads, kv_heads, queries, window):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, queries, heads, 16), torch.randn(1, 420, kv_heads, 16), torch.randn(1, 420, kv_heads, 16)
+    expected = attention_reference(q[0], k[0], v[0], scale=0.3, window=window)
+    torch.testing.assert_close(prefill_attention(q, k, v, scale=0.3, window=window)[0], expected)
+
+
+@pytest.mark.parametrize(("queries", "context"), [(1, 1), (1, 9), (9, 1), (30, 17), (17, 30)])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_a_bias_is_added_by_the_distance_of_key_and_query(heads, kv_heads, queries, context):
+    torch.manual_seed(0)
+    q_THD, k_CKD, v_CKD = torch.randn(queries, heads, 8), *torch.randn(2, context, kv_heads, 8)
+    bias_HX = torch.randn(heads, queries + context - 1)
+    k_CHD, v_CHD = (x.repeat_interleave(heads // kv_heads, 1) for x in (k_CKD, v_CKD))
+    place_TC = queries - 1 + torch.arange(context) - torch.arange(queries)[:, None]
+    weights_HTC = (torch.einsum("thd,chd->htc", q_THD, k_CHD) * 0.5 + bias_HX[:, place_TC]).softmax(-1)
+    expected = torch.einsum("htc,chd->thd", weights_HTC, v_CHD)
+    found = full_attention(q_THD[None], k_CKD[None], v_CKD[None], scale=0.5, bias_HX=bias_HX)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_decode_adds_the_bias_of_each_sequence(heads, kv_heads, dtype, tolerance):
+    torch.manual_seed(0)
+    num_rows, contexts = 200, [1, 9, 9, 20]
+    keys_RD, values_RD = torch.randn(2, num_rows, 8).to(dtype)
+    q_BHD = torch.randn(len(contexts), heads, 8).to(dtype)
+    rows = [np.arange(kv_heads * c).reshape(kv_heads, c) for c in contexts]
+    biases = [torch.randn(heads, c).to(dtype) for c in contexts]
+    cached = CachedRows(rows, heads, num_rows, keys_RD, biases)
+    for _ in range(2):  # The biases outlast the first layer.
+        outputs = decode_attention(q_BHD, keys_RD, values_RD, cached, scale=0.25)
+    for q_HD, rows_KC, bias_HC, out_HD in zip(q_BHD, rows, biases, outputs, strict=True):
+        k_HCD, v_HCD = (
+            table[torch.from_numpy(rows_KC)].repeat_interleave(heads // kv_heads, 0).float()
+            for table in (keys_RD, values_RD)
+        )
+        weights_HC = (torch.einsum("hd,hcd->hc", q_HD.float(), k_HCD) * 0.25 + bias_HC.float()).softmax(-1)
+        expected = torch.einsum("hc,hcd->hd", weights_HC, v_HCD)
         torch.testing.assert_close(out_HD.float(), expected, rtol=tolerance, atol=tolerance)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 
 from exeplan.cli import main
@@ -115,6 +116,13 @@ def test_more_work_takes_longer(model: str, sheet: Datasheet) -> None:
         times = [seconds for _, seconds in sorted(points)]
         assert times == sorted(times), curve
         assert len({x for x, _ in points}) == len(points) > 5, curve
+
+
+def test_between_its_lengths_a_quadratic_is_interpolated_to_1_3_percent(sheet: Datasheet) -> None:
+    prompts = rows(profile_of("llama-3.1-8b", sheet), "attention", "prefill")
+    lengths = np.array(sorted({m.num_tokens for m in prompts if m.num_seqs == 1}), dtype=float)
+    asked = np.arange(1.0, lengths[-1] + 1)
+    assert 1.012 < (np.interp(asked, lengths, lengths**2) / asked**2).max() < 1.013
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,4 +1,6 @@
-"""A checkpoint is read whole or refused with the file and the tensor that is wrong; a pickle is never opened."""
+"""A checkpoint is read, whole or in parts, or refused with the file and the tensor that is wrong; a pickle is never
+opened.
+"""
 
 import json
 import pickle
@@ -10,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from exeplan.errors import InputError
 from exeplan.model import load_model_spec
-from exeplan.runner.checkpoint import INDEX, Checkpoint
+from exeplan.runner.checkpoint import INDEX, Checkpoint, RandomWeights
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.shard import Part
 from exeplan.scheduling import Batch, Sequence
 
 CONFIG = LlamaConfig(
@@ -59,6 +62,37 @@ def test_tensors_are_converted_and_counted(tmp_path, tensors):
     weights = read(tmp_path)
     assert torch.equal(weights.take("model.weight", 2, 3), tensors["model.weight"])
     assert weights.num_bytes == 6 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_a_dimension_is_all_that_is_taken_counted_and_looked_at(tmp_path, dtype):
+    values = torch.arange(12.0).view(4, 3)
+    values[3, 2] = torch.nan
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    weights = Checkpoint(tmp_path, dtype=dtype, device=torch.device("cpu"))
+    rows, columns = weights.take("a", Part(4, 1, 3), 3), weights.take("a", 4, Part(3, 0, 2))
+    assert torch.equal(rows.float(), values[1:3])
+    assert torch.equal(columns.float(), values[:, :2])
+    assert columns.is_contiguous()
+    assert weights.num_bytes == (6 + 8) * dtype.itemsize
+    with pytest.raises(InputError, match="not finite"):
+        weights.take("a", 4, Part(3, 1, 3))
+
+
+def test_a_part_of_a_tensor_of_another_shape_is_refused(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"has shape \[2, 3\].* \[4, 3\]"):
+        read(tmp_path).take("model.weight", Part(4, 0, 2), 3)
+
+
+def test_random_weights_are_equal_by_name_whatever_is_taken_before_and_of_them():
+    whole, parts = (RandomWeights(dtype=torch.float32, device=torch.device("cpu"), seed=5) for _ in range(2))
+    first, second = whole.take("a", 8, 6), whole.take("b", 8, 6)
+    assert not torch.equal(first, second)
+    assert torch.equal(parts.take("b", Part(8, 2, 5), 6), second[2:5])
+    assert torch.equal(parts.take("a", 8, Part(6, 3, 6)), first[:, 3:])
+    assert parts.num_bytes == (3 * 6 + 8 * 3) * 4
+    assert parts.take("a", 8, Part(6, 3, 6)).untyped_storage().nbytes() == 8 * 3 * 4
 
 
 def test_a_missing_tensor_is_named(tmp_path, tensors):

@@ -16,6 +16,7 @@ from exeplan.errors import InputError
 from exeplan.model import load_model_spec
 from exeplan.plan import Schedule
 from exeplan.runner.engine import Engine, Request, StepRecord
+from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.tokenizer import ByteCodec, Tokenizer
@@ -93,7 +94,7 @@ def tokens(outputs: list) -> list[int]:
 
 def run(runner, prompt, sampling, *, schedule=SCHEDULES["orca"], tokenizer=None, num_blocks=64) -> list:
     """The outputs of one request alone."""
-    engine = Engine(runner, schedule, tokenizer=tokenizer, num_blocks=num_blocks)
+    engine = Engine(Local(runner), schedule, tokenizer=tokenizer, num_blocks=num_blocks)
     engine.add(request("only", prompt, sampling))
     return drain(engine)["only"]
 
@@ -114,7 +115,7 @@ def test_a_mixed_batch_gets_what_transformers_generates(model, runner, schedule)
         ids = llama.generate(torch.tensor([prompt]), max_new_tokens=lengths[index], do_sample=False)
         expected[str(index)] = ids[0, len(prompt) :].tolist()
 
-    engine, found = Engine(runner, schedule, num_blocks=64), {}
+    engine, found = Engine(Local(runner), schedule, num_blocks=64), {}
     for index, prompt in enumerate(prompts(16)):
         engine.add(request(str(index), prompt, greedy(max_tokens=lengths[index])))
         for output in engine.step() if index % 3 else []:  # Some join while others are at work.
@@ -134,7 +135,7 @@ def test_a_seeded_request_draws_the_same_in_any_company(runner, schedule):
     drawing = SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.3, seed=5, max_tokens=20)
     prompt = prompts(1, seed=8)[0]
     alone = tokens(run(runner, prompt, drawing))
-    engine = Engine(runner, schedule, num_blocks=64)
+    engine = Engine(Local(runner), schedule, num_blocks=64)
     for index, other in enumerate(prompts(7)):
         engine.add(request(str(index), other, SamplingParams(temperature=1.2, max_tokens=3 + index)))
     engine.add(request("mine", prompt, drawing))
@@ -150,7 +151,7 @@ def test_without_a_seed_two_runs_differ(runner):
 def test_preemption_changes_no_token_and_repeats_none(runner):
     sampling = [greedy(max_tokens=60), SamplingParams(temperature=0.8, seed=3, max_tokens=60)] * 3
     alone = [tokens(run(runner, prompt, params)) for prompt, params in zip(prompts(6), sampling, strict=True)]
-    engine = Engine(runner, SCHEDULES["rra"], num_blocks=12)
+    engine = Engine(Local(runner), SCHEDULES["rra"], num_blocks=12)
     for index, (prompt, params) in enumerate(zip(prompts(6), sampling, strict=True)):
         engine.add(request(str(index), prompt, params))
     found = drain(engine)
@@ -161,7 +162,7 @@ def test_preemption_changes_no_token_and_repeats_none(runner):
 
 
 def test_static_batches_deliver_at_once_and_leave_together(runner):
-    engine = Engine(runner, SCHEDULES["static"], num_blocks=64)
+    engine = Engine(Local(runner), SCHEDULES["static"], num_blocks=64)
     for index, length in enumerate([2, 5]):
         engine.add(request(str(index), [1, 2, 3], greedy(max_tokens=length)))
     seen = [[(output.request_id, output.finish_reason) for output in engine.step()] for _ in range(5)]
@@ -245,7 +246,7 @@ def test_an_unfinished_character_waits_and_shows_at_the_end(runner):
 def test_every_block_comes_back(model, data):
     runner = ModelRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=14)
     schedule = data.draw(st.sampled_from(list(SCHEDULES.values())))
-    engine = Engine(runner, schedule, num_blocks=14)
+    engine = Engine(Local(runner), schedule, num_blocks=14)
     alive: set[str] = set()
     for number in range(data.draw(st.integers(1, 30))):
         what = data.draw(st.sampled_from(["add", "add", "step", "step", "abort"]))
@@ -267,7 +268,7 @@ def test_every_block_comes_back(model, data):
 
 @every_policy
 def test_an_abort_frees_blocks_at_once(runner, schedule):
-    engine = Engine(runner, schedule, num_blocks=64)
+    engine = Engine(Local(runner), schedule, num_blocks=64)
     for name in ("short", "long"):
         engine.add(request(name, [1] * 20, greedy(max_tokens=1 if name == "short" else 60)))
     engine.step()
@@ -282,9 +283,9 @@ def test_an_abort_frees_blocks_at_once(runner, schedule):
 def test_a_request_whose_logits_are_not_numbers_fails_alone(model):
     broken = ModelRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=64)
     with torch.inference_mode():
-        broken.model.table_VE[13] = math.nan
+        broken.model.vocabulary.table_VE[13] = math.nan
     for schedule in SCHEDULES.values():
-        engine = Engine(broken, schedule, num_blocks=64)
+        engine = Engine(Local(broken), schedule, num_blocks=64)
         engine.add(request("bad", [1, 13, 2], greedy()))
         engine.add(request("good", [1, 2], greedy(logit_bias={13: -100})))
         found = drain(engine)
@@ -296,7 +297,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model):
 class FailingRunner(ModelRunner):
     """Cannot compute prompts that begin with 13."""
 
-    def forward(self, batch, token_ids):
+    def forward(self, batch, token_ids, hidden_NE=None):
         if any(token_ids[row.request_id][0] == 13 for row in batch.prefill + batch.decode):
             raise RuntimeError("unlucky")
         return super().forward(batch, token_ids)
@@ -305,7 +306,7 @@ class FailingRunner(ModelRunner):
 @every_policy
 def test_a_request_that_breaks_the_forward_pass_fails_alone(model, runner, schedule, caplog):
     failing = FailingRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=64)
-    engine = Engine(failing, schedule, num_blocks=64)
+    engine = Engine(Local(failing), schedule, num_blocks=64)
     for index, prompt in enumerate(prompts(3)):
         engine.add(request(str(index), prompt, greedy()))
     engine.add(request("bad", [13, 2], greedy()))
@@ -320,7 +321,7 @@ def test_a_request_that_breaks_the_forward_pass_fails_alone(model, runner, sched
 
 def test_a_fault_that_spares_no_request_is_raised(model):
     failing = FailingRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=64)
-    engine = Engine(failing, SCHEDULES["orca"], num_blocks=64)
+    engine = Engine(Local(failing), SCHEDULES["orca"], num_blocks=64)
     for index in range(2):
         engine.add(request(str(index), [13], greedy()))
     with pytest.raises(RuntimeError, match="unlucky"):
@@ -348,7 +349,7 @@ def test_a_fault_that_spares_no_request_is_raised(model):
     ],
 )
 def test_a_request_that_cannot_run_is_refused_and_disturbs_nobody(runner, prompt, sampling, message):
-    engine = Engine(runner, SCHEDULES["orca"], num_blocks=4)
+    engine = Engine(Local(runner), SCHEDULES["orca"], num_blocks=4)
     engine.add(request("other", [1, 2], greedy()))
     with pytest.raises(InputError, match=message):
         engine.add(request("bad", prompt, sampling))
@@ -359,7 +360,7 @@ def test_a_request_that_cannot_run_is_refused_and_disturbs_nobody(runner, prompt
 
 
 def test_a_name_in_use_is_refused(runner):
-    engine = Engine(runner, SCHEDULES["orca"], num_blocks=64)
+    engine = Engine(Local(runner), SCHEDULES["orca"], num_blocks=64)
     engine.add(request("same", [1], greedy()))
     with pytest.raises(InputError, match="request 'same' is running already"):
         engine.add(request("same", [1], greedy()))
@@ -367,7 +368,7 @@ def test_a_name_in_use_is_refused(runner):
 
 def test_a_step_is_recorded(runner):
     times = itertools.count()
-    engine = Engine(runner, SCHEDULES["orca"], num_blocks=64, clock=lambda: float(next(times)))
+    engine = Engine(Local(runner), SCHEDULES["orca"], num_blocks=64, clock=lambda: float(next(times)))
     engine.add(request("a", [1, 2, 3], greedy()))
     (first,) = engine.step()
     assert engine.last_step == StepRecord(0.0, 1.0, 1, 0, 3, 0)

@@ -18,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CONTEXT = 4096
+ONE_DEVICE = "[{devices: [0], layers: [0, 2]}]"
 KV_TOKENS = 16384
 API_KEY = "correct horse"
 CHAT_TEMPLATE = (
@@ -74,6 +75,11 @@ class Running:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return int(children.split()[0])
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """The processes that a fork server of the engine has forked."""
+        return [pid for pid in descendants(self.engine_pid) if _forked(pid) and _forked(_parent(pid))]
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
 
@@ -95,6 +101,30 @@ class Running:
         rows = re.findall(rf"^exeplan:{name}(?:{{.*}})? (\S+)$", self.call("/metrics").text, re.MULTILINE)
         assert rows, f"no metric {name}"
         return sum(float(value) for value in rows)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that they did."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _forked(pid: int) -> bool:
+    return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture(scope="session")
@@ -122,14 +152,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launch(checkpoint: Path) -> Callable[..., Any]:
-    """`launch(schedule, **options)` starts a server; leaving the context ends it."""
+    """`launch(schedule, placement, **options)` starts a server; leaving the context ends it."""
 
-    def plan_file(schedule: str) -> Path:
+    def plan_file(schedule: str, placement: str) -> Path:
         path = checkpoint / f"{schedule.partition(',')[0].rpartition(' ')[2]}.yaml"
         lines = [
             f"model: {checkpoint}",
             f"schedule: {{{schedule}}}",
-            "placement: [{devices: [0], layers: [0, 2]}]",
+            f"placement: {placement}",
+            f"kv_cache_tokens: {KV_TOKENS}",
             "bound: {seconds: 2.0}",
             "estimate: {throughput: 0.5, token_throughput: 64, ttft: 0.1, tpot: 0.02, latency: 1.5, latency_p50: 1.0,",
             "  latency_p99: 1.9, kv_tokens: 4000, memory_bytes_per_gpu: 1000000}",
@@ -138,15 +169,16 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         return path
 
     @contextlib.contextmanager
-    def run(schedule: str = "policy: rra, prefill_batch: 4, decode_steps: 4", **options: Any) -> Iterator[Running]:
+    def run(
+        schedule: str = "policy: rra, prefill_batch: 4, decode_steps: 4", placement: str = ONE_DEVICE, **options: Any
+    ) -> Iterator[Running]:
         given = {
             "port": 0,
-            "num_blocks": KV_TOKENS // 16,
             "dummy_weights": True,
             "served_model_name": "tiny",
             **options,
         }
-        command = [sys.executable, "-c", SERVE, str(plan_file(schedule)), json.dumps(given)]
+        command = [sys.executable, "-c", SERVE, str(plan_file(schedule, placement)), json.dumps(given)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout

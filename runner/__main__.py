@@ -1,0 +1,128 @@
+"""One plan on several hosts, each of which runs
+
+    EXEPLAN_CLUSTER_KEY=... torchrun --nnodes 2 --nproc-per-node K --node-rank R --master-addr A --master-port P \\
+        -m exeplan.runner plan.yaml [options of exeplan serve]
+
+Device d of the plan is torchrun's rank d, so a stage whose ranks share memory takes devices of one host. Rank 0 serves,
+and has the engine; the others keep a worker each. torchrun only starts these processes, and must not restart them:
+workers that die are started again by the engine. SIGTERM to the first host's torchrun ends all of them.
+
+Nothing listens but on A (rank 0: port P + 1 for keepers and workers, and a free one for the store where workers find
+each other), on the interface with a host's own address (the workers' gloo or NCCL), and where --host says (HTTP).
+torchrun's own store listens on port P of all interfaces while it runs. A connection to P + 1 must prove that it knows
+EXEPLAN_CLUSTER_KEY; tensors and the stores are not protected, so hosts need a network that is theirs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from exeplan import __version__
+from exeplan.commands import serve
+from exeplan.errors import InputError
+from exeplan.inputs import plan_model, read_plan
+from exeplan.model import ModelSpec
+from exeplan.plan import Plan, as_json
+from exeplan.runner.handshake import cluster_key
+from exeplan.runner.keeper import keep
+
+_FILES = ("model", "workload", "profile", "cluster")
+"""Fields of a plan that name files, which may lie elsewhere on another host."""
+_WATCH_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What torchrun says to a process that it starts."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    node: int
+    address: str
+    port: int
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str]) -> "Launched":
+        """Raises InputError when it was not torchrun that started this process."""
+        try:
+            return cls(
+                rank=int(environment["RANK"]),
+                local_rank=int(environment["LOCAL_RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                node=int(environment["GROUP_RANK"]),
+                address=environment["MASTER_ADDR"],
+                port=int(environment["MASTER_PORT"]) + 1,
+            )
+        except (KeyError, ValueError) as error:
+            raise InputError(
+                f"torchrun has to start this, as in `torchrun --nnodes 2 ... -m exeplan.runner plan.yaml`; it sets no "
+                f"usable {error.args[0]} here"
+            ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves on rank 0, keeps a worker on the others. Returns an exit status as the command line does."""
+    parser = argparse.ArgumentParser(
+        prog="exeplan.runner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    serve.add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return _run(args, Launched.here(os.environ))
+    except InputError as error:
+        print(f"exeplan.runner: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: argparse.Namespace, launched: Launched) -> int:
+    plan = read_plan(args.plan)
+    spec = plan_model(plan)
+    _check_devices(plan, launched.world_size)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if launched.world_size == 1:
+        return serve.run(args)
+    key = cluster_key()
+    own = {"host": launched.node, "local_device": launched.local_rank, "fingerprint": fingerprint(plan, spec)}
+    if launched.rank == 0:
+        listen = {"address": launched.address, "port": launched.port, "num_devices": launched.world_size}
+        return serve.run(args, hosts={**own, **listen})
+    directory = str(spec.directory.resolve()) if spec.directory else None
+    hello = {**own, "device": launched.rank, "model_directory": directory}
+    return keep(launched.address, launched.port, key, hello, beside_engine=launched.node == 0)
+
+
+def _check_devices(plan: Plan, world_size: int) -> None:
+    devices = sorted(device for stage in plan.placement for device in stage.devices)
+    if devices != list(range(world_size)):
+        raise InputError(
+            f"torchrun started {world_size} processes, the plan is for devices {', '.join(map(str, devices))}; start "
+            "one for each, and number them from 0"
+        )
+
+
+def fingerprint(plan: Plan, spec: ModelSpec) -> str:
+    """Equal where hosts run the same plan of the same model with the same exeplan."""
+    body = {name: value for name, value in as_json(plan).items() if name not in _FILES}
+    text = json.dumps([__version__, spec.fingerprint, body], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this process as SIGTERM would when torchrun is gone, who can no longer."""
+    while os.getppid() == launcher:
+        time.sleep(_WATCH_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Proof of a shared key: before the two ends of a TCP connection say anything else, each shows that it knows the key.
+
+Challenge and response with HMAC-SHA-256. Who accepts sends a nonce; who dials answers with one of its own and a proof
+over both; who accepts answers with its own proof. The side is part of a proof, so that none can be sent back to whoever
+made it, and all messages have a fixed size, so that a stranger can cause no more than a failed comparison.
+Not here: secrecy. What follows is as readable and as changeable on its way as the tensors are: hosts that run one plan
+need a network that is theirs.
+"""
+
+import hmac
+import os
+import secrets
+import socket
+import time
+
+from exeplan.errors import InputError
+
+KEY_VARIABLE = "EXEPLAN_CLUSTER_KEY"
+SECONDS = 5.0
+"""How long the other end may take to prove itself."""
+_MIN_KEY_CHARACTERS = 16
+_NONCE, _PROOF = 32, 32
+_MAGIC = b"exeplan1"
+_RETRY_SECONDS = 0.2
+
+
+class StrangerError(ConnectionError):
+    """The other end does not know the key, or does not speak this protocol."""
+
+
+def cluster_key() -> bytes:
+    """The key of all hosts that run one plan. Raises InputError where there is none, or one that could be guessed."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if len(key) < _MIN_KEY_CHARACTERS:
+        raise InputError(
+            f"several hosts need one secret key in {KEY_VARIABLE}, of at least {_MIN_KEY_CHARACTERS} characters and "
+            f"the same on all of them, found {len(key) or 'none'}; `openssl rand -hex 32` makes one"
+        )
+    return key.encode()
+
+
+def dial(host: str, port: int, key: bytes, *, patience: float) -> socket.socket:
+    """A connection on which both ends have proved themselves.
+
+    Tries for `patience` seconds while nobody listens there. Raises InputError when nobody ever does, or who does has
+    another key.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=SECONDS)
+            return _proved(connection, key)
+        except StrangerError:
+            raise InputError(f"{host}:{port} has another {KEY_VARIABLE}; give all hosts the same") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"no engine answers at {host}:{port} after {patience:g} s ({error.strerror or error}); is the "
+                    "first host up, and can it be reached from here?"
+                ) from None
+            time.sleep(_RETRY_SECONDS)
+
+
+def admit(connection: socket.socket, key: bytes) -> None:
+    """The accepting side. Raises StrangerError or another OSError when the other end does not prove itself in time."""
+    deadline = time.monotonic() + SECONDS
+    ours = secrets.token_bytes(_NONCE)
+    connection.settimeout(SECONDS)
+    connection.sendall(_MAGIC + ours)
+    answer = _receive(connection, _NONCE + _PROOF, deadline)
+    theirs, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(key, b"dials", ours, theirs)):
+        raise StrangerError("it does not know the key")
+    connection.sendall(_proof(key, b"accepts", ours, theirs))
+    _settle(connection)
+
+
+def _proved(connection: socket.socket, key: bytes) -> socket.socket:
+    """The dialling side, whose connection is closed when it fails."""
+    try:
+        deadline = time.monotonic() + SECONDS
+        greeting = _receive(connection, len(_MAGIC) + _NONCE, deadline)
+        if not greeting.startswith(_MAGIC):
+            raise StrangerError("it is no engine")
+        ours, theirs = secrets.token_bytes(_NONCE), greeting[len(_MAGIC) :]
+        connection.sendall(ours + _proof(key, b"dials", theirs, ours))
+        try:
+            proof = _receive(connection, _PROOF, deadline)
+        except OSError:  # Closed after our proof: it was not what the other end expected.
+            raise StrangerError("it did not take our proof") from None
+        if not hmac.compare_digest(proof, _proof(key, b"accepts", theirs, ours)):
+            raise StrangerError("it does not know the key")
+        _settle(connection)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _proof(key: bytes, side: bytes, of_acceptor: bytes, of_dialler: bytes) -> bytes:
+    return hmac.digest(key, _MAGIC + side + of_acceptor + of_dialler, "sha256")
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("it closed the connection")
+        data += part
+    return data
+
+
+def _settle(connection: socket.socket) -> None:
+    """Waits without limit from now on, sends at once, and notices within seconds when the other host is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 4000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

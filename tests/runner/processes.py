@@ -1,0 +1,56 @@
+"""What can be seen of a process from outside: those it started, whether they live, and where they listen."""
+
+import ipaddress
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_LISTENING = "0A"
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that they did."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """The numeric addresses on which any of these processes accepts connections."""
+    inodes = {target for pid in pids for target in _open_files(pid)}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING and f"socket:[{fields[9]}]" in inodes:
+                found.add(str(_address(fields[1].partition(":")[0])))
+    return found
+
+
+def eventually(claim: Callable[[], bool], seconds: float) -> None:
+    """Waits until a claim holds, and fails when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(0.02)
+
+
+def _open_files(pid: int) -> list[str]:
+    folder = Path(f"/proc/{pid}/fd")
+    return [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
+
+
+def _address(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """From the kernel's hexadecimal words of four bytes, each in the machine's order."""
+    data = bytes.fromhex(words)
+    return ipaddress.ip_address(b"".join(data[at : at + 4][::-1] for at in range(0, len(data), 4)))

@@ -1,0 +1,123 @@
+"""Workers may die, hang, or lose their engine: requests go on or end with a clear error, and nothing is left behind."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from .conftest import descendants, is_alive
+
+TWO_STAGES = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
+ORCA = "policy: orca, max_num_seqs: 6, micro_batches: 2"
+BODIES = [
+    {"prompt": [3 + n, 5, 7 * n % 100 + 1], "max_tokens": 300 + 40 * n, "ignore_eos": True, "temperature": 0}
+    for n in range(8)
+]
+
+
+@pytest.fixture(scope="module")
+def pipeline(launch):
+    with launch(ORCA, TWO_STAGES) as running:
+        yield running
+
+
+def answers(server, bodies):
+    """The replies to requests sent at once, as soon as all are there; and a function that waits for them."""
+    found = [None] * len(bodies)
+
+    def ask(index):
+        found[index] = server.complete({**bodies[index], "logprobs": 0})
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+
+    def wait():
+        for thread in threads:
+            thread.join(60)
+        return found
+
+    return wait
+
+
+def tokens(reply):
+    assert reply.status == 200, reply.text
+    return json.loads(reply.text)["choices"][0]["logprobs"]["tokens"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pipeline):
+    return [tokens(reply) for reply in answers(pipeline, BODIES)()]
+
+
+def test_a_pipeline_gives_the_tokens_of_one_device(launch, undisturbed):
+    with launch("policy: orca, max_num_seqs: 6") as single:
+        assert [tokens(reply) for reply in answers(single, BODIES)()] == undisturbed
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, eventually, stage):
+    before = pipeline.worker_pids
+    wait = answers(pipeline, BODIES)
+    eventually(lambda: pipeline.metric("num_requests_running") > 3)
+    os.kill(before[stage], signal.SIGKILL)
+    assert [tokens(reply) for reply in wait()] == undisturbed
+    assert pipeline.call("/health").status == 200
+    assert not set(before) & set(pipeline.worker_pids)
+    assert not any(map(is_alive, before))
+
+
+def test_a_killed_worker_is_noticed_while_nothing_runs(pipeline, eventually):
+    before = pipeline.worker_pids
+    os.kill(before[0], signal.SIGKILL)
+    eventually(lambda: pipeline.call("/health").status == 503, 2)
+    eventually(lambda: pipeline.call("/health").status == 200)
+    assert tokens(pipeline.complete({**BODIES[0], "max_tokens": 3, "logprobs": 0}))
+
+
+def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline, eventually):
+    wait = answers(pipeline, [{**BODIES[0], "max_tokens": 4000}])
+    for _ in range(2):
+        eventually(lambda: pipeline.metric("num_requests_running") == 1 and pipeline.call("/health").status == 200)
+        os.kill(pipeline.worker_pids[0], signal.SIGKILL)
+        eventually(lambda: pipeline.call("/health").status == 503, 2)
+    (reply,) = wait()
+    assert reply.status == 500
+    assert "worker" in json.loads(reply.text)["error"]["message"]
+    eventually(lambda: pipeline.call("/health").status == 200)
+
+
+def test_a_worker_that_hangs_is_noticed_within_the_deadline(launch, undisturbed, eventually):
+    with launch(ORCA, TWO_STAGES, deadline_seconds=1.0) as server:
+        before = server.worker_pids
+        wait = answers(server, BODIES[:3])
+        eventually(lambda: server.metric("num_requests_running") == 3)
+        os.kill(before[1], signal.SIGSTOP)
+        started = time.monotonic()
+        eventually(lambda: server.call("/health").status == 503, 10)
+        assert time.monotonic() - started < 5
+        assert [tokens(reply) for reply in wait()] == undisturbed[:3]
+        assert not any(map(is_alive, before))
+
+
+@pytest.mark.parametrize("killed", ["server", "engine"])
+def test_no_process_outlives_its_supervisor(launch, eventually, killed):
+    with launch(ORCA, TWO_STAGES) as server:
+        family = descendants(server.process.pid)
+        assert len(family) >= 4
+        os.kill(server.engine_pid if killed == "engine" else server.process.pid, signal.SIGKILL)
+        eventually(lambda: not any(is_alive(pid) for pid in family), 5)
+
+
+def test_sigterm_finishes_what_runs_and_leaves_nothing(launch, eventually):
+    with launch(ORCA, TWO_STAGES) as server:
+        family = descendants(server.process.pid)
+        wait = answers(server, BODIES[:2])
+        eventually(lambda: server.metric("num_requests_running") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        assert [len(tokens(reply)) for reply in wait()] == [300, 340]
+        assert server.process.wait(20) == 0
+        eventually(lambda: not any(is_alive(pid) for pid in family))

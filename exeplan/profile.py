@@ -17,6 +17,8 @@ iteration each.
     overhead   prefill  num_seqs, num_tokens        the same for a prefill
     control    (both)   num_seqs                    what an iteration takes beyond where workers run it, between the end
                                                     of its last stage and the start of the next one's first
+    pass       alone    num_seqs, context_tokens    a decode pass of one of several devices while the others wait;
+                                                    together: while all compute
     all_reduce intra    bytes                       sum over tensor_parallel_size devices of one node; inter: of several
     send       intra    bytes                       from one device to another of its node; inter: to another node
 
@@ -40,8 +42,8 @@ from exeplan.model import DTYPE_BYTES, ModelSpec, model_spec
 
 COMPUTE_OPS = ("attention", "rest", "embed", "head", "overhead")
 LINK_OPS = ("all_reduce", "send")
-OPS = (*COMPUTE_OPS, "control", *LINK_OPS)
-COMPUTE_PHASES = ("prefill", "decode", "")
+OPS = (*COMPUTE_OPS, "control", "pass", *LINK_OPS)
+COMPUTE_PHASES = ("prefill", "decode", "", "alone", "together")
 LINKS = ("intra", "inter")
 """Phases of the two operations that communicate: inside a node and between nodes."""
 _AXES = {
@@ -54,7 +56,11 @@ _AXES = {
     ("overhead", "prefill"): ("num_seqs",),
 }
 """The measurements that a profile must hold, and the axes that each of their rows needs."""
-_MORE_AXES = {("control", ""): ("num_seqs",)}
+_MORE_AXES = {
+    ("control", ""): ("num_seqs",),
+    ("pass", "alone"): ("num_seqs", "context_tokens"),
+    ("pass", "together"): ("num_seqs", "context_tokens"),
+}
 """The same of those that it may hold."""
 _LARGEST = 1e30
 """Above any bytes, seconds or rates there are."""

@@ -38,4 +38,5 @@ class Linear:
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a weight of that kind is packed, so that its plain copy is not kept."""
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch has no types here
+    return device.type == "cpu" and dtype == torch.float32 and has_onednn

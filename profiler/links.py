@@ -31,6 +31,7 @@ from exeplan.model import ModelSpec
 from exeplan.plan import Stage
 from exeplan.profile import Measurement
 from exeplan.profiler.device import synchronize
+from exeplan.profiler.together import pass_rows, pass_times
 from exeplan.runner.collectives import SharedBuffer, group_bytes, shared_memory_works
 from exeplan.runner.links import seat_of, tensor_parallel_group
 from exeplan.runner.model_runner import ModelRunner
@@ -57,7 +58,7 @@ clock = time.perf_counter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a group of ranks times: `all_reduce`, or `send` from the first to the second of two."""
+    """What a group of ranks times: `all_reduce`, `send` from the first to the second of two, or a whole `pass`."""
 
     op: str
     size: int
@@ -69,12 +70,16 @@ class Job:
     """Whose hidden states are summed or sent."""
     seconds: float = 0.0
     """In all, about; sends are short and of a fixed number."""
+    split: bool = False
+    """Of a pass: the ranks split every layer, and not the layers among them."""
 
 
 def link_rows(job: Job) -> tuple[Measurement, ...]:
     """A row for each number of tokens. Raises ChildProcessError when a rank fails."""
     with _ranks(job) as channels:
         answers = _answers(channels, job)
+    if job.op == "pass":
+        return pass_rows(job, answers)
     rows = []
     for number, tokens in enumerate(job.num_tokens):
         means = [_mean([answer[number][turn] for answer in answers], job.op) for turn in range(_ROUNDS)]
@@ -157,7 +162,7 @@ def _run(channel: socket.socket, rank: int, job: Job, folder: str, buffer: str |
         torch.set_num_threads(job.num_threads)
         device = _join(job, rank, folder)
         with torch.inference_mode():
-            times = (_sums if job.op == "all_reduce" else _sends)(job, rank, device, buffer)
+            times = _TIMERS[job.op](job, rank, device, buffer)
         channel.sendall(frame({"times": times}))
     except Exception as error:
         channel.sendall(frame({"failed": f"{type(error).__name__}: {error}"}))
@@ -319,3 +324,6 @@ def _compute(device: torch.device) -> None:
     while clock() - start < _COMPUTE_SECONDS:
         torch.mm(x, x)
     synchronize(device)
+
+
+_TIMERS = {"all_reduce": _sums, "send": _sends, "pass": pass_times}

@@ -163,7 +163,7 @@ def _spans(marks: Sequence[Any]) -> list[float]:
 
 
 def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch has no types here
     event.record()
     return event
 

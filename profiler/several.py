@@ -82,6 +82,7 @@ class Several:
             *(Part(f"shards of {t}", "rest", t, 3.0, partial(self._shard, t)) for t in degrees),
             *(Part(f"sums of {t}", "all_reduce", t, 1.0, partial(self._link, "all_reduce", t)) for t in degrees),
             Part("sends", "send", 1, 0.5, partial(self._link, "send", 2)),
+            *(Part(f"passes at once, {t}", "pass", t, 1.0, partial(self._pass, t)) for t in self._shared(degrees)),
             Part("control", "control", 1, 1.0, partial(self._control, degrees)),
         ]
 
@@ -110,6 +111,25 @@ class Several:
                 num_threads=torch.get_num_threads(),
                 num_tokens=(*powers(1, longest, 4), longest),
                 seconds=seconds,
+            )
+        )
+
+    def _shared(self, degrees: tuple[int, ...]) -> tuple[int, ...]:
+        """Degrees at which devices slow one another down: CPUs share their memory, GPUs do not."""
+        return (1, *degrees) if torch.device(self.device).type == "cpu" else ()
+
+    def _pass(self, size: int, seconds: float) -> tuple[Measurement, ...]:
+        return link_rows(
+            Job(
+                op="pass",
+                size=size if size > 1 else self.num_devices,
+                spec=self.work.spec,
+                dtype=self.work.dtype,
+                device=self.device,
+                num_threads=torch.get_num_threads(),
+                num_tokens=(),
+                seconds=seconds,
+                split=size > 1,
             )
         )
 

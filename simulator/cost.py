@@ -67,9 +67,10 @@ class CostModel:
         self.first_token_from_prefill = spec.first_token_from_prefill
         self.prefill_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "decode")
         self.decode_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "prefill")
-        self.shards = {size: self.timings.shard(size) for size in {s.tensor_parallel_size for s in self.placement}}
-        self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
         several = sum(stage.tensor_parallel_size for stage in self.placement) > 1
+        sizes = {stage.tensor_parallel_size for stage in self.placement}
+        self.shards = {size: self.timings.shard(size, several) for size in sizes}
+        self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
         self.control = self.timings.control if several else None
         self._kinds = [self._kind(i) for i in range(len(self.placement))]
         self.all_reduces = {

@@ -58,11 +58,20 @@ class Timings:
         self.control = curve_of(controls, "num_seqs") if controls else None
         """Of iterations that workers run; None where nobody has timed it."""
         self.shard = cache(self._shard)
+        """By tensor-parallel size, and whether the other devices of a host compute at the same time."""
         self.all_reduce = cache(self._all_reduce)
         self.send = cache(self._send)
 
-    def _shard(self, size: int) -> Shard:
-        return Shard(self.rows, size)
+    def _shard(self, size: int, several: bool = False) -> Shard:
+        slower = self.slowdown(size) if several else 1.0
+        return Shard([replace(m, seconds=m.seconds * slower) for m in self.rows] if slower != 1.0 else self.rows, size)
+
+    def slowdown(self, size: int) -> float:
+        """A device's time while all of its host compute over its time alone; 1 where nobody has timed it."""
+        passes = [m for m in self.rows if m.op == "pass"]
+        nearest = max((m.tensor_parallel_size for m in passes if m.tensor_parallel_size <= size), default=size)
+        found = {m.phase: m.seconds for m in passes if m.tensor_parallel_size == nearest}
+        return max(found["together"] / found["alone"], 1.0) if len(found) == 2 else 1.0
 
     def _all_reduce(self, size: int, link: str) -> Curve | None:
         rows = [m for m in self.rows if (m.op, m.phase, m.tensor_parallel_size) == ("all_reduce", link, size)]

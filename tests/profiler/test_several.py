@@ -38,7 +38,7 @@ def run(output: Path, *, budget_seconds: float = 4.0) -> Profile:
 
 def of_several(profile: Profile) -> list[Measurement]:
     """The rows that a profile of one device has not."""
-    several = ("all_reduce", "send", "control")
+    several = ("all_reduce", "send", "control", "pass")
     return [m for m in profile.measurements if m.op in several or m.tensor_parallel_size > 1]
 
 
@@ -59,6 +59,8 @@ def test_the_file_holds_shards_links_and_control(profile: Profile, output: Path)
         *((op, 2) for op in ("attention", "rest", "embed", "head", "all_reduce")),
         ("send", 1),
         ("control", 1),
+        ("pass", 1),
+        ("pass", 2),
     }
     assert load_profile(output) == profile
 
@@ -82,11 +84,11 @@ def test_it_predicts_plans_on_two_devices(profile: Profile, placement: tuple[Sta
 
 def test_an_unfinished_run_measures_what_is_left_and_keeps_the_rest(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "half.json"
-    half = [m for m in profile.measurements if m.op not in ("send", "control")]
+    half = [m for m in profile.measurements if m.op not in ("send", "control", "pass")]
     save_profile(replace(profile, measurements=tuple(half), complete=False), path)
     again = run(path, budget_seconds=2.0)
     assert again.complete
-    assert [m for m in of_several(again) if m.op not in ("send", "control")] == of_several(
+    assert [m for m in of_several(again) if m.op not in ("send", "control", "pass")] == of_several(
         replace(profile, measurements=tuple(half))
     )
     assert {m.op for m in again.measurements} == {m.op for m in profile.measurements}

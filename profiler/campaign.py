@@ -63,7 +63,7 @@ class Campaign:
         own = [m for m in known if m.op in COMPUTE_OPS and m.tensor_parallel_size == 1]
         self.of_several = tuple(m for m in known if m not in own)
         """Rows that are about several devices: they stay as they are."""
-        self.samples, self.visits = resumed(own), _points(own)
+        self.samples, self.visits = resumed(own), measured_points(own)
         self.costs: dict[Point, float] = {}
         self.num_disturbed = self.num_visits = 0
         self.num_rounds = 1
@@ -225,7 +225,7 @@ def num_copies(work: Work) -> int:
     return min(work.spec.num_layers, max(2, cold))
 
 
-def _points(rows: Iterable[Measurement]) -> dict[Point, int]:
+def measured_points(rows: Iterable[Measurement]) -> dict[Point, int]:
     """The points behind a profile's rows, and how often each was visited."""
     points: dict[Point, int] = {}
     for m in rows:

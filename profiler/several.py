@@ -16,7 +16,7 @@ import torch
 from exeplan.errors import InputError
 from exeplan.model import ModelSpec
 from exeplan.profile import Measurement, Profile, save_profile
-from exeplan.profiler.campaign import Goal, num_copies
+from exeplan.profiler.campaign import Goal, measured_points, num_copies
 from exeplan.profiler.control import control_rows
 from exeplan.profiler.links import Job, link_rows
 from exeplan.profiler.measure import Rig
@@ -36,8 +36,8 @@ class Part(NamedTuple):
     size: int
     weight: float
     """Its time over that of other parts."""
-    measure: Callable[[float], tuple[Measurement, ...]]
-    """In about so many seconds."""
+    measure: Callable[[Profile, float], tuple[Measurement, ...]]
+    """Given what is known so far, in about so many seconds."""
 
     def is_in(self, profile: Profile) -> bool:
         return any(m.op == self.op and m.tensor_parallel_size == self.size for m in profile.measurements)
@@ -64,7 +64,7 @@ class Several:
                 seconds = max(goal.budget_seconds - goal.elapsed, 0.0)
                 bar.round(left[0].name)
                 bar.update(goal.elapsed / goal.budget_seconds, seconds, left[0].name)
-                rows = left[0].measure(seconds * left[0].weight / sum(part.weight for part in left))
+                rows = left[0].measure(profile, seconds * left[0].weight / sum(part.weight for part in left))
                 del left[0]
                 profile = replace(profile, measurements=(*profile.measurements, *rows), complete=not left)
                 save_profile(profile, output)
@@ -86,7 +86,7 @@ class Several:
             Part("control", "control", 1, 1.0, partial(self._control, degrees)),
         ]
 
-    def _shard(self, size: int, seconds: float) -> tuple[Measurement, ...]:
+    def _shard(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
         work = shard_work(self.work, size)
         rig = Rig(
             self.work.spec,
@@ -97,9 +97,10 @@ class Several:
             dummy_weights=self.dummy_weights,
             group=Silent(size),
         )
-        return shard_rows(rig, work, self.reach, size=size, seconds=seconds)
+        points = measured_points(m for m in known.measurements if m.tensor_parallel_size == 1)
+        return shard_rows(rig, work, self.reach, more=points, size=size, seconds=seconds)
 
-    def _link(self, op: str, size: int, seconds: float) -> tuple[Measurement, ...]:
+    def _link(self, op: str, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
         longest = self.reach.max_prompt
         return link_rows(
             Job(
@@ -118,7 +119,7 @@ class Several:
         """Degrees at which devices slow one another down: CPUs share their memory, GPUs do not."""
         return (1, *degrees) if torch.device(self.device).type == "cpu" else ()
 
-    def _pass(self, size: int, seconds: float) -> tuple[Measurement, ...]:
+    def _pass(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
         return link_rows(
             Job(
                 op="pass",
@@ -133,7 +134,7 @@ class Several:
             )
         )
 
-    def _control(self, degrees: tuple[int, ...], seconds: float) -> tuple[Measurement, ...]:
+    def _control(self, degrees: tuple[int, ...], known: Profile, seconds: float) -> tuple[Measurement, ...]:
         spec, most = self.work.spec, self.reach.max_seqs
         pipeline = [(number,) for number in range(min(self.num_devices, spec.num_layers))]
         return control_rows(

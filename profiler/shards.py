@@ -1,8 +1,8 @@
 """Shards: one rank's share of a layer, and of what stands around the layers, at each tensor-parallel degree.
 
 Timed on one device, in a group whose other ranks do not exist: what they would add is not waited for, so that no
-communication is in the times (`links.py` has that). Fewer points than for the whole model do: a shard's times bend
-where those of the whole do. Not here: the host's part of an iteration, which is the same on every rank.
+communication is in the times (`links.py` has that). Where a shard's times bend is not searched for again: where those
+of the whole model do. Not here: the host's part of an iteration, which is the same on every rank.
 """
 
 import time
@@ -55,8 +55,11 @@ def _divides(spec: ModelSpec, group: Silent) -> bool:
     return True
 
 
-def shard_rows(rig: Rig, work: Work, reach: Range, *, size: int, seconds: float) -> tuple[Measurement, ...]:
-    """Rows of a rig's shard: what no profile can do without, then as much of the rest as there is time for."""
+def shard_rows(
+    rig: Rig, work: Work, reach: Range, *, more: Iterable[Point], size: int, seconds: float
+) -> tuple[Measurement, ...]:
+    """Rows of a rig's shard: what no profile can do without, and as much as there is time for of a coarse grid and of
+    `more` points, those where the whole model's times turned out to bend."""
     samples, visits, costs = Samples(), dict[Point, int](), dict[Point, float]()
     ended = time.monotonic() + seconds
 
@@ -66,10 +69,10 @@ def shard_rows(rig: Rig, work: Work, reach: Range, *, size: int, seconds: float)
             samples.add(found.values, number)
             visits[point], costs[point] = visits.get(point, 0) + 1, found.seconds
 
-    essential, *others = ([point for point in row if point.kind != "engine"] for row in first_rows(reach))
-    visit(essential, 0)
-    for row in others:
-        new = [point for point in row if point not in visits]
+    essential, *others = first_rows(reach)
+    visit((point for point in essential if point.kind != "engine"), 0)
+    for row in (*others, *([point] for point in more)):
+        new = [point for point in row if point.kind != "engine" and point not in visits]
         if sum(visit_seconds(work, point, rig.copies) for point in new) < _GRID_SHARE * (ended - time.monotonic()):
             visit(new, 0)
     for number in range(1, _VISITS):

@@ -1,14 +1,12 @@
 """A shard is timed at every degree that the model's heads and widths allow, alone and with all its own parts."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from exeplan.model import ModelSpec, model_spec
 from exeplan.profile import Device
 from exeplan.profiler.measure import Rig
-from exeplan.profiler.points import Range, Work
+from exeplan.profiler.points import Point, Range, Work
 from exeplan.profiler.shards import Silent, shard_rows, shard_work, shared_degrees
 
 CONFIG = {
@@ -66,7 +64,7 @@ def test_rows_are_of_that_degree_and_reach_as_far_as_the_models(work: Work) -> N
         dummy_weights=True,
         group=Silent(2),
     )
-    rows = shard_rows(rig, shard_work(work, 2), reach, size=2, seconds=0.0)
+    rows = shard_rows(rig, shard_work(work, 2), reach, more=(), size=2, seconds=0.0)
     assert {(row.op, row.tensor_parallel_size) for row in rows} == {
         (op, 2) for op in ("attention", "rest", "embed", "head")
     }
@@ -74,5 +72,6 @@ def test_rows_are_of_that_degree_and_reach_as_far_as_the_models(work: Work) -> N
     assert max(row.num_seqs for row in decodes) == 4
     assert max(row.context_tokens // row.num_seqs for row in decodes) == 31
     assert max(row.num_tokens for row in rows if row.op == "rest") == 31
-    more = shard_rows(rig, shard_work(work, 2), replace(reach, max_seqs=8), size=2, seconds=0.5)
+    more = shard_rows(rig, shard_work(work, 2), reach, more=[Point("prefill", 1, 21)], size=2, seconds=5.0)
     assert len(more) > len(rows)
+    assert 21 in {row.num_tokens for row in more if row.op == "rest"}

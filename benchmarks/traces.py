@@ -54,7 +54,7 @@ def _plans(profile: Profile, name: str, *, slack: float) -> list[dict]:
     rows = []
     for policy in policy_names():
         try:
-            plan = replace(optimize(replace(problem, bound=bound), policies=(policy,)).plan, gpus=2)
+            plan = replace(optimize(replace(problem, bound=bound), policies=(policy,)).plan, gpus=2, cluster=None)
         except Infeasible:
             plan = None
         rows.append({"case": f"{name} {policy}", "name": name, "policy": policy, "bound": bound, "plan": plan})

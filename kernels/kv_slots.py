@@ -1,0 +1,107 @@
+"""Keys and values between the cache's tables and flat batches: the store of a layer, and whole sequences out and in.
+
+Letters: L layers, N tokens, K key/value heads, M = 2 * K (keys before values), S slots, R = K * S rows, D head_dim.
+
+A layer's table of keys stands before that of values, `[2, R, D]`, so that key or value m of slot s is row m * S + s of
+both together. Bytes: 2 * L * N * M * D elements, read once and written once; no operations. A token's M heads lie side
+by side in the batch and M * S rows apart in the tables, D elements in a run.
+
+Gathering and scattering hand a sequence over (ExeGPT's WAA): from the cache of one stage to one buffer to send, and
+from what was received into the cache of another.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from torch import Tensor
+
+from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl
+
+
+def store_slots(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> None:
+    """Writes the keys and values of N tokens into their slots (int32 or int64) of one layer's tables.
+
+    A token whose slot is negative is padding and written nowhere. No slot may occur twice. The heads of a token must be
+    adjacent; tokens may lie apart, as in a view of the product that made them.
+    """
+    _copy(kv_NMD[None], slot_N, table_2RD[None], gather=False)
+
+
+def store_slots_reference(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> None:
+    scatter_slots_reference(kv_NMD[None], slot_N, table_2RD[None])
+
+
+def scatter_slots(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
+    """`store_slots` of all layers."""
+    _copy(kv_LNMD, slot_N, tables_L2RD, gather=False)
+
+
+def scatter_slots_reference(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
+    kept_N = slot_N >= 0
+    rows_LMSD = _by_slot(tables_L2RD, kv_LNMD.shape[2])
+    rows_LMSD[:, :, slot_N[kept_N].long()] = kv_LNMD[:, kept_N].transpose(1, 2)
+
+
+def gather_slots(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
+    """The keys and values `[L, N, M, D]` in some slots; zeros where a slot is negative."""
+    layers, _, _, head_dim = tables_L2RD.shape
+    kv_LNMD = tables_L2RD.new_empty(layers, len(slot_N), 2 * num_kv_heads, head_dim)
+    _copy(kv_LNMD, slot_N, tables_L2RD, gather=True)
+    return kv_LNMD
+
+
+def gather_slots_reference(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
+    kv_LNMD = _by_slot(tables_L2RD, 2 * num_kv_heads)[:, :, slot_N.clamp(min=0).long()].transpose(1, 2).contiguous()
+    return kv_LNMD.masked_fill_((slot_N < 0)[:, None, None], 0)
+
+
+def _by_slot(tables_L2RD: Tensor, heads: int) -> Tensor:
+    """The tables as `[L, M, S, D]`."""
+    return tables_L2RD.view(len(tables_L2RD), heads, -1, tables_L2RD.shape[-1])
+
+
+def _copy(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor, *, gather: bool) -> None:
+    layers, tokens, heads, head_dim = kv_LNMD.shape
+    if not layers * tokens:
+        return
+    assert heads_are_adjacent(kv_LNMD[0])
+    assert tables_L2RD.is_contiguous()
+    num_slots = 2 * tables_L2RD.shape[2] // heads
+    block = next_power_of_2(heads * head_dim)
+    _copy_slots[(tokens, layers)](
+        kv_LNMD,
+        *kv_LNMD.stride()[:2],
+        slot_N,
+        tables_L2RD,
+        num_slots,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK=block,
+        GATHER=gather,
+        num_warps=min(8, max(1, block // 512)),
+    )
+
+
+@jit
+def _copy_slots(
+    kv,
+    layer_stride,
+    token_stride,
+    slots,
+    tables,
+    num_slots,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    token, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    there = i < HEADS * HEAD_DIM
+    cached = there & (slot >= 0)
+    row = (layer * HEADS + i // HEAD_DIM) * num_slots + slot
+    cached_ptr = tables + row * HEAD_DIM + i % HEAD_DIM
+    flat_ptr = kv + layer * layer_stride + token * token_stride + i
+    if GATHER:
+        tl.store(flat_ptr, tl.load(cached_ptr, mask=cached, other=0.0), mask=there)
+    else:
+        tl.store(cached_ptr, tl.load(flat_ptr, mask=cached), mask=cached)

@@ -1,0 +1,63 @@
+"""Triton's language where kernels can run: with a torch built for GPUs, which brings triton along, or interpreted.
+
+Elsewhere stand-ins take its place, so that every file of this folder can be imported without triton; only a launch
+fails. `TRITON_INTERPRET=1` must be set before this is imported: triton decides when it compiles a function how it runs.
+
+What the kernels leave out runs differently between triton 3.5 and 3.9, or not at all in the interpreter: block
+pointers, chained comparisons, `tl.softmax`, products of bfloat16 (see `upcast`).
+"""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+__all__ = ["AVAILABLE", "INTERPRETED", "heads_are_adjacent", "jit", "next_power_of_2", "tl", "upcast"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+AVAILABLE = False
+"""Whether kernels can be launched: on CUDA tensors, or, interpreted, on those of the CPU."""
+
+jit: Callable[[Callable[..., Any]], Any]
+"""Makes a kernel of a function; `kernel[grid](...)` launches it."""
+
+if not TYPE_CHECKING:
+    try:
+        if not INTERPRETED and not torch.backends.cuda.is_built():
+            raise ImportError("no device to run kernels on")
+        import triton.language as tl
+        from triton import jit
+
+        AVAILABLE = True
+    except ImportError:
+
+        class tl:  # noqa: N801 - the name the whole field uses
+            """Only what runs when a kernel's `def` is executed."""
+
+            @staticmethod
+            def constexpr(value: object) -> object:
+                return value
+
+        def jit(function):
+            return function
+
+
+def next_power_of_2(count: int) -> int:
+    """The width of a block that covers `count` elements: triton's blocks are powers of two."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def heads_are_adjacent(x_NHD: torch.Tensor) -> bool:
+    """Whether each token's heads are one run of elements, wherever the tokens lie."""
+    _, heads, head_dim = x_NHD.shape
+    return x_NHD.stride(2) == 1 and (heads == 1 or x_NHD.stride(1) == head_dim)
+
+
+def upcast(dtype: torch.dtype) -> bool:
+    """Whether operands of a matrix product are made float32 first: the interpreter multiplies bfloat16's bit
+    patterns."""
+    return INTERPRETED and dtype == torch.bfloat16

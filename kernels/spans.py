@@ -1,0 +1,51 @@
+"""The spans of a flat batch: which rows are whose, what each attends to, and its cut into tiles of queries.
+
+Not here: where cached tokens lie (`online_softmax.PagedKV`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """The tokens of one sequence in a flat batch."""
+
+    num_queries: int
+    num_keys: int | None = None
+    """So many of its tokens are attended to; None for all, fewer where the rest is padding."""
+    cached: tuple[int, int] = (0, 0)
+    """The first and, exclusive, the last of its cached tokens that are attended to; its first query stands at the
+    last."""
+
+    @property
+    def new_keys(self) -> int:
+        return self.num_queries if self.num_keys is None else self.num_keys
+
+
+class Spans:
+    """The spans of a batch on a device; made once and used by every layer."""
+
+    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+        self.spans = tuple(spans)
+        self.num_tokens = sum(span.num_queries for span in spans)
+        self.is_cached = any(first < end for _, _, (first, end) in spans)
+        """Whether any token is read from the cache."""
+        starts = np.cumsum([0, *(span.num_queries for span in spans)])
+        fields = [
+            (start, span.num_queries, span.new_keys, *span.cached) for start, span in zip(starts, spans, strict=False)
+        ]
+        self.fields_B5 = torch.tensor(fields, dtype=torch.int32).reshape(-1, 5).to(device)
+        """Of each: its first row in the batch, queries, new keys, first and last cached token."""
+        self._tiles: dict[int, Tensor] = {}
+
+    def tiles(self, rows: int) -> Tensor:
+        """(sequence, first query) of every tile of `rows` queries, `[tiles, 2]`; those that see most come first."""
+        if rows not in self._tiles:
+            tiles = [(b, query) for b, span in enumerate(self.spans) for query in range(0, span.num_queries, rows)]
+            tiles.sort(key=lambda tile: -(self.spans[tile[0]].cached[1] + tile[1]))
+            self._tiles[rows] = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(self.fields_B5.device)
+        return self._tiles[rows]

@@ -1,0 +1,114 @@
+"""Tuning: which of a kernel's few configurations is fastest on this GPU, measured once and kept in a file.
+
+A kernel lists its configurations, the best guess first. What decides between them (dtype, head size, ...) is the key:
+the first launch with a new key times all of them, later ones and later processes read the answer. Where nothing can be
+timed (the interpreter, a CUDA graph under capture) and nothing is known, the first is taken. Not here: configurations
+that no kernel listed; a search over them would cost more than it gains.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from exeplan.errors import InputError
+from exeplan.files import read_json, write_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How a kernel is cut into programs, and how each is compiled."""
+
+    rows: int = 16
+    """Rows of queries that a program works on."""
+    columns: int = 64
+    """Keys, or columns of the matrix, that it takes at a time."""
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class AttentionConfigs(NamedTuple):
+    """The configurations of an attention kernel by what its operands leave of a multiprocessor's registers and memory.
+
+    Each was compiled for sm_90 with heads of the width named, and spills no registers.
+    """
+
+    usual: tuple[Config, ...]
+    """For 16-bit elements and heads of up to 128."""
+    wide: tuple[Config, ...]
+    """For 16-bit elements and heads of 256."""
+    exact: tuple[Config, ...]
+    """For float32, whose products run outside the matrix units: larger tiles would compile for a minute, and spill."""
+
+    def of(self, dtype: torch.dtype, head_dim: int) -> tuple[Config, ...]:
+        if dtype == torch.float32:
+            return self.exact
+        return self.usual if head_dim <= 128 else self.wide
+
+
+def best_config(
+    kernel: str,
+    key: Sequence[object],
+    configs: Sequence[Config],
+    launch: Callable[[Config], object],
+    device: torch.device,
+) -> Config:
+    """The fastest of `configs` for a kernel that may be launched again and again with the same result."""
+    if device.type != "cuda":
+        return configs[0]
+    return _table(device).best(f"{kernel} {' '.join(map(str, key))}", configs, functools.partial(_seconds, launch))
+
+
+class Table:
+    """Which configuration is best by key, in a JSON file; a damaged or missing file is an empty one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.known = read_json(path)
+        except InputError:
+            self.known = {}
+        self._chosen: dict[str, Config] = {}
+
+    def best(self, key: str, configs: Sequence[Config], seconds: Callable[[Config], float | None]) -> Config:
+        """The known one if it is still listed, else the one of least `seconds`; the first where that gives None."""
+        if key in self._chosen:
+            return self._chosen[key]
+        for config in configs:
+            if self.known.get(key) == asdict(config):
+                return self._chosen.setdefault(key, config)
+        times = [seconds(config) for config in configs]
+        measured = [(time, number) for number, time in enumerate(times) if time is not None]
+        if not measured:
+            return configs[0]
+        best = configs[min(measured)[1]]
+        self._chosen[key], self.known[key] = best, asdict(best)
+        write_text(self.path, json.dumps(self.known, indent=1, sort_keys=True) + "\n")
+        return best
+
+
+@functools.cache
+def _table(device: torch.device) -> Table:
+    import triton
+
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Table(home / "exeplan" / f"kernels-{name}-triton-{triton.__version__}.json")
+
+
+def _seconds(launch: Callable[[Config], object], config: Config) -> float | None:
+    """The median time of a launch; None where it cannot be timed, or needs more shared memory than there is."""
+    from triton import testing
+    from triton.runtime.errors import OutOfResources
+
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        return float(testing.do_bench(lambda: launch(config), warmup=5, rep=20, return_mode="median"))
+    except OutOfResources:
+        return None

@@ -1,0 +1,86 @@
+"""Compiles kernels for sm_90 on a machine without a GPU, and prints a line for each: name, stack bytes, shared memory
+bytes.
+
+Run by test_compiled.py in a process of its own, because the tests beside it run the same kernels interpreted. A driver
+that only names the GPU stands in for the real one, launches stop behind the compiler.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+torch.backends.cuda.is_built = lambda: True
+from exeplan.kernels.activation import KINDS  # noqa: E402
+from exeplan.kernels.online_softmax import DistanceBias, PagedKV  # noqa: E402
+from exeplan.kernels.select import TRITON as KERNELS  # noqa: E402
+from exeplan.kernels.spans import Span, Spans  # noqa: E402
+
+HEADS, KV_HEADS, TOKENS, BATCH = 32, 8, 64, 3
+CPU = torch.device("cpu")
+
+
+class NamedGpu:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_only(function, *args, warmup=False, **options):
+    compiled = run(function, *args, warmup=True, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    stack = re.search(r"STACK:(\d+)", usage.stdout)[1]
+    print(compiled.metadata.name, stack, compiled.metadata.shared, flush=True)
+    return compiled
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
+    tables = torch.empty(2, KV_HEADS * 1024, head_dim, dtype=dtype)
+    cache = PagedKV(*tables, torch.zeros(BATCH, 64, dtype=torch.int32), KV_HEADS)
+    end_B = torch.ones(BATCH, dtype=torch.int32)
+    q, k, v = torch.empty(TOKENS + BATCH, HEADS + 2 * KV_HEADS, head_dim, dtype=dtype).split(
+        (HEADS, KV_HEADS, KV_HEADS), 1
+    )
+    spans = Spans([Span(TOKENS, cached=(0, 20))], CPU)
+    KERNELS.paged_attention(q[:BATCH], cache, end_B, scale=1.0, num_parts=4)
+    KERNELS.ragged_attention(q, k, v, spans, scale=1.0, cache=cache, bias=DistanceBias(torch.zeros(HEADS, 257), 128))
+    KERNELS.mixed_attention(q, k, v, spans, cache, cache, end_B, scale=1.0)
+
+
+def launch_the_rest(dtype: torch.dtype) -> None:
+    hidden, heads = torch.empty(4, 4096, dtype=dtype), torch.empty(4, HEADS + 2 * KV_HEADS, 128, dtype=dtype)
+    KERNELS.add_rms_norm(hidden, hidden, hidden[0], 1e-5)
+    KERNELS.add_layer_norm(hidden, hidden, hidden[0], hidden[0], 1e-5)
+    KERNELS.rms_norm(heads[:, :HEADS], heads[0, 0], 1e-5, out=heads[:, :HEADS])
+    KERNELS.rotate(heads, *torch.empty(2, 4, 1, 128, dtype=dtype))
+    for kind in KINDS:
+        KERNELS.gated_activation(hidden, kind)
+    tables, four = torch.empty(2, 2, KV_HEADS * 1024, 128, dtype=dtype), torch.arange(4)
+    KERNELS.store_slots(heads[:, HEADS:], four, tables[0])
+    KERNELS.gather_slots(tables, four, num_kv_heads=KV_HEADS)
+    KERNELS.move_blocks(tables, four, four + 4, num_kv_heads=KV_HEADS)
+    logits = torch.empty(4, 32000)
+    KERNELS.most_likely(logits)
+    KERNELS.draw(logits, *torch.empty(1, 4), four.int(), *torch.empty(2, 4), four)
+
+
+driver.set_active(NamedGpu())
+run, JITFunction.run = JITFunction.run, compile_only
+launch_attention(torch.bfloat16, 128)
+launch_attention(torch.float32, 64)
+launch_the_rest(torch.bfloat16)

@@ -1,0 +1,43 @@
+"""Every kernel compiles for a GPU, in bfloat16 too, fits its shared memory, and holds what it computes in registers.
+
+The interpreter shows what a kernel computes; it takes Python that the compiler refuses, and knows no registers.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exeplan.kernels import language
+
+from .conftest import compiled_environment
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program may have on sm_90."""
+STACK = 64
+"""Bytes of a thread that need not fit into its registers: what triton 3.6 spills where 3.7 spills nothing."""
+
+
+@pytest.mark.skipif(not language.AVAILABLE, reason="triton is not installed")
+def test_kernels_compile_and_spill_nothing(tmp_path):
+    environment = compiled_environment() | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    kernels = [(name, int(stack), int(shared)) for name, stack, shared in map(str.split, done.stdout.splitlines())]
+    assert {name for name, _, _ in kernels} == {
+        "_decode",
+        "_join",
+        "_prefill",
+        "_mixed",
+        "_norm",
+        "_rotate",
+        "_activate",
+        "_copy_slots",
+        "_move",
+        "_best_of_part",
+        "_best_of_row",
+        "_draw",
+    }
+    assert [kernel for kernel in kernels if kernel[1] > STACK or kernel[2] > SHARED_MEMORY] == []

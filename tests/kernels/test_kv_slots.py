@@ -1,0 +1,71 @@
+"""Keys and values go into their slots and come back, bit for bit, and nothing else changes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exeplan.kernels.kv_slots import (
+    gather_slots,
+    gather_slots_reference,
+    scatter_slots,
+    scatter_slots_reference,
+    store_slots,
+    store_slots_reference,
+)
+from exeplan.model import load_model_spec
+from exeplan.runner.kv_cache import KVCache
+
+from .conftest import DEVICE
+
+
+def tables_of(layers, kv_heads, slots, head_dim, dtype=torch.float32):
+    return torch.randn(layers, 2, kv_heads * slots, head_dim, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 64), (2, 80), (3, 96), (2, 128)])
+def test_store_equals_the_reference(kv_heads, head_dim, dtype, index, device):
+    table_2RD = tables_of(1, kv_heads, 48, head_dim, dtype)[0]
+    expected = table_2RD.clone()
+    qkv_NMD = torch.randn(5, 2 + 2 * kv_heads, head_dim, device=device).to(dtype)
+    slot_N = torch.tensor([47, 0, -1, 13, 5], dtype=index, device=device)  # The third is padding.
+    store_slots(qkv_NMD[:, 2:], slot_N, table_2RD)
+    store_slots_reference(qkv_NMD[:, 2:], slot_N, expected)
+    assert torch.equal(table_2RD, expected)
+
+
+def test_the_reference_is_the_store_of_the_runners_cache():
+    spec, slot_N = load_model_spec("demo"), np.array([3, 40, 0, 17])
+    cache = KVCache(spec, 3, torch.float32, torch.device("cpu"))
+    kv_NMD = torch.randn(4, 2 * spec.num_kv_heads, spec.head_dim)
+    cache.store(1, cache.store_rows(slot_N), kv_NMD)
+    stored_2RD = torch.zeros(2, cache.num_rows, spec.head_dim)
+    store_slots_reference(kv_NMD, torch.from_numpy(slot_N), stored_2RD)
+    assert torch.equal(stored_2RD, torch.stack(cache.table(1)))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([8, 24]),
+    slots=st.lists(st.integers(0, 31), unique=True, max_size=6),
+    num_padding=st.integers(0, 2),
+)
+def test_a_sequence_is_handed_over_whole(layers, kv_heads, head_dim, slots, num_padding):
+    tables = tables_of(layers, kv_heads, 32, head_dim)
+    slot_N = torch.tensor([*slots, *[-1] * num_padding], dtype=torch.int64, device=DEVICE)
+    kv_LNMD = gather_slots(tables, slot_N, num_kv_heads=kv_heads)
+    assert torch.equal(kv_LNMD, gather_slots_reference(tables, slot_N, num_kv_heads=kv_heads))
+    assert kv_LNMD.shape == (layers, len(slot_N), 2 * kv_heads, head_dim)
+    elsewhere = tables_of(layers, kv_heads, 48, head_dim)
+    expected = elsewhere.clone()
+    scatter_slots(kv_LNMD, torch.where(slot_N < 0, slot_N, 47 - slot_N), elsewhere)
+    scatter_slots_reference(kv_LNMD, torch.where(slot_N < 0, slot_N, 47 - slot_N), expected)
+    assert torch.equal(elsewhere, expected)
+    assert torch.equal(
+        gather_slots(elsewhere, 47 - slot_N[: len(slots)], num_kv_heads=kv_heads), kv_LNMD[:, : len(slots)]
+    )

@@ -1,5 +1,7 @@
 """A small made-up device whose times can be checked in the head, and a working folder with its profile."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,11 @@ def folder(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     save_profile(profile, tmp_path / "p.json")
     return tmp_path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible() -> Iterator[None]:
+    """Tests interrupt what they run; a shell that starts pytest in the background has it ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

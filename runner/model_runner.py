@@ -155,11 +155,18 @@ class ModelRunner:
 
         Nothing may be resident. The cache must not be replaced afterwards.
         """
+        self.graphs = None
+        graphs = self.unrecorded(max_num_seqs)
+        graphs.record(progress)
+        self.graphs = graphs
+
+    def unrecorded(self, max_num_seqs: int) -> DecodeGraphs:
+        """The decode iteration of up to so many rows, ready to be recorded."""
         assert self.kernels is not None
         if max_num_seqs > len(self._recent_B):
             self._recent_B = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         longest = self.spec.max_context * (2 if self.spec.is_encoder_decoder else 1)
-        graphs = DecodeGraphs(
+        return DecodeGraphs(
             self.model,
             self.cache,
             self.kernels,
@@ -171,8 +178,6 @@ class ModelRunner:
             encodes=self.spec.is_encoder_decoder,
             recent_B=self._recent_B,
         )
-        graphs.record(progress)
-        self.graphs = graphs
 
     def _forward_both(
         self,

@@ -225,6 +225,7 @@ def _optimum(
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
         kv_cache_tokens=kv_cache_tokens(problem, schedule),
+        gpu_memory_utilization=problem.utilization,
         max_seqs=problem.max_seqs,
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,

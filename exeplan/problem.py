@@ -58,6 +58,8 @@ class Problem:
     cluster: Cluster | None = None
     memory: float
     """Bytes that weights, KV cache and workspace may take together on one device."""
+    utilization: float | None = None
+    """The share of each GPU that this is, where it was stated as one."""
     max_seqs: int
     """Residents that the engine may hold at once."""
     across_nodes: bool = False
@@ -184,11 +186,15 @@ def make_problem(
     *,
     cluster: Cluster | None = None,
     memory: float | None = None,
+    utilization: float | None = None,
     max_seqs: int | None = None,
 ) -> Problem:
-    """Checks that the model fits the device, or the cluster, and the workload the model's context."""
+    """Checks that the model fits the device, or the cluster, and the workload the model's context.
+
+    The plan may use `memory` bytes of each device, or that share of it.
+    """
     device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
-    available = memory if memory is not None else device_memory * MEMORY_UTILIZATION
+    available = memory if memory is not None else device_memory * (utilization or MEMORY_UTILIZATION)
     longest = int((workload.inputs + workload.outputs).max())
     if longest > profile.model.max_context:
         raise InputError(
@@ -206,6 +212,7 @@ def make_problem(
             cost=cost,
             cluster=cluster,
             memory=available,
+            utilization=utilization,
             max_seqs=max_seqs or measured * cluster.num_gpus,
         )
     one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
@@ -220,6 +227,7 @@ def make_problem(
         bound=bound,
         cost=cost,
         memory=available,
+        utilization=utilization,
         max_seqs=max_seqs or measured,
     )
 

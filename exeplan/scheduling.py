@@ -38,14 +38,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, schedule: Schedule, num_blocks: int, *, num_prefill_stages: int = 1, whole_prompts: bool = False
+        self,
+        schedule: Schedule,
+        num_blocks: int,
+        *,
+        num_prefill_stages: int = 1,
+        whole_prompts: bool = False,
+        pass_tokens: int | None = None,
     ) -> None:
-        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once."""
+        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once.
+
+        A device has memory for prefills of `pass_tokens` tokens at once; None where nothing limits them.
+        """
         self.schedule = schedule
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
+        self.pass_tokens = pass_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """Admitted sequences, oldest first."""
@@ -89,6 +99,12 @@ class Scheduler:
                 f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
                 f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
             )
+        longest = sequence.num_prompt_tokens + sequence.max_output_tokens
+        if self.pass_tokens is not None and longest > self.pass_tokens:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens are more than the "
+                f"{self.pass_tokens} that the device's memory can prefill at once"
+            )
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -111,7 +127,12 @@ class Scheduler:
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
         chosen: list[Sequence] = []
+        longest = 0
         for sequence in self.waiting:
+            longest = max(longest, sequence.num_tokens)
+            # Counted with padding: static batches have it.
+            if self.pass_tokens is not None and (len(chosen) + 1) * longest > self.pass_tokens:
+                break
             room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
             if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from exeplan.model import ModelSpec
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.requests import Row, as_rows
+from exeplan.runner.room import Room
 from exeplan.runner.sampling import SampledToken, sample
 from exeplan.runner.timeline import TimelineFile
 from exeplan.scheduling import Batch
@@ -44,6 +45,8 @@ class Executor(Protocol):
     phases: tuple[str, ...]
     """The kinds of stages there are, as in `Stage.phase`; those that decode come first."""
     num_prefill_stages: int
+    room: Room | None
+    """What every device found room for; None where nothing was measured."""
 
     @property
     def pending(self) -> bool:
@@ -80,7 +83,8 @@ class Local:
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = 1
 
-    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None) -> None:
+    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None, room: Room | None = None) -> None:
+        self.room = room
         self.spec, self.runner, self._timeline = runner.spec, runner, timeline
         self._batch: Batch | None = None
 

@@ -58,12 +58,20 @@ class ModelRunner:
                 seed=seed,
                 on_read=on_read,
             )
-            self.cache = KVCache(spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard)
+        self.use_blocks(num_blocks)
+        self.encoded_NE: Tensor | None = None
+        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+
+    @torch.inference_mode()
+    def use_blocks(self, num_blocks: int) -> None:
+        """Gives the runner another KV cache, of so many blocks and empty; whatever it held before is lost."""
         self._residents: dict[str, SequenceState] = {}
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
-        self.encoded_NE: Tensor | None = None
-        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+        self.cache = KVCache(
+            self.spec, 0, _torch_dtype(self.dtype), self.device, shard=self.shard
+        )  # Frees the old one.
+        self.cache = KVCache(self.spec, num_blocks, _torch_dtype(self.dtype), self.device, shard=self.shard)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None = None) -> Tensor:

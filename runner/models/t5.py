@@ -24,11 +24,11 @@ from exeplan.runner.layers import (
     Attend,
     AttentionShape,
     Block,
-    GatedMLP,
     Layer,
     RMSNorm,
     SelfAttention,
     activation,
+    gated_activation,
     integer,
     linear,
     partial_linear,
@@ -115,8 +115,8 @@ class EncoderLayer:
         self.mlp_norm, self.mlp = _feed_forward(spec, weights, shard.group, BLOCK.format("encoder", index, 1))
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.attention_norm(hidden_NE), None, attend).add_(hidden_NE)
-        return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
+        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
 
 
 class DecoderLayer:
@@ -127,9 +127,9 @@ class DecoderLayer:
         self.mlp_norm, self.mlp = _feed_forward(spec, weights, shard.group, BLOCK.format("decoder", index, 2))
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.attention_norm(hidden_NE), None, attend).add_(hidden_NE)
-        hidden_NE = self.cross(self.cross_norm(hidden_NE), attend).add_(hidden_NE)
-        return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
+        attended_NE = self.cross(self.cross_norm.of_sum(attended_NE, hidden_NE), attend)
+        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
 
 
 class CrossAttention:
@@ -167,12 +167,13 @@ def _self_attention(
 def _feed_forward(spec: ModelSpec, weights: Weights, group: Group, name: str) -> tuple[RMSNorm, Block]:
     inner, block = inner_part(spec, group, spec.intermediate_size), f"{name}.DenseReluDense"
     gate, _, kind = spec.config.get("feed_forward_proj", "relu").rpartition("-")
-    function = activation("gelu_new" if gate and kind == "gelu" else kind)
+    function = (gated_activation if gate else activation)(
+        weights.kernels, "gelu_new" if gate and kind == "gelu" else kind
+    )
     down = partial_linear(weights, f"{block}.wo", spec.hidden_size, inner, group, bias=False)
     names = ("wi_0", "wi_1") if gate else ("wi",)
     up = linear(weights, {f"{block}.{part}": inner for part in names}, spec.hidden_size, bias=False)
-    mlp = GatedMLP(up, down, function) if gate else MLP(up, down, function)
-    return _norm(spec, weights, f"{name}.layer_norm"), summed(mlp, group)
+    return _norm(spec, weights, f"{name}.layer_norm"), summed(MLP(up, down, function), group)
 
 
 def _output(spec: ModelSpec, weights: Weights, group: Group, name: str) -> Block:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.kernels.linear import Linear
+from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.select import Kernels
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
@@ -25,8 +26,15 @@ _ROWS = 512
 """Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
 
 
-PositionBias = Callable[[int, int], Tensor]
-"""What is added to scores, `[H, X]`, by the position of the key less the query's, from a first to a last one."""
+class PositionBias(Protocol):
+    """What is added to scores by the position of the key less the query's."""
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """`[H, X]`, from a first to a last distance."""
+
+    @property
+    def by_distance(self) -> DistanceBias:
+        """All of them, as the kernels take them; beyond its ends nothing changes any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

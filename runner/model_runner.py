@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.model import RUN_DTYPES, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
+from exeplan.runner.paged_step import PagedStep
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -39,15 +41,21 @@ class ModelRunner:
         num_blocks: int,
         dummy_weights: bool = False,
         seed: int = 0,
+        paged_with: Kernels | None = None,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
-        whatever the shard; `on_read` is told how many bytes that were so far.
+        whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        if paged_with is None and self.device.type == "cuda":
+            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+        self.kernels = paged_with
+        """None where attention is the CPU's own."""
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,
@@ -56,6 +64,7 @@ class ModelRunner:
                 device=device,
                 dummy_weights=dummy_weights,
                 seed=seed,
+                kernels=paged_with,
                 on_read=on_read,
             )
         self.use_blocks(num_blocks)
@@ -68,10 +77,10 @@ class ModelRunner:
         self._residents: dict[str, SequenceState] = {}
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
-        self.cache = KVCache(
-            self.spec, 0, _torch_dtype(self.dtype), self.device, shard=self.shard
-        )  # Frees the old one.
-        self.cache = KVCache(self.spec, num_blocks, _torch_dtype(self.dtype), self.device, shard=self.shard)
+        for blocks in (0, num_blocks):  # The old one is freed first.
+            self.cache = KVCache(
+                self.spec, blocks, _torch_dtype(self.dtype), self.device, shard=self.shard, kernels=self.kernels
+            )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None = None) -> Tensor:
@@ -134,14 +143,14 @@ class ModelRunner:
         for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
             self.cache.store(number, stored_rows, kv_NMD)
 
-    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PagedStep:
         """The batch of a decoder-only model as tensors."""
         chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
         spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
         singles = [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
         whole = [number for number, chunk in enumerate(chunks) if chunk.last]
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
-        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
+        return self._step(spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
 
     def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep:
         """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
@@ -151,9 +160,9 @@ class ModelRunner:
         prompts = [
             token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
         ]
-        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device)
+        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device, kernels=self.kernels)
 
-    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PagedStep:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
         rows = []
         for sequence in batch.decode:
@@ -162,7 +171,22 @@ class ModelRunner:
         # Logits come in the order of the batch, not in the step's, where the longer rows are first.
         order = sorted(range(len(rows)), key=lambda number: rows[number].is_single)
         spans, singles = [row for row in rows if not row.is_single], [row for row in rows if row.is_single]
-        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+        return self._step(spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+
+    def _step(
+        self,
+        spans: Sequence[Row],
+        singles: Sequence[Row],
+        *,
+        token_ids: Mapping[str, Sequence[int]],
+        wanted: Sequence[int] | None,
+        pad_to: int = 0,
+    ) -> Step | PagedStep:
+        if self.kernels is None:
+            return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=pad_to)
+        return PagedStep(
+            self.cache, spans, singles, token_ids=token_ids, kernels=self.kernels, wanted=wanted, pad_to=pad_to
+        )
 
     def _first_missing(self, sequence: SequenceState) -> int:
         """The first token of a decoded row of an encoder-decoder model that has no keys and values yet."""
@@ -210,7 +234,7 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
     return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
 
 
-def _inputs(step: EncoderStep | Step) -> tuple[Tensor, Tensor]:
+def _inputs(step: EncoderStep | Step | PagedStep) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
 
 
@@ -222,6 +246,7 @@ def load_model(
     device: str,
     dummy_weights: bool,
     seed: int = 0,
+    kernels: Kernels | None = None,
     on_read: OnRead = lambda num_bytes: None,
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
@@ -229,9 +254,11 @@ def load_model(
     kind, place = _torch_dtype(dtype), torch.device(device)
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
     else:
-        weights = Checkpoint(spec.directory, dtype=kind, device=place, prefix=family.PREFIX, on_read=on_read)
+        weights = Checkpoint(
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+        )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
 

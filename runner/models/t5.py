@@ -11,12 +11,14 @@ Source: Raffel et al. 2020, section 2.1; the buckets are Mesh TensorFlow's. Not 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.layers import (
@@ -94,6 +96,11 @@ class RelativeBias:
         self.table_XH = weights.take(TABLE.format(stack), buckets, head_parts(spec, group)[0])
         self.max_distance = integer(spec.config, "relative_attention_max_distance", _MAX_DISTANCE)
         self.both_ways, self.num_buckets = both_ways, buckets // 2 if both_ways else buckets
+
+    @cached_property
+    def by_distance(self) -> DistanceBias:
+        """Up to where the last buckets begin."""
+        return DistanceBias(self(-self.max_distance, self.max_distance), self.max_distance)
 
     def __call__(self, first: int, last: int) -> Tensor:
         relative_X = torch.arange(first, last + 1, device=self.table_XH.device)

@@ -222,6 +222,7 @@ def _optimum(
         arrival_rate=problem.arrivals.rate if problem.arrivals and not problem.arrivals.of_trace else None,
         trace_arrivals=problem.arrivals is not None and problem.arrivals.of_trace,
         dtype=problem.profile.dtype,
+        kv_dtype=problem.profile.kv_dtype,
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
         kv_cache_tokens=kv_cache_tokens(problem, schedule),

@@ -38,6 +38,7 @@ _TEXTS = (
     "cluster",
     "device",
     "dtype",
+    "kv_dtype",
     *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
 )
 _COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
@@ -126,6 +127,8 @@ class Plan:
     trace_arrivals: bool = False
     """Requests come as in the workload's own trace."""
     dtype: str | None = None
+    kv_dtype: str | None = None
+    """Of keys and values, where it is not the same."""
     device: str | None = None
     num_threads: int = 1
     """Compute threads on a CPU."""
@@ -231,8 +234,9 @@ def _check_values(body: Mapping[str, Any]) -> None:
         value = body.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be a positive integer, found {value!r}")
-    if body.get("dtype", "float32") not in DTYPE_BYTES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, found '{body['dtype']}'")
+    for name in ("dtype", "kv_dtype"):
+        if body.get(name, "float32") not in DTYPE_BYTES:
+            raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
     for name in ("fit_context", "trace_arrivals"):
         if not isinstance(body.get(name, False), bool):
             raise InputError(f"{name} must be true or false, found {body[name]!r}")

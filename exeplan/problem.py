@@ -234,7 +234,7 @@ def make_problem(
 
 def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
     """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
-    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.dtype)
+    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
     room = available - profile.workspace_bytes
     if room * cluster.num_gpus >= weights:
         return

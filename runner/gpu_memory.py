@@ -116,8 +116,8 @@ def _hidden(runner: ModelRunner, batch: Batch) -> torch.Tensor | None:
     """What a stage behind the first would receive."""
     if runner.shard.first:
         return None
-    dtype: torch.dtype = getattr(torch, runner.dtype)
-    return torch.zeros(runner.num_tokens(batch), runner.spec.hidden_size, dtype=dtype, device=runner.device)
+    size = (runner.num_tokens(batch), runner.spec.hidden_size)
+    return torch.zeros(size, dtype=runner.activation, device=runner.device)
 
 
 class CudaMeter:

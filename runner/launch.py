@@ -45,6 +45,7 @@ def engine_setup(
         "engine": {
             "device": plan.device or "cpu",
             "dtype": plan.dtype or "float32",
+            "kv_dtype": plan.kv_dtype,
             "num_blocks": engine_blocks(plan, spec),
             "dummy_weights": dummy_weights,
         },
@@ -137,11 +138,13 @@ def _executor(
     from exeplan.runner.gpu_memory import room_for
     from exeplan.runner.loading import LoadingBar
     from exeplan.runner.model_runner import ModelRunner
+    from exeplan.runner.precision import check_precision
     from exeplan.runner.room import own_engine
 
-    device = str(local_device(setup["engine"]["device"]))
+    place = local_device(setup["engine"]["device"])
+    check_precision(setup["engine"]["dtype"], setup["engine"]["kv_dtype"], place)
     with LoadingBar(spec, placement, setup["engine"]["dtype"]) as bar:
-        runner = ModelRunner(spec, **own_engine(setup, device), on_read=partial(bar.show, 0))
+        runner = ModelRunner(spec, **own_engine(setup, str(place)), on_read=partial(bar.show, 0))
     return Local(runner, timeline=timeline, room=room_for(runner, setup))
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.model import RUN_DTYPES, ModelSpec
+from exeplan.model import FP8, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
 from exeplan.runner.paged_step import PagedStep
+from exeplan.runner.precision import activation_dtype, cache_dtype
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -37,6 +38,7 @@ class ModelRunner:
         *,
         shard: Shard | None = None,
         dtype: str = "float32",
+        kv_dtype: str | None = None,
         device: str = "cpu",
         num_blocks: int,
         dummy_weights: bool = False,
@@ -46,14 +48,16 @@ class ModelRunner:
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
         whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
-        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does. Keys and values are
+        kept in `kv_dtype`, by default as `dtype` (see `precision.py`).
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
         if paged_with is None and self.device.type == "cuda":
-            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+            paged_with = kernels_for(self.device, self.activation)
         self.kernels = paged_with
         """None where attention is the CPU's own."""
         with torch.inference_mode():
@@ -79,7 +83,7 @@ class ModelRunner:
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
         for blocks in (0, num_blocks):  # The old one is freed first.
             self.cache = KVCache(
-                self.spec, blocks, _torch_dtype(self.dtype), self.device, shard=self.shard, kernels=self.kernels
+                self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels
             )
 
     @torch.inference_mode()
@@ -251,13 +255,15 @@ def load_model(
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
     family = _family(spec)
-    kind, place = _torch_dtype(dtype), torch.device(device)
+    kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
+    if why := getattr(family, "UNSOUND_DTYPES", {}).get(dtype):
+        raise InputError(f"{spec.name} cannot run in {dtype}: {why}; use bfloat16 or float32")
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)
     else:
         weights = Checkpoint(
-            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, fp8=fp8, on_read=on_read
         )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
@@ -279,10 +285,3 @@ def _family(spec: ModelSpec) -> ModuleType:
             f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
         )
     return importlib.import_module(f"exeplan.runner.models.{spec.family}")
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in RUN_DTYPES:
-        raise InputError(f"no dtype '{name}'; there are {', '.join(RUN_DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

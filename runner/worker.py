@@ -33,6 +33,7 @@ from exeplan.runner.handover import Expected, PassingCache, Receiver, Sender
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.precision import check_precision
 from exeplan.runner.requests import Row, as_rows
 from exeplan.runner.room import with_finite_context
 from exeplan.runner.sampling import sample
@@ -106,6 +107,7 @@ class Worker:
         self._seat = seat = seat_of(placement, setup["rank"])
         self._stage = stage = placement[seat.stage]
         device = local_device(options["device"], setup["local_device"])
+        check_precision(options["dtype"], options["kv_dtype"], device)
         timeout = float(setup["timeout"])
         ranks = sum(other.tensor_parallel_size for other in placement)
         connect(
@@ -130,12 +132,13 @@ class Worker:
                 group=group,
             ),
             dtype=options["dtype"],
+            kv_dtype=options["kv_dtype"],
             device=str(device),
             num_blocks=1 if stage.phase == "prefill" or setup["gpu_memory_utilization"] else options["num_blocks"],
             dummy_weights=options["dummy_weights"],
             on_read=_Loading(reports).tell,
         )
-        dtype = getattr(torch, options["dtype"])
+        dtype = self._runner.activation
         self._links = HiddenLinks(
             placement,
             seat,

@@ -256,8 +256,6 @@ def load_model(
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
     family = _family(spec)
     kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
-    if why := getattr(family, "UNSOUND_DTYPES", {}).get(dtype):
-        raise InputError(f"{spec.name} cannot run in {dtype}: {why}; use bfloat16 or float32")
     weights: Weights
     if dummy_weights or spec.directory is None:
         weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)

@@ -41,7 +41,6 @@ from exeplan.runner.shard import Group, Shard, head_parts, inner_part
 from exeplan.runner.vocabulary import Vocabulary
 
 PREFIX = ""
-UNSOUND_DTYPES = {"float16": "its feed-forward blocks overflow there, as its checkpoints were trained in bfloat16"}
 EMBEDDING, HEAD, NORM, BLOCK = "shared.weight", "lm_head.weight", "{}.final_layer_norm", "{}.block.{}.layer.{}"
 """Within a block, layer 0: SelfAttention.{q,k,v,o}; the decoder's 1: EncDecAttention.{q,k,v,o}; the last:
 DenseReluDense.{wi,wo}, or {wi_0,wi_1,wo}. Each has a layer_norm."""

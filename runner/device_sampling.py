@@ -32,8 +32,8 @@ class Picked:
         """int64 and, whether the row had a largest finite logit, bool; they feed the next step."""
         self._reported = reported
         wanted = [token_R, sound_R, *(reported.tensors(token_R) if reported else ())]
-        # Behind the launches so far and before those of the next step, for which nobody shall wait.
-        self._host = [tensor.to("cpu", non_blocking=True) for tensor in wanted]
+        # Behind the launches so far, and before those of the next step, which overwrite them and are not waited for.
+        self._host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in wanted]
         self._copied: torch.cuda.Event | None = None
         if token_R.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no types here

@@ -46,6 +46,11 @@ class Sequence:
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
+    def begun(self) -> bool:
+        """Whether anything has been computed for it: it is not dropped any more, and goes before those that wait."""
+        return self.num_output_tokens > 0 or self.preemptions > 0
+
+    @property
     def num_packed_tokens(self) -> int:
         """What a packed row holds of it: an encoder reads the prompt alone, a decoder all that there is."""
         return self.num_prompt_tokens - self.num_begin_tokens if self.num_begin_tokens else self.num_tokens

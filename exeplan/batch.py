@@ -136,14 +136,18 @@ class Batch:
         return tuple(row for row, chunk in zip(self.prefill, self.chunks, strict=True) if chunk.last)
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and, exclusive, last token of everything that attends to itself in a prefill, padding included."""
+        if self.chunks:
+            return [(chunk.start, chunk.end) for chunk in self.chunks]
+        if self.packing:
+            return [(0, self.packing.slot_tokens)] * self.packing.num_slots
+        return [(0, self.pad_to or s.num_tokens) for s in self.prefill]
+
+    @property
     def num_new_tokens(self) -> int:
         """Rows of the flat matrix products, padding included."""
-        if self.chunks:
-            return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decode)
-        if self.packing:
-            return self.packing.num_tokens + len(self.decode)
-        prefill = len(self.prefill) * self.pad_to if self.pad_to else sum(s.num_tokens for s in self.prefill)
-        return prefill + len(self.decode)
+        return sum(end - start for start, end in self.spans) + len(self.decode)
 
 
 def num_blocks_for(num_tokens: int) -> int:

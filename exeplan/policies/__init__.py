@@ -59,6 +59,8 @@ class Cycle:
     prompt_law: "LengthLaw"
     padded: bool = False
     """All prompts of a pass are padded to one length, and `prompt_law` is the law of that length."""
+    packed_slots: float = 0.0
+    """Slots in which the prompts of a pass with prefills are packed, each computed like one of `prompt_law`."""
     prompt_tokens: Floats | None = None
     """Prompt tokens of the pass where they are known, as when prompts are cut: `num_prefill` counts the cut ones, too,
     and in all every token of a prompt from `prompt_law` is prefilled once."""

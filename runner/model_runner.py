@@ -175,7 +175,7 @@ class ModelRunner:
             self.kernels,
             self.shard,
             hidden_size=self.spec.hidden_size,
-            dtype=_torch_dtype(self.dtype),
+            dtype=self.activation,
             max_num_seqs=max_num_seqs,
             max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),
             encodes=self.spec.is_encoder_decoder,

@@ -20,11 +20,12 @@ from exeplan.plan import Schedule
 from exeplan.units import show_bytes
 
 log = logging.getLogger(__name__)
-PASS_TOKENS = 32_768
-"""Tokens of one prefill beyond which the matrix units gain nothing; a long request may have more."""
+PASS_TOKENS = 65_536
+"""Tokens of one prefill, several times what the prefills of plans have; a single long request may have more."""
 _RELATIVE_CONTEXT = 16_384
 """Longest request of a model whose positions know no limit (T5): its prefill must fit, too."""
 _ROW_LIMITS = ("max_num_seqs", "batch_size", "decode_batch")
+_PROMPT_LIMITS = ("max_num_seqs", "batch_size", "prefill_batch")
 _DECODE_ROWS = 256
 """Of the largest decode pass where no variable of the schedule limits it."""
 
@@ -62,8 +63,15 @@ def num_blocks_in(memory: Memory, *, utilization: float, workspace: int, block_b
 
 
 def largest_pass(spec: ModelSpec, schedule: Schedule) -> int:
-    """Tokens of the largest prefill that is tried: the schedule's own limit, or at least one request of full length."""
-    return schedule.variables.get("max_num_batched_tokens") or max(spec.max_context, PASS_TOKENS)
+    """Tokens of the largest prefill that is tried: the schedule's own limit where it has one.
+
+    Otherwise its most prompts at full length, up to `PASS_TOKENS`, and at least one of them: no prefill of a plan comes
+    near that, so that the limit that this becomes for the scheduler does not bind where a replay knew nothing of it.
+    """
+    if limit := schedule.variables.get("max_num_batched_tokens"):
+        return limit
+    prompts = max((schedule[name] for name in _PROMPT_LIMITS if name in schedule.variables), default=PASS_TOKENS)
+    return max(spec.max_context, min(prompts * spec.max_context, PASS_TOKENS))
 
 
 def pass_limit(schedule: Schedule, room: Room | None) -> int | None:

@@ -104,11 +104,11 @@ def runner() -> ModelRunner:
 
 def test_the_runner_gets_the_cache_that_fits(runner):
     block = runner.cache.num_bytes
-    gpu = ToyGpu(runner, total=100 * block + 100 * 32_768)
-    room = fit_cache(runner, ORCA, gpu, utilization=1.0)
-    # 32,768 tokens need more cache than there is; what can be held at once is tried in the end.
-    assert room.pass_tokens == 2048
-    assert room.num_blocks == (gpu.total - 100 * 2048) // block
+    gpu = ToyGpu(runner, total=100 * block + 100 * 4096)
+    room = fit_cache(runner, Schedule("orca", {"max_num_seqs": 64}), gpu, utilization=1.0)
+    # 4096 tokens need more cache than there is; what can be held at once is tried in the end.
+    assert room.pass_tokens == 1024
+    assert room.num_blocks == (gpu.total - 100 * 1024) // block
     assert runner.cache.num_blocks == room.num_blocks
 
 
@@ -128,7 +128,8 @@ def test_where_nothing_fits_it_says_so(runner):
 
 def test_the_largest_pass_holds_a_request_of_full_length():
     assert largest_pass(SPEC, CHUNKED) == 96
-    assert largest_pass(SPEC, ORCA) == 32_768
+    assert largest_pass(SPEC, ORCA) == 4 * 64
+    assert largest_pass(replace(SPEC, max_context=30_000), ORCA) == 65_536
     assert largest_pass(replace(SPEC, max_context=100_000), ORCA) == 100_000
     assert with_finite_context(load_model_spec("t5-11b")).max_context == 16_384
     assert with_finite_context(SPEC) is SPEC
@@ -153,11 +154,18 @@ def test_the_measured_passes_leave_nothing_behind(model):
     assert runner.cache.free_blocks == runner.cache.num_blocks
 
 
+def test_padding_counts_where_prompts_are_padded():
+    scheduler = Scheduler(Schedule("static", {"batch_size": 8}), 1000, pass_tokens=100)
+    for number, tokens in enumerate((30, 30, 40, 30)):
+        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+    assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1"]
+
+
 def test_no_prefill_outgrows_the_memory_that_was_measured():
     scheduler = Scheduler(Schedule("rra", {"prefill_batch": 8, "decode_steps": 1}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30, 20)):
         scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
-    assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1"]
+    assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1", "2"]
     with pytest.raises(InputError, match="more than the 100 that the device's memory can prefill at once"):
         scheduler.add(Sequence(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
 

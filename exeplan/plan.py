@@ -6,11 +6,12 @@ rest.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from exeplan.bounds import Bound, check_together
+from exeplan.bounds import Bound, check_together, is_deadline
+from exeplan.deadlines import parse_deadlines
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, write_text
 from exeplan.model import DTYPE_BYTES, ModelSpec
@@ -38,8 +39,11 @@ _TEXTS = (
     "cluster",
     "device",
     "dtype",
+    "kv_dtype",
+    "deadline",
     *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
 )
+_ABOUT_DEADLINES = ("deadline_share", "utility")
 _COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
 
 
@@ -49,12 +53,15 @@ class Schedule:
 
     policy: str
     variables: Mapping[str, int]
+    order: str = "fcfs"
+    """Who of those that wait goes first (see `exeplan.orders`)."""
 
     def __getitem__(self, name: str) -> int:
         return self.variables[name]
 
     def __str__(self) -> str:
-        return f"{self.policy}({', '.join(f'{k}={v}' for k, v in self.variables.items())})"
+        values = [] if self.order == "fcfs" else [f"order={self.order}"]
+        return f"{self.policy}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,11 @@ class Estimate:
     kv_tokens: float
     """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
     memory_bytes_per_gpu: float
+    deadline_share: float | None = None
+    """Share of the requests whose whole answer is there by their deadline; None where they have none, or by closed
+    form."""
+    utility: float | None = None
+    """What these are worth, weight / input tokens each, a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +135,19 @@ class Plan:
     """Bounds that hold beside it."""
     arrival_rate: float | None = None
     """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
+    deadline: str | None = None
+    """How long after its arrival a request's answer is of use: a time, or two, as written for `--deadline`."""
     trace_arrivals: bool = False
     """Requests come as in the workload's own trace."""
     dtype: str | None = None
+    kv_dtype: str | None = None
+    """Of keys and values, where it is not the same."""
     device: str | None = None
     num_threads: int = 1
     """Compute threads on a CPU."""
     kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    """The share of a GPU's memory that may be in use, where it is not the usual one."""
     max_seqs: int | None = None
     model_fingerprint: str | None = None
     workload_fingerprint: str | None = None
@@ -156,10 +174,19 @@ def save_plan(plan: Plan, path: Path) -> None:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, its policy beside its variables."""
     body = asdict(plan)
-    body["schedule"] = {"policy": plan.schedule.policy, **plan.schedule.variables}
+    order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
+    body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
+    for name in ("estimate", "replay"):
+        if body[name]:
+            body[name] = estimate_json(body[name])
     body["placement"] = [stage_json(stage) for stage in plan.placement]
     body["more_bounds"] = list(body["more_bounds"])
     return body
+
+
+def estimate_json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """An Estimate's fields, without those about deadlines where there are none."""
+    return {name: value for name, value in body.items() if value is not None or name not in _ABOUT_DEADLINES}
 
 
 def stage_json(stage: Stage) -> dict[str, Any]:
@@ -194,10 +221,27 @@ def load_plan(path: Path) -> Plan:
             bound=_bound(body["bound"]) if "bound" in body else None,
             more_bounds=_more_bounds(body),
         )
+        _check_deadline_bound(body["bound"], body)
         body.update({name: _estimate(name, body[name]) for name in ("estimate", "replay") if name in body})
         return Plan(**body)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def with_utilization(plan: Plan, share: float | None) -> Plan:
+    """The plan with another share of its GPUs' memory, where one is given. Raises InputError for a plan for a CPU."""
+    if share is None:
+        return plan
+    check_utilization(share, "--gpu-memory-utilization")
+    if plan.device != "cuda":
+        raise InputError("--gpu-memory-utilization is for GPUs; on a CPU the KV cache has the plan's kv_cache_tokens")
+    return replace(plan, gpu_memory_utilization=share)
+
+
+def check_utilization(value: object, name: str) -> None:
+    """Raises InputError unless it is a share of a GPU's memory."""
+    if not is_number(value) or not 0 < value <= 1:  # type: ignore[operator] # it is a number by then
+        raise InputError(f"{name} is a share of the GPU's memory above 0 and at most 1, found {value!r}")
 
 
 def is_number(value: object) -> bool:
@@ -213,8 +257,9 @@ def _check_values(body: Mapping[str, Any]) -> None:
         value = body.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be a positive integer, found {value!r}")
-    if body.get("dtype", "float32") not in DTYPE_BYTES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, found '{body['dtype']}'")
+    for name in ("dtype", "kv_dtype"):
+        if body.get(name, "float32") not in DTYPE_BYTES:
+            raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
     for name in ("fit_context", "trace_arrivals"):
         if not isinstance(body.get(name, False), bool):
             raise InputError(f"{name} must be true or false, found {body[name]!r}")
@@ -224,6 +269,12 @@ def _check_values(body: Mapping[str, Any]) -> None:
     for name in ("search", "promise"):
         if not isinstance(body.get(name, {}), Mapping):
             raise InputError(f"{name} must be a mapping, found {body[name]!r}")
+    if "gpu_memory_utilization" in body:
+        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
+    if "deadline" in body:
+        parse_deadlines(body["deadline"], "deadline")
+        if not ("arrival_rate" in body or body.get("trace_arrivals")):
+            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
     if "arrival_rate" in body:
         check_rate(body["arrival_rate"])
         if body.get("trace_arrivals"):
@@ -235,7 +286,8 @@ def _schedule(body: Any) -> Schedule:
 
     if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
         raise InputError("schedule must name a policy and its control variables")
-    schedule = Schedule(body["policy"], {str(k): v for k, v in body.items() if k != "policy"})
+    variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}
+    schedule = Schedule(body["policy"], variables, body.get("order", "fcfs"))
     load_policy(schedule.policy).check(schedule)
     return schedule
 
@@ -276,6 +328,11 @@ def _bound(body: Any) -> Bound:
     return Bound(**body)
 
 
+def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
+    if bound and is_deadline(bound.about) and "deadline" not in body:
+        raise InputError(f"a bound on {bound.about} needs a deadline beside it, such as deadline: 2s")
+
+
 def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
     found = body.get("more_bounds", [])
     if not isinstance(found, list):
@@ -286,8 +343,8 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 
 
 def _estimate(name: str, body: Any) -> Estimate:
-    names = [f.name for f in fields(Estimate)]
-    if not isinstance(body, Mapping) or set(body) != set(names):
+    names = [f.name for f in fields(Estimate) if f.name not in _ABOUT_DEADLINES]
+    if not isinstance(body, Mapping) or set(body) - set(_ABOUT_DEADLINES) != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
     for key, value in body.items():
         if not is_number(value) and not (key == "latency" and value is None):

@@ -58,6 +58,8 @@ class Problem:
     cluster: Cluster | None = None
     memory: float
     """Bytes that weights, KV cache and workspace may take together on one device."""
+    utilization: float | None = None
+    """The share of each GPU that this is, where it was stated as one."""
     max_seqs: int
     """Residents that the engine may hold at once."""
     across_nodes: bool = False
@@ -184,11 +186,15 @@ def make_problem(
     *,
     cluster: Cluster | None = None,
     memory: float | None = None,
+    utilization: float | None = None,
     max_seqs: int | None = None,
 ) -> Problem:
-    """Checks that the model fits the device, or the cluster, and the workload the model's context."""
+    """Checks that the model fits the device, or the cluster, and the workload the model's context.
+
+    The plan may use `memory` bytes of each device, or that share of it.
+    """
     device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
-    available = memory if memory is not None else device_memory * MEMORY_UTILIZATION
+    available = memory if memory is not None else device_memory * (utilization or MEMORY_UTILIZATION)
     longest = int((workload.inputs + workload.outputs).max())
     if longest > profile.model.max_context:
         raise InputError(
@@ -206,6 +212,7 @@ def make_problem(
             cost=cost,
             cluster=cluster,
             memory=available,
+            utilization=utilization,
             max_seqs=max_seqs or measured * cluster.num_gpus,
         )
     one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
@@ -220,13 +227,14 @@ def make_problem(
         bound=bound,
         cost=cost,
         memory=available,
+        utilization=utilization,
         max_seqs=max_seqs or measured,
     )
 
 
 def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
     """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
-    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.dtype)
+    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
     room = available - profile.workspace_bytes
     if room * cluster.num_gpus >= weights:
         return
@@ -265,6 +273,7 @@ def replay_estimate(
     if problem.arrivals:
         n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
         inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    due = problem.workload.deadlines
     num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
     run = replay(
         schedule,
@@ -273,6 +282,7 @@ def replay_estimate(
         output_tokens=outputs,
         num_blocks=num_blocks,
         arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
     )
     return run, summarize(
         run.requests,

@@ -56,9 +56,10 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         num_blocks: int,
+        pass_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self._pass_tokens = num_blocks, pass_tokens
         self.last_step: StepRecord | None = None
         self._executor, self._schedule, self._clock = executor, schedule, clock
         self._spec = executor.spec
@@ -161,6 +162,7 @@ class Engine:
             self.num_blocks,
             num_prefill_stages=self._executor.num_prefill_stages,
             whole_prompts=self._spec.is_encoder_decoder,
+            pass_tokens=self._pass_tokens,
         )
 
     @property

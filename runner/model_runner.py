@@ -16,13 +16,14 @@ from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.model import RUN_DTYPES, ModelSpec
+from exeplan.model import FP8, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.decode_graphs import DecodeGraphs
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
 from exeplan.runner.paged_step import PagedStep, block_table, singles_of
+from exeplan.runner.precision import activation_dtype, cache_dtype
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -42,6 +43,7 @@ class ModelRunner:
         *,
         shard: Shard | None = None,
         dtype: str = "float32",
+        kv_dtype: str | None = None,
         device: str = "cpu",
         num_blocks: int,
         dummy_weights: bool = False,
@@ -51,14 +53,16 @@ class ModelRunner:
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
         whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
-        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does. Keys and values are
+        kept in `kv_dtype`, by default as `dtype` (see `precision.py`).
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
         if paged_with is None and self.device.type == "cuda":
-            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+            paged_with = kernels_for(self.device, self.activation)
         self.kernels = paged_with
         """None where attention is the CPU's own."""
         with torch.inference_mode():
@@ -72,19 +76,25 @@ class ModelRunner:
                 kernels=paged_with,
                 on_read=on_read,
             )
-            self.cache = KVCache(
-                spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard, kernels=paged_with
-            )
+        self.chosen: tuple[Tensor, Tensor] | None = None
+        """The most likely tokens of the last pass, and whether they are sound, where a recording chose them."""
+        self._recent_B = torch.zeros(_RECENT, dtype=torch.int64, device=self.device)
+        self.use_blocks(num_blocks)
+        self.encoded_NE: Tensor | None = None
+        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+
+    @torch.inference_mode()
+    def use_blocks(self, num_blocks: int) -> None:
+        """Gives the runner another KV cache, of so many blocks and empty; whatever it held before is lost."""
         self._residents: dict[str, SequenceState] = {}
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
         self.graphs: DecodeGraphs | None = None
         """Recorded decode iterations, once `record` has been called; without them every pass runs as it comes."""
-        self.chosen: tuple[Tensor, Tensor] | None = None
-        """The most likely tokens of the last pass, and whether they are sound, where a recording chose them."""
-        self._recent_B = torch.zeros(_RECENT, dtype=torch.int64, device=self.device)
-        self.encoded_NE: Tensor | None = None
-        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+        for blocks in (0, num_blocks):  # The old one is freed first.
+            self.cache = KVCache(
+                self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels
+            )
 
     @torch.inference_mode()
     def forward(
@@ -172,7 +182,7 @@ class ModelRunner:
             self.kernels,
             self.shard,
             hidden_size=self.spec.hidden_size,
-            dtype=_torch_dtype(self.dtype),
+            dtype=self.activation,
             max_num_seqs=max_num_seqs,
             max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),
             encodes=self.spec.is_encoder_decoder,
@@ -353,13 +363,13 @@ def load_model(
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
     family = _family(spec)
-    kind, place = _torch_dtype(dtype), torch.device(device)
+    kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)
     else:
         weights = Checkpoint(
-            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, fp8=fp8, on_read=on_read
         )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
@@ -381,10 +391,3 @@ def _family(spec: ModelSpec) -> ModuleType:
             f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
         )
     return importlib.import_module(f"exeplan.runner.models.{spec.family}")
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in RUN_DTYPES:
-        raise InputError(f"no dtype '{name}'; there are {', '.join(RUN_DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

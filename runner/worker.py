@@ -28,11 +28,14 @@ from exeplan.plan import placement_from
 from exeplan.runner.batch_wire import Mirror, token_messages
 from exeplan.runner.device import local_device
 from exeplan.runner.execution import producing_rows
+from exeplan.runner.gpu_memory import room_for
 from exeplan.runner.handover import Expected, PassingCache, Receiver, Sender
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.precision import check_precision
 from exeplan.runner.requests import Row, as_rows
+from exeplan.runner.room import with_finite_context
 from exeplan.runner.sampling import sample
 from exeplan.runner.shard import Shard
 from exeplan.runner.wire import frame, read_frame
@@ -50,7 +53,7 @@ def main(connection: socket.socket) -> NoReturn:
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     try:
         worker = Worker(messages.get(), reports)
-        reports.send({"kind": "ready", "clock": clock()})
+        reports.send({"kind": "ready", "clock": clock(), "room": worker.room})
         while True:
             worker.take(messages.get())
     except InputError as error:
@@ -98,10 +101,13 @@ class Worker:
         model, options = setup["model"], setup["engine"]
         directory = model["directory"] and Path(model["directory"])
         self._spec = model_spec(model["config"], name=model["name"], directory=directory)
+        if setup["gpu_memory_utilization"]:
+            self._spec = with_finite_context(self._spec)
         placement = placement_from(setup["placement"])
         self._seat = seat = seat_of(placement, setup["rank"])
         self._stage = stage = placement[seat.stage]
         device = local_device(options["device"], setup["local_device"])
+        check_precision(options["dtype"], options["kv_dtype"], device)
         timeout = float(setup["timeout"])
         ranks = sum(other.tensor_parallel_size for other in placement)
         connect(
@@ -126,12 +132,13 @@ class Worker:
                 group=group,
             ),
             dtype=options["dtype"],
+            kv_dtype=options["kv_dtype"],
             device=str(device),
-            num_blocks=1 if stage.phase == "prefill" else options["num_blocks"],
+            num_blocks=1 if stage.phase == "prefill" or setup["gpu_memory_utilization"] else options["num_blocks"],
             dummy_weights=options["dummy_weights"],
             on_read=_Loading(reports).tell,
         )
-        dtype = getattr(torch, options["dtype"])
+        dtype = self._runner.activation
         self._links = HiddenLinks(
             placement,
             seat,
@@ -141,6 +148,7 @@ class Worker:
             shared=setup["links"],
             timeout=timeout,
         )
+        self.room = None if stage.phase == "prefill" else room_for(self._runner, setup)
         self._mirror, self._reports = Mirror(), reports
         self._prefilled: dict[int, tuple[Row, ...]] = {}
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""

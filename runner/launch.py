@@ -133,19 +133,25 @@ def _executor(
         return Workers(
             spec, placement, shared, deadline_seconds=deadline, timeline=timeline, on_loss=on_loss, hosts=hosts
         )
+    from exeplan.runner.ahead import Ahead
     from exeplan.runner.device import local_device
     from exeplan.runner.execution import Local
     from exeplan.runner.gpu_memory import room_for
     from exeplan.runner.loading import LoadingBar
     from exeplan.runner.model_runner import ModelRunner
     from exeplan.runner.precision import check_precision
-    from exeplan.runner.room import own_engine
+    from exeplan.runner.readiness import make_ready
+    from exeplan.runner.room import most_rows, own_engine, schedule_of
 
     place = local_device(setup["engine"]["device"])
     check_precision(setup["engine"]["dtype"], setup["engine"]["kv_dtype"], place)
     with LoadingBar(spec, placement, setup["engine"]["dtype"]) as bar:
         runner = ModelRunner(spec, **own_engine(setup, str(place)), on_read=partial(bar.show, 0))
-    return Local(runner, timeline=timeline, room=room_for(runner, setup))
+    room = room_for(runner, setup)
+    if runner.kernels is None:
+        return Local(runner, timeline=timeline, room=room)
+    make_ready(runner, most_rows(schedule_of(setup)), shown=True)
+    return Ahead(runner, timeline=timeline, room=room)
 
 
 def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> None:

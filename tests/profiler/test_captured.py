@@ -10,9 +10,8 @@ import torch
 from exeplan.kernels.select import REFERENCE
 from exeplan.model import ModelSpec, model_spec
 from exeplan.plan import Schedule
-from exeplan.profile import COMPUTE_OPS, load_profile
+from exeplan.profile import COMPUTE_OPS, Device, load_profile
 from exeplan.profiler.captured import ahead, decode_parts, overheads, replay_seconds
-from exeplan.profiler.device import measure_device
 from exeplan.profiler.measure import Rig
 from exeplan.profiler.points import Point, Work
 from exeplan.profiler.profile_model import profile_model
@@ -22,6 +21,14 @@ from exeplan.runner.sampling import SamplingParams
 from exeplan.scheduling import Batch, Sequence
 from exeplan.simulator.cost import CostModel
 
+DEVICE = Device(
+    name="small",
+    kind="cpu",
+    memory_bytes=1 << 30,
+    copy_bytes_per_second=1e10,
+    flops_per_second=1e11,
+    cache_bytes=1 << 20,
+)
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -105,7 +112,7 @@ def test_overheads_are_what_steps_take_beyond_the_passes():
 def test_every_point_yields_its_measurements(config, kind):
     spec = replace(tiny(config), max_context=64)
     rig = Rig(spec, dtype="float32", device="cpu", copies=2, num_blocks=64, dummy_weights=True, captured=True)
-    work = Work(spec=spec, dtype="float32", device=measure_device("cpu", torch.float32), layer_bytes=1000)
+    work = Work(spec=spec, dtype="float32", device=DEVICE, layer_bytes=1000)
     values = rig.visit(Point(kind, 3, 10), work).values
     ops = {
         "decode": {"layer", "attention", "rest", "embed", "head"},

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from exeplan.errors import InputError
-from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw, added_up
+from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw, PaperLaw, added_up
 
 _DENSE_CELLS = 1 << 22
 """Up to so many cells equal points are merged by counting, above by sorting."""
@@ -44,6 +44,8 @@ class Workload:
     """Where the figures come from and what was done to them, for people."""
     trace: Trace | None = None
     """The requests themselves, where the workload is a trace."""
+    as_paper: bool = False
+    """Steady states follow ExeGPT's formula instead of the exact one: to reproduce its figures."""
 
     @classmethod
     def of(
@@ -106,11 +108,15 @@ class Workload:
 
     @cached_property
     def _prefill_yields_first(self) -> DecodeLaw:
-        return DecodeLaw.of(self.outputs - 1, self.inputs, self.weights)
+        return self._law.of(self.outputs - 1, self.inputs, self.weights)
 
     @cached_property
     def _decode_yields_all(self) -> DecodeLaw:
-        return DecodeLaw.of(self.outputs, self.inputs, self.weights)
+        return self._law.of(self.outputs, self.inputs, self.weights)
+
+    @property
+    def _law(self) -> type[DecodeLaw]:
+        return PaperLaw if self.as_paper else DecodeLaw
 
     @cached_property
     def fingerprint(self) -> str:

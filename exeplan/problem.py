@@ -1,7 +1,7 @@
 """Problem: one model on one profiled device under one workload and bounds, and what a schedule does in it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,6 +60,8 @@ class Problem:
     """Bytes that weights, KV cache and workspace may take together on one device."""
     max_seqs: int
     """Residents that the engine may hold at once."""
+    order: str = "fcfs"
+    """Of the schedules that are planned (see `exeplan.orders`); the closed form is the same for all."""
     across_nodes: bool = False
     """A tensor-parallel group may lie in several nodes."""
 
@@ -94,6 +96,10 @@ class Problem:
             return replace(self, bound=replace(self.bound, seconds=seconds))
         factor = seconds / self.limit
         return self.held_to([replace(b, seconds=b.seconds * factor) for b in self.bounds])
+
+    def schedule(self, policy: str, point: Mapping[str, int]) -> Schedule:
+        """The schedule of a point of a policy's search, in the order that is asked for."""
+        return replace(load_policy(policy).schedule(point, self.workload), order=self.order)
 
     def evaluate(self, schedule: Schedule) -> Outcome:
         """One point of the search: a schedule with its batches full.
@@ -174,7 +180,8 @@ def _batch_name(schedule: Schedule, workload: Workload) -> str:
 
 
 def _with_batch(schedule: Schedule, name: str, size: int, workload: Workload) -> Schedule:
-    return load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    other = load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    return replace(other, order=schedule.order)
 
 
 def make_problem(

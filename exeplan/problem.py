@@ -154,7 +154,7 @@ class Problem:
     def with_spare_places(self, schedule: Schedule) -> Schedule:
         """A schedule with batches as large as bursts of arrivals may need, as far as memory and residents allow."""
         name = _batch_name(schedule, self.workload)
-        batch = schedule[name]
+        batch = self._batch(schedule, name)
         high = with_spare_places(batch)
         low = batch
         while low < high:
@@ -163,11 +163,15 @@ class Problem:
             low, high = (middle, high) if fits else (low, middle - 1)
         return _with_batch(schedule, name, low, self.workload)
 
+    def _batch(self, schedule: Schedule, name: str) -> int:
+        """The requests of full batches, where a plan by hand does not say."""
+        return schedule.variables.get(name) or round(steady_state(schedule, self.workload, self.cost).cycle.num_seqs)
+
     def _smaller(self, schedule: Schedule) -> list[SteadyState]:
         """Steady states of a request alone, and of the schedule with smaller batches."""
         knobs = load_policy(schedule.policy).knobs(self.workload, 1)
         name = knobs[0].name
-        sizes = np.unique(np.geomspace(1, schedule[name], _BATCH_SIZES).astype(int))[:-1]
+        sizes = np.unique(np.geomspace(1, self._batch(schedule, name), _BATCH_SIZES).astype(int))[:-1]
         smaller = [_with_batch(schedule, name, int(size), self.workload) for size in sizes]
         if schedule.variables != (alone := {**schedule.variables, **{knob.name: knob.values[0] for knob in knobs}}):
             smaller.insert(0, load_policy(schedule.policy).schedule(alone, self.workload))

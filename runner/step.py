@@ -28,7 +28,8 @@ class Row(NamedTuple):
     end: int
     num_prompt_tokens: int
     num_encoded: int = 0
-    """So many tokens at its beginning went through an encoder: only a cross attention reads their slots."""
+    """So many tokens at its beginning went through an encoder: only a cross attention reads their slots, and positions
+    are counted behind them."""
 
     @property
     def is_single(self) -> bool:
@@ -70,13 +71,13 @@ class Step:
         tokens, positions, lengths, slots = ([_NO_INTEGERS] for _ in range(4))
         for row, padded in zip(spans, self._padded, strict=True):
             tokens.append(_padded_tokens(token_ids[row.request_id][row.start : row.end], padded))
-            positions.append(np.arange(row.start, row.start + padded))
+            positions.append(np.arange(row.start, row.start + padded) - row.num_encoded)
             lengths.append(np.maximum(positions[-1] + 1, row.num_prompt_tokens))
             slots.append(cache.slots(row.request_id, row.start, row.end))
         for row in singles:
             tokens.append(np.array([token_ids[row.request_id][row.start]]))
             slots.append(cache.slots(row.request_id, row.start, row.end))
-        last_B = np.array([row.end for row in singles], dtype=np.int64)
+        last_B = np.array([row.end - row.num_encoded for row in singles], dtype=np.int64)
 
         self.token_N = self._tensor(np.concatenate(tokens))
         self.position_N = self._tensor(np.concatenate([*positions, last_B - 1]))

@@ -4,7 +4,8 @@ The drivers differ in one thing only: the replay times a batch with a profile, t
 next, who is admitted, who is preempted and who leaves is decided here and in `exeplan/policies/<policy>.py`, once.
 
 Life of a sequence: `add` puts it into `waiting`; a prefill batch moves it to `running` and yields its first token; each
-decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows).
+decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows
+until all of their slot are: by default everybody is in one).
 When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later,
 its tokens kept; the oldest is never preempted, so there is always progress.
 
@@ -18,9 +19,10 @@ Not here: which blocks (the runner's KV cache places them) and what tokens mean.
 
 from bisect import insort
 from collections import deque
+from dataclasses import replace
 from heapq import heapreplace
 
-from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Sequence, num_blocks_for
+from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Packing, Sequence, num_blocks_for
 from exeplan.errors import InputError
 from exeplan.plan import Schedule
 from exeplan.policies import Policy, load_policy
@@ -143,7 +145,9 @@ class Scheduler:
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
             return self.next_batch(phase) if self.has_work and not self.under_way else None
         chunks = batch.chunks[: len(admitted)]
-        batch = Batch(admitted, decode, pad_to=batch.pad_to, chunks=chunks, group=batch.group, phase=phase)
+        batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
+        if batch.packing:
+            batch = replace(batch, packing=_placed(admitted, batch.packing))
         self._begin(batch)
         return batch
 
@@ -186,9 +190,10 @@ class Scheduler:
         for row in rows:
             row.in_flight = handing_over and not row.finished
         if self.policy.KEEPS_FINISHED_ROWS:
-            if self.busy or not all(s.finished for s in self.running):
+            if self.busy:
                 return []
-            left = list(self.running)
+            kept = {s.slot for s in self.running if not s.finished}
+            left = [s for s in self.running if s.slot not in kept]
         else:
             left = [s for s in rows if s.finished and s.num_blocks]
         for sequence in left:
@@ -318,6 +323,14 @@ def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...
     _, _, fullest = max(shares, key=lambda share: (share[0], -share[1]))
     chosen = {id(row) for row in fullest}
     return tuple(row for row in rows if id(row) in chosen)
+
+
+def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
+    """The packing of those who were admitted, who learn their slots."""
+    packing = replace(packing, places=packing.places[: len(admitted)])
+    for sequence, slot in zip(admitted, packing.slots, strict=True):
+        sequence.slot = slot
+    return packing
 
 
 def _reserved(sequence: Sequence) -> int:

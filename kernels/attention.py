@@ -1,7 +1,8 @@
-"""Attention in plain PyTorch: of a prompt or a part of one, and over cached keys for one query token a sequence.
+"""Attention in plain PyTorch: of prompts, their parts, packed slots, and over cached keys for a query token a sequence.
 
 Letters: B sequences, T query tokens, H query heads, K key/value heads, G = H / K, D head_dim, C context tokens, R
-rows of the cache (one head of one token each), P pairs of a query head and a cached row, X = T + C - 1 distances.
+rows of the cache (one head of one token each), P pairs of a query head and a cached row, X = T + C - 1 distances, S
+slots of packed rows.
 
 Query head h reads key/value head h // G. Bytes of decode: 2 * C * K * D elements a sequence, read once.
 
@@ -24,6 +25,9 @@ from torch import Tensor
 
 _QUERIES = 256
 """Where not all keys are seen, so many queries run at a time, against the keys that any of them sees."""
+
+_ADDED = 1 << 18
+"""So many elements are added to scores at a time where a bias has to be made into a matrix."""
 
 
 def prefill_attention(
@@ -71,6 +75,31 @@ def full_attention(
     bias_HTC = bias_HX.unfold(1, k_BHCD.shape[2], 1)
     out = F.scaled_dot_product_attention(q_BHTD.flip(2), k_BHCD, v_BHCD, attn_mask=bias_HTC[None], scale=scale)
     return out.flip(2).transpose(1, 2)
+
+
+def slot_attention(
+    q_STHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, mask_STT: Tensor, *, scale: float, bias_HX: Tensor | None = None
+) -> Tensor:
+    """Attention of every slot to itself, `[S, T, H, D]`, with the mask added to its scores, and a bias by distance.
+
+    `bias_HX[:, T - 1 + j - i]` belongs to query i and key j. Slots go through some at a time, so that what is added to
+    their scores stays in the cache.
+    """
+    q_SHTD, k_SHTD, v_SHTD = _by_head(q_STHD, k_STKD, v_STKD)
+    slots, heads, tokens = q_SHTD.shape[:3]
+    if bias_HX is None:
+        mask_S1TT = mask_STT[:, None]
+        return F.scaled_dot_product_attention(q_SHTD, k_SHTD, v_SHTD, attn_mask=mask_S1TT, scale=scale).transpose(1, 2)
+    bias_HTT = bias_HX.unfold(1, tokens, 1).flip(1)
+    part = max(1, _ADDED // (heads * tokens * tokens))
+    outputs = []
+    for start in range(0, slots, part):
+        some = slice(start, start + part)
+        added_SHTT = mask_STT[some, None] + bias_HTT
+        outputs.append(
+            F.scaled_dot_product_attention(q_SHTD[some], k_SHTD[some], v_SHTD[some], attn_mask=added_SHTT, scale=scale)
+        )
+    return torch.cat(outputs).transpose(1, 2)
 
 
 def _by_head(q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exeplan.batch import Packing
 from exeplan.errors import InputError
 from exeplan.model import RUN_DTYPES, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
+from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -126,8 +128,10 @@ class ModelRunner:
         for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
             self.cache.store(number, stored_rows, kv_NMD)
 
-    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PackedStep:
         """The batch of a decoder-only model as tensors."""
+        if batch.packing:
+            return self._packed_step(batch, batch.packing, token_ids)
         chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
         spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
         singles = [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
@@ -135,7 +139,15 @@ class ModelRunner:
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
         return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
 
-    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep:
+    def _packed_step(self, batch: Batch, packing: Packing, token_ids: Mapping[str, Sequence[int]]) -> PackedStep:
+        """Prompts in packed rows, each whole, and rows that decode."""
+        prompts = [_row(sequence, 0, sequence.num_tokens) for sequence in batch.prefill]
+        texts = [token_ids[row.request_id][: row.end] for row in prompts]
+        rows = PackedRows(texts, packing, device=self.device, causal=True)
+        decoding = self.step(Batch(decode=batch.decode), token_ids) if batch.decode else None
+        return PackedStep(self.cache, prompts, rows, cast(Step | None, decoding))
+
+    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep | PackedRows:
         """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
 
         Every token sees all of its prompt, so that one that is cut is computed whole with its last chunk.
@@ -143,7 +155,10 @@ class ModelRunner:
         prompts = [
             token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
         ]
-        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device)
+        packing = batch.packing
+        if batch.pad_to and prompts:
+            packing = one_a_row(len(prompts), max(batch.pad_to - 1, *map(len, prompts)))
+        return PackedRows(prompts, packing, device=self.device) if packing else EncoderStep(prompts, self.device)
 
     def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
@@ -170,7 +185,9 @@ class ModelRunner:
         """N of the batch: rows of the hidden states that its stages pass on."""
         if not self.spec.is_encoder_decoder:
             return batch.num_new_tokens
-        encoder = sum(max(self.num_encoder_tokens(sequence), batch.pad_to - 1) for sequence in batch.whole_prefills)
+        prompts = [self.num_encoder_tokens(sequence) for sequence in batch.whole_prefills]
+        encoder = len(prompts) * max(batch.pad_to - 1, *prompts) if batch.pad_to and prompts else sum(prompts)
+        encoder = batch.packing.num_tokens if batch.packing else encoder
         return encoder + sum(sequence.num_tokens - self._first_missing(sequence) for sequence in batch.decode)
 
     def num_encoder_tokens(self, sequence: SequenceState) -> int:
@@ -202,7 +219,7 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
     return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
 
 
-def _inputs(step: EncoderStep | Step) -> tuple[Tensor, Tensor]:
+def _inputs(step: EncoderStep | PackedRows | Step) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
 
 

@@ -166,9 +166,11 @@ class ModelRunner:
         for sequence in batch.decode:
             encoded = self.num_encoder_tokens(sequence)
             rows.append(_row(sequence, self._first_missing(sequence), sequence.num_tokens, encoded))
-        # Logits come in the order of the batch, not in the step's, where the longer rows are first.
-        order = sorted(range(len(rows)), key=lambda number: rows[number].is_single)
-        spans, singles = [row for row in rows if not row.is_single], [row for row in rows if row.is_single]
+        # Logits come in the order of the batch, not in the step's, where the longer rows are first, and those whose
+        # prompts are of one length side by side: their softmax is then one.
+        order = sorted(range(len(rows)), key=lambda number: (rows[number].is_single, rows[number].num_encoded))
+        ordered = [rows[number] for number in order]
+        spans, singles = [row for row in ordered if not row.is_single], [row for row in ordered if row.is_single]
         return Step(self.cache, spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
 
     def _first_missing(self, sequence: SequenceState) -> int:

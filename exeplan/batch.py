@@ -46,6 +46,11 @@ class Sequence:
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
+    def begun(self) -> bool:
+        """Whether anything has been computed for it: it is not dropped any more, and goes before those that wait."""
+        return self.num_output_tokens > 0 or self.preemptions > 0
+
+    @property
     def num_packed_tokens(self) -> int:
         """What a packed row holds of it: an encoder reads the prompt alone, a decoder all that there is."""
         return self.num_prompt_tokens - self.num_begin_tokens if self.num_begin_tokens else self.num_tokens
@@ -131,14 +136,18 @@ class Batch:
         return tuple(row for row, chunk in zip(self.prefill, self.chunks, strict=True) if chunk.last)
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and, exclusive, last token of everything that attends to itself in a prefill, padding included."""
+        if self.chunks:
+            return [(chunk.start, chunk.end) for chunk in self.chunks]
+        if self.packing:
+            return [(0, self.packing.slot_tokens)] * self.packing.num_slots
+        return [(0, self.pad_to or s.num_tokens) for s in self.prefill]
+
+    @property
     def num_new_tokens(self) -> int:
         """Rows of the flat matrix products, padding included."""
-        if self.chunks:
-            return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decode)
-        if self.packing:
-            return self.packing.num_tokens + len(self.decode)
-        prefill = len(self.prefill) * self.pad_to if self.pad_to else sum(s.num_tokens for s in self.prefill)
-        return prefill + len(self.decode)
+        return sum(end - start for start, end in self.spans) + len(self.decode)
 
 
 def num_blocks_for(num_tokens: int) -> int:

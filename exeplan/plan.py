@@ -49,12 +49,15 @@ class Schedule:
 
     policy: str
     variables: Mapping[str, int]
+    order: str = "fcfs"
+    """Who of those that wait goes first (see `exeplan.orders`)."""
 
     def __getitem__(self, name: str) -> int:
         return self.variables[name]
 
     def __str__(self) -> str:
-        return f"{self.policy}({', '.join(f'{k}={v}' for k, v in self.variables.items())})"
+        values = [] if self.order == "fcfs" else [f"order={self.order}"]
+        return f"{self.policy}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,8 @@ def save_plan(plan: Plan, path: Path) -> None:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, its policy beside its variables."""
     body = asdict(plan)
-    body["schedule"] = {"policy": plan.schedule.policy, **plan.schedule.variables}
+    order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
+    body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
     body["placement"] = [stage_json(stage) for stage in plan.placement]
     body["more_bounds"] = list(body["more_bounds"])
     return body
@@ -235,7 +239,8 @@ def _schedule(body: Any) -> Schedule:
 
     if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
         raise InputError("schedule must name a policy and its control variables")
-    schedule = Schedule(body["policy"], {str(k): v for k, v in body.items() if k != "policy"})
+    variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}
+    schedule = Schedule(body["policy"], variables, body.get("order", "fcfs"))
     load_policy(schedule.policy).check(schedule)
     return schedule
 

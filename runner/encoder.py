@@ -11,10 +11,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from exeplan.kernels.attention import full_attention
+from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
+from exeplan.kernels.spans import Span, Spans
 from exeplan.runner.layers import AttentionShape, Layer, Model, PositionBias
 
 
@@ -33,16 +37,28 @@ class EncoderDecoderModel(Model, Protocol):
 class EncoderStep:
     """One pass of prompts over encoder layers, one behind the other and without padding (`packed.py` has rows)."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], *, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        """With `kernels`, all prompts attend in one launch."""
         self._counts = [len(prompt) for prompt in prompts]
         self._biases: dict[PositionBias, Tensor] = {}
         self.num_tokens = sum(self._counts)
-        self.token_N = torch.tensor([*chain(*prompts)], dtype=torch.int64, device=device)
-        self.position_N = torch.tensor([*chain(*map(range, self._counts))], dtype=torch.int64, device=device)
+        self.token_N = sent(np.array([*chain(*prompts)], dtype=np.int64), device)
+        self.position_N = sent(np.array([*chain(*map(range, self._counts))], dtype=np.int64), device)
+        self._kernels = kernels
+        if kernels:
+            self._spans = Spans([Span(count) for count in self._counts], device)
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Every prompt over itself: `[N, H * D]`."""
         heads, outputs = shape.num_heads, []
+        if self._kernels:
+            bias = shape.bias and shape.bias.by_distance
+            parts = torch.split_with_sizes(qkv_NMD, (heads, heads, heads), 1)
+            return self._kernels.ragged_attention(
+                *parts, self._spans, scale=shape.scale, causal=False, bias=bias
+            ).flatten(1)
         for qkv_TMD in torch.split_with_sizes(qkv_NMD, self._counts):
             q, k, v = torch.split_with_sizes(qkv_TMD[None], (heads, heads, heads), 2)
             bias_HX = None if shape.bias is None else self._bias(shape.bias, len(qkv_TMD))

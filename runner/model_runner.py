@@ -16,12 +16,14 @@ from torch import Tensor
 
 from exeplan.batch import Packing
 from exeplan.errors import InputError
+from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.model import RUN_DTYPES, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
 from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
+from exeplan.runner.paged_step import PagedStep
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -41,15 +43,21 @@ class ModelRunner:
         num_blocks: int,
         dummy_weights: bool = False,
         seed: int = 0,
+        paged_with: Kernels | None = None,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
-        whatever the shard; `on_read` is told how many bytes that were so far.
+        whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        if paged_with is None and self.device.type == "cuda":
+            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+        self.kernels = paged_with
+        """None where attention is the CPU's own."""
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,
@@ -58,9 +66,12 @@ class ModelRunner:
                 device=device,
                 dummy_weights=dummy_weights,
                 seed=seed,
+                kernels=paged_with,
                 on_read=on_read,
             )
-            self.cache = KVCache(spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard)
+            self.cache = KVCache(
+                spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard, kernels=paged_with
+            )
         self._residents: dict[str, SequenceState] = {}
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
@@ -128,7 +139,7 @@ class ModelRunner:
         for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
             self.cache.store(number, stored_rows, kv_NMD)
 
-    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PackedStep:
+    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PagedStep | PackedStep:
         """The batch of a decoder-only model as tensors."""
         if batch.packing:
             return self._packed_step(batch, batch.packing, token_ids)
@@ -137,15 +148,15 @@ class ModelRunner:
         singles = [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
         whole = [number for number, chunk in enumerate(chunks) if chunk.last]
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
-        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
+        return self._step(spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
 
     def _packed_step(self, batch: Batch, packing: Packing, token_ids: Mapping[str, Sequence[int]]) -> PackedStep:
         """Prompts in packed rows, each whole, and rows that decode."""
         prompts = [_row(sequence, 0, sequence.num_tokens) for sequence in batch.prefill]
         texts = [token_ids[row.request_id][: row.end] for row in prompts]
-        rows = PackedRows(texts, packing, device=self.device, causal=True)
+        rows = PackedRows(texts, packing, device=self.device, kernels=self.kernels, causal=True)
         decoding = self.step(Batch(decode=batch.decode), token_ids) if batch.decode else None
-        return PackedStep(self.cache, prompts, rows, cast(Step | None, decoding))
+        return PackedStep(self.cache, prompts, rows, cast(Step | PagedStep | None, decoding))
 
     def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep | PackedRows:
         """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
@@ -158,9 +169,11 @@ class ModelRunner:
         packing = batch.packing
         if batch.pad_to and prompts:
             packing = one_a_row(len(prompts), max(batch.pad_to - 1, *map(len, prompts)))
-        return PackedRows(prompts, packing, device=self.device) if packing else EncoderStep(prompts, self.device)
+        if packing:
+            return PackedRows(prompts, packing, device=self.device, kernels=self.kernels)
+        return EncoderStep(prompts, device=self.device, kernels=self.kernels)
 
-    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PagedStep:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
         rows = []
         for sequence in batch.decode:
@@ -171,7 +184,22 @@ class ModelRunner:
         order = sorted(range(len(rows)), key=lambda number: (rows[number].is_single, rows[number].num_encoded))
         ordered = [rows[number] for number in order]
         spans, singles = [row for row in ordered if not row.is_single], [row for row in ordered if row.is_single]
-        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+        return self._step(spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+
+    def _step(
+        self,
+        spans: Sequence[Row],
+        singles: Sequence[Row],
+        *,
+        token_ids: Mapping[str, Sequence[int]],
+        wanted: Sequence[int] | None,
+        pad_to: int = 0,
+    ) -> Step | PagedStep:
+        if self.kernels is None:
+            return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=pad_to)
+        return PagedStep(
+            self.cache, spans, singles, token_ids=token_ids, kernels=self.kernels, wanted=wanted, pad_to=pad_to
+        )
 
     def _first_missing(self, sequence: SequenceState) -> int:
         """The first token of a decoded row of an encoder-decoder model that has no keys and values yet."""
@@ -221,7 +249,7 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
     return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
 
 
-def _inputs(step: EncoderStep | PackedRows | Step) -> tuple[Tensor, Tensor]:
+def _inputs(step: EncoderStep | PackedRows | Step | PagedStep) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
 
 
@@ -233,6 +261,7 @@ def load_model(
     device: str,
     dummy_weights: bool,
     seed: int = 0,
+    kernels: Kernels | None = None,
     on_read: OnRead = lambda num_bytes: None,
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
@@ -240,9 +269,11 @@ def load_model(
     kind, place = _torch_dtype(dtype), torch.device(device)
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
     else:
-        weights = Checkpoint(spec.directory, dtype=kind, device=place, prefix=family.PREFIX, on_read=on_read)
+        weights = Checkpoint(
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+        )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
 

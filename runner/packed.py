@@ -24,11 +24,12 @@ from torch import Tensor
 
 from exeplan.batch import Packing, Place
 from exeplan.kernels.attention import slot_attention
-from exeplan.kernels.online_softmax import DistanceBias
-from exeplan.kernels.select import kernels_for
+from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
 from exeplan.kernels.slot_attention import Slots
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import AttentionShape, PositionBias
+from exeplan.runner.paged_step import PagedStep
 from exeplan.runner.step import Row, Step
 
 
@@ -41,10 +42,19 @@ class PackedRows:
     """The prompts of a batch in their places; built once and passed through all layers."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], packing: Packing, *, device: torch.device, causal: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        packing: Packing,
+        *,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        causal: bool = False,
     ) -> None:
-        """`causal` prompts see no token behind themselves, those of an encoder all of theirs."""
-        self._causal, self._slot_tokens = causal, packing.slot_tokens
+        """`causal` prompts see no token behind themselves, those of an encoder all of theirs.
+
+        With `kernels` all slots attend in one launch; without them the CPU's own attention serves.
+        """
+        self._kernels, self._causal, self._slot_tokens = kernels, causal, packing.slot_tokens
         self.num_tokens = packing.num_tokens
         first_B = [place.row * packing.row_tokens + place.start for place in packing.places]
         index_of = [np.arange(first, first + len(ids)) for first, ids in zip(first_B, prompts, strict=True)]
@@ -53,25 +63,28 @@ class PackedRows:
         tokens[real] = [*chain(*prompts)]
         positions[real] = np.concatenate([np.arange(len(ids)) for ids in prompts])
         owners[real] = np.repeat(np.arange(len(prompts)) + 1, [len(ids) for ids in prompts])
-        self.token_N = torch.from_numpy(tokens).to(device)
-        self.position_N = torch.from_numpy(positions).to(device)
-        self.real = torch.from_numpy(real).to(device)
+        self.token_N, self.position_N = sent(tokens, device), sent(positions, device)
+        self.real = sent(real, device)
         """Where the tokens of the prompts are, in the prompts' order."""
-        self.last_B = torch.tensor([index[-1] for index in index_of], device=device)
+        self.last_B = sent(np.array([index[-1] for index in index_of]), device)
         """Where each prompt's last token is."""
-        self._owner_ST = torch.from_numpy(owners).to(device).view(-1, packing.slot_tokens)
-        self._spans = [(int(index[0]), int(index[-1]) + 1) for index in index_of]
-        self._slots: Slots | None = None
         self._masks: dict[int | None, Tensor] = {}
         self._biases: dict[PositionBias, Tensor] = {}
+        if kernels:
+            spans = [(int(index[0]), int(index[-1]) + 1) for index in index_of]
+            self._slots = Slots(self.num_tokens, packing.slot_tokens, spans, device)
+        else:
+            self._owner_ST = torch.from_numpy(owners).to(device).view(-1, packing.slot_tokens)
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Every prompt over itself: `[N, H * D]`."""
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         q_NHD, k_NKD, v_NKD = torch.split_with_sizes(qkv_NMD, heads, 1)
+        if self._kernels:
+            bias = shape.bias and shape.bias.by_distance
+            options = {"scale": shape.scale, "causal": self._causal, "window": shape.window, "bias": bias}
+            return self._kernels.slot_attention(q_NHD, k_NKD, v_NKD, self._slots, **options).flatten(1)
         bias_HX = None if shape.bias is None else self._bias(shape.bias)
-        if qkv_NMD.is_cuda:
-            return self._on_triton(shape, q_NHD, k_NKD, v_NKD, bias_HX)
         tokens = self._slot_tokens
         q, k, v = (x_NHD.view(-1, tokens, *x_NHD.shape[1:]) for x_NHD in (q_NHD, k_NKD, v_NKD))
         mask_STT = self._mask(shape.window, qkv_NMD.dtype)
@@ -81,16 +94,6 @@ class PackedRows:
     def without_padding(self, hidden_NE: Tensor) -> Tensor:
         """The tokens of the prompts, in the prompts' order."""
         return hidden_NE[self.real]
-
-    def _on_triton(
-        self, shape: AttentionShape, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, bias_HX: Tensor | None
-    ) -> Tensor:
-        if self._slots is None:
-            self._slots = Slots(self.num_tokens, self._slot_tokens, self._spans, q_NHD.device)
-        attention = kernels_for(q_NHD.device, q_NHD.dtype).slot_attention
-        bias = None if bias_HX is None else DistanceBias(bias_HX, self._slot_tokens - 1)
-        options = {"scale": shape.scale, "causal": self._causal, "window": shape.window, "bias": bias}
-        return attention(q_NHD, k_NKD, v_NKD, self._slots, **options).flatten(1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """`[S, T, T]`, added to scores: 0 within a prompt, -inf elsewhere. Padding sees padding, so nothing is NaN."""
@@ -114,7 +117,9 @@ class PackedRows:
 class PackedStep:
     """One pass of a decoder-only model: packed prompts, whose keys and values are kept, before rows that decode."""
 
-    def __init__(self, cache: KVCache, prompts: Sequence[Row], rows: PackedRows, singles: Step | None) -> None:
+    def __init__(
+        self, cache: KVCache, prompts: Sequence[Row], rows: PackedRows, singles: Step | PagedStep | None
+    ) -> None:
         """`prompts` are whole, in the order of the rows' places; `singles` is a step of decoded rows alone."""
         self._cache, self._rows, self._singles = cache, rows, singles
         length_N = rows.position_N + 1

@@ -96,8 +96,8 @@ class EncoderLayer:
         self.mlp, self.mlp_norm = _feed_forward(spec, weights, shard, name, "encoder_ffn_dim")
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention_norm(self.attention(hidden_NE, None, attend).add_(hidden_NE))
-        return self.mlp_norm(self.mlp(hidden_NE).add_(hidden_NE))
+        hidden_NE = self.attention_norm.of_sum(self.attention(hidden_NE, None, attend), hidden_NE)
+        return self.mlp_norm.of_sum(self.mlp(hidden_NE), hidden_NE)
 
 
 class DecoderLayer:
@@ -110,9 +110,9 @@ class DecoderLayer:
         self.mlp, self.mlp_norm = _feed_forward(spec, weights, shard, name, "decoder_ffn_dim")
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention_norm(self.attention(hidden_NE, None, attend).add_(hidden_NE))
-        hidden_NE = self.cross_norm(self.cross(hidden_NE, attend).add_(hidden_NE))
-        return self.mlp_norm(self.mlp(hidden_NE).add_(hidden_NE))
+        hidden_NE = self.attention_norm.of_sum(self.attention(hidden_NE, None, attend), hidden_NE)
+        hidden_NE = self.cross_norm.of_sum(self.cross(hidden_NE, attend), hidden_NE)
+        return self.mlp_norm.of_sum(self.mlp(hidden_NE), hidden_NE)
 
 
 def _self_attention(spec: ModelSpec, weights: Weights, shard: Shard, name: str, index: int) -> SelfAttention:
@@ -139,7 +139,7 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, name: str, wi
     inner = inner_part(spec, group, integer(spec.config, width, spec.intermediate_size))
     up = linear(weights, {f"{name}.fc1": inner}, size, bias=True)
     down = partial_linear(weights, f"{name}.fc2", size, inner, group, bias=True)
-    mlp = MLP(up, down, activation(spec.config.get("activation_function", "gelu")))
+    mlp = MLP(up, down, activation(weights.kernels, spec.config.get("activation_function", "gelu")))
     return summed(mlp, group), LayerNorm(weights, f"{name}.final_layer_norm", size)
 
 

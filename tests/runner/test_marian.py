@@ -10,6 +10,7 @@ from transformers import MarianConfig, MarianMTModel
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
 from exeplan.errors import InputError
+from exeplan.kernels.select import REFERENCE
 from exeplan.model import load_model_spec, model_spec
 from exeplan.plan import Schedule
 from exeplan.runner.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
@@ -103,6 +104,15 @@ def test_mixed_requests_equal_generate(case, schedule, checkpoint):
     outputs, engine = serve(runner, schedule, requests)
     assert outputs == expected
     assert (engine.free_blocks, runner.cache.free_blocks) == (64, 64)
+
+
+def test_the_kernels_of_a_gpu_give_the_same_by_their_references(checkpoint):
+    model, directory = checkpoint("scaled-relu")
+    requests, expected = requests_of(model)
+    runner = ModelRunner(load_model_spec(str(directory)), num_blocks=12, paged_with=REFERENCE)
+    outputs, engine = serve(runner, SCHEDULES["rra"], requests, num_blocks=12)
+    assert outputs == expected
+    assert engine.num_preemptions > 0
 
 
 def test_the_whole_context_may_be_prompt_and_as_much_output(checkpoint):

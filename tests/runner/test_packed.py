@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.batch import Packing, Place
+from exeplan.kernels.select import REFERENCE
 from exeplan.model import load_model_spec
 from exeplan.runner.batch_wire import Mirror, batch_message
 from exeplan.runner.model_runner import ModelRunner
@@ -38,14 +39,18 @@ MODELS = {
     "llama": {**LLAMA, "max_position_embeddings": 6, "rope_parameters": DYNAMIC},
     "mistral": {**LLAMA, "sliding_window": 5},
 }
-every_model = pytest.mark.parametrize("model", MODELS)
+PAGED = "-on-kernels"
+NAMES = [*MODELS, *(model + PAGED for model in MODELS)]
+"""The CPU's own attention, and what runs on a GPU, by the references of its kernels."""
+every_model = pytest.mark.parametrize("model", NAMES)
 
 
 @functools.cache
 def runner_of(model: str) -> ModelRunner:
     """A random model, whose weights are so large that what a token sees decides what comes next."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[model](**MODELS[model])
+    name = model.removesuffix(PAGED)
+    config = CONFIG_MAPPING[name](**MODELS[name])
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     built = kind.from_config(config).eval()
     for parameter in built.parameters():
@@ -53,7 +58,8 @@ def runner_of(model: str) -> ModelRunner:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
     with tempfile.TemporaryDirectory() as directory:
         built.save_pretrained(directory)
-        return ModelRunner(load_model_spec(directory), num_blocks=128)
+        paged_with = REFERENCE if model.endswith(PAGED) else None
+        return ModelRunner(load_model_spec(directory), num_blocks=128, paged_with=paged_with)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -140,7 +146,7 @@ def packings(draw) -> tuple[list[int], Packing]:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(packed=packings(), model=st.sampled_from(list(MODELS)))
+@given(packed=packings(), model=st.sampled_from(NAMES))
 def test_any_packing_gives_what_its_prompts_give_alone(packed, model):
     check(model, *packed)
 

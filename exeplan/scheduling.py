@@ -105,6 +105,11 @@ class Scheduler:
         if sequence.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.deadline)
 
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether anybody who waits may expire."""
+        return math.isfinite(self._next_deadline)
+
     def expire(self, now: float) -> list[Sequence]:
         """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
 

@@ -116,32 +116,39 @@ class CachedRows:
 
     def __init__(
         self,
-        rows: Sequence[NDArray[np.int64]],
+        slot_X: NDArray[np.int64],
+        contexts: Sequence[int],
+        *,
         num_heads: int,
-        num_rows: int,
+        num_kv_heads: int,
+        num_slots: int,
         like: Tensor,
         biases: Sequence[Tensor] | None = None,
     ) -> None:
-        """`rows[b]` are a sequence's rows `[K, C]` in a cache of `num_rows` rows, of the dtype and device of `like`.
+        """`slot_X` are the slots of all sequences one behind the other, `contexts[b]` of them a sequence's.
 
-        `biases[b]`, `[H, C]`, are added to its scores.
+        Slot s of head k is row `k * num_slots + s` of tables of the dtype and device of `like`. `biases[b]`, `[H, C]`,
+        are added to a sequence's scores.
         """
         self.num_heads, self.biases = num_heads, biases
         self.sampled = like.device.type == "cpu" and like.dtype == torch.float32
         if not self.sampled:
-            self.rows = [torch.from_numpy(rows_KC).to(like.device) for rows_KC in rows]
+            heads_K1 = np.arange(num_kv_heads, dtype=np.int64)[:, None] * num_slots
+            parts = np.split(slot_X, np.cumsum(contexts)[:-1])
+            self.rows = [torch.from_numpy(heads_K1 + slot_C).to(like.device) for slot_C in parts]
             return
-        group = num_heads // rows[0].shape[0]
-        contexts = [rows_KC.shape[1] for rows_KC in rows]
-        row_P = np.concatenate([np.repeat(rows_KC, group, 0).ravel() for rows_KC in rows])
-        ends = np.concatenate(([0], np.repeat(contexts, num_heads).cumsum()))
-        self.row_P = torch.from_numpy(row_P.astype(np.int32))
+        count_BH = np.repeat(np.asarray(contexts, dtype=np.int64), num_heads)
+        ends = np.concatenate(([0], count_BH.cumsum()))
+        first_BH = np.repeat(np.cumsum(contexts) - contexts, num_heads)
+        head_BH = np.tile(np.arange(num_heads) // (num_heads // num_kv_heads) * num_slots, len(contexts))
+        slot_P = slot_X[np.arange(ends[-1]) + np.repeat(first_BH - ends[:-1], count_BH)]
+        self.row_P = torch.from_numpy((slot_P + np.repeat(head_BH, count_BH)).astype(np.int32))
         self.ends = torch.from_numpy(ends.astype(np.int32))
-        shape = (len(rows) * num_heads, num_rows)
-        bias_P = torch.zeros(len(row_P)) if biases is None else torch.cat([bias_HC.flatten() for bias_HC in biases])
+        shape = (len(contexts) * num_heads, num_kv_heads * num_slots)
+        bias_P = torch.zeros(len(slot_P)) if biases is None else torch.cat([bias_HC.flatten() for bias_HC in biases])
         self.pairs = _sparse(self.ends, self.row_P, bias_P, shape)
-        self.scores = _sparse(self.ends, self.row_P, torch.zeros(len(row_P)), shape)
-        self.weight_P = torch.empty(len(row_P))
+        self.scores = _sparse(self.ends, self.row_P, torch.zeros(len(slot_P)), shape)
+        self.weight_P = torch.empty(len(slot_P))
         self.softmaxes = _views(contexts, num_heads, self.scores.values(), self.weight_P)
 
 

@@ -79,8 +79,6 @@ def _between(
 class PassingCache:
     """Takes the place of a KV cache on a stage that only prefills: what is stored is kept for one pass, to be sent."""
 
-    num_rows = 0
-
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.device = device
         self.kv_LNMD: list[Tensor | None] = [None] * num_layers
@@ -88,6 +86,9 @@ class PassingCache:
 
     def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
         return np.arange(start, stop)
+
+    def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*span) for span in tokens)])
 
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=self.device)

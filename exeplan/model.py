@@ -22,7 +22,7 @@ RUN_DTYPES = ("float32", "bfloat16", "float16", FP8)
 
 # Hugging Face configs spell the same numbers differently; the first spelling present is taken.
 _SPELLINGS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
     "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "vocab_size": ("vocab_size",),

@@ -24,6 +24,7 @@ from exeplan.kernels import (
     ragged_attention,
     rotary,
     sampling,
+    slot_attention,
 )
 
 
@@ -33,6 +34,7 @@ class Kernels(NamedTuple):
     paged_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     mixed_attention: Callable[..., Tensor]
+    slot_attention: Callable[..., Tensor]
     store_slots: Callable[..., None]
     gather_slots: Callable[..., Tensor]
     scatter_slots: Callable[..., None]
@@ -53,6 +55,7 @@ TRITON = Kernels(
     paged_attention=paged_attention.paged_attention,
     ragged_attention=ragged_attention.ragged_attention,
     mixed_attention=mixed_attention.mixed_attention,
+    slot_attention=slot_attention.slot_attention,
     store_slots=kv_slots.store_slots,
     gather_slots=kv_slots.gather_slots,
     scatter_slots=kv_slots.scatter_slots,
@@ -72,6 +75,7 @@ REFERENCE = Kernels(
     paged_attention=paged_attention.paged_attention_reference,
     ragged_attention=ragged_attention.ragged_attention_reference,
     mixed_attention=mixed_attention.mixed_attention_reference,
+    slot_attention=slot_attention.slot_attention_reference,
     store_slots=kv_slots.store_slots_reference,
     gather_slots=kv_slots.gather_slots_reference,
     scatter_slots=kv_slots.scatter_slots_reference,

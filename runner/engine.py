@@ -110,18 +110,30 @@ class Engine:
     def step(self) -> list[Output]:
         """Starts whatever can run, and waits until something is done. Returns what that brought.
 
-        One output for each request that got a token or failed; none where nothing can run, or where a stage only came
-        free. Raises WorkerError where workers died: `restart` goes on from there.
+        One output for each request that got a token, failed or expired; none where nothing can run, or where a stage
+        only came free. Raises WorkerError where workers died: `restart` goes on from there.
         """
+        outputs = self._expire()
         for phase in self._executor.phases:
             while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
                 self._start(batch)
-        outputs: list[Output] = []
         for result in self._executor.results() if self._executor.pending else ():
             if isinstance(result, Arrived):
                 self._scheduler.hand_over(result.batch)
             else:
                 outputs += self._finish(result)
+        return outputs
+
+    def _expire(self) -> list[Output]:
+        """Drops whoever has not begun by its deadline."""
+        outputs: list[Output] = []
+        if not self._scheduler.has_deadlines:
+            return outputs
+        now = self._clock()
+        for row in cast(list[Row], self._scheduler.expire(now)):
+            del self._rows[row.request_id]
+            row.start = now if row.start is None else row.start
+            outputs.append(_output(row, now, reason="expired"))
         return outputs
 
     def restart(self) -> list[Output]:
@@ -292,6 +304,8 @@ class Engine:
             end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
             stream=self._tokenizer.stream(begin or prompt, params.stop),
             arrival=request.arrival,
+            deadline=request.deadline,
+            weight=request.weight,
         )
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:

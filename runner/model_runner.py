@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exeplan.batch import Packing
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.model import FP8, ModelSpec
@@ -23,6 +24,7 @@ from exeplan.runner.decode_graphs import DecodeGraphs
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
+from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
 from exeplan.runner.paged_step import PagedStep, Singles, block_table, singles_of
 from exeplan.runner.precision import activation_dtype, cache_dtype
 from exeplan.runner.shard import Shard, whole
@@ -246,8 +248,10 @@ class ModelRunner:
 
     def step(
         self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
-    ) -> Step | PagedStep:
+    ) -> Step | PagedStep | PackedStep:
         """The batch of a decoder-only model as tensors."""
+        if batch.packing:
+            return self._packed_step(batch, batch.packing, token_ids, sources)
         chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
         spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
         singles = self._decoded_rows(batch)
@@ -255,7 +259,17 @@ class ModelRunner:
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
         return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=wanted, pad_to=batch.pad_to)
 
-    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep:
+    def _packed_step(
+        self, batch: Batch, packing: Packing, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int]
+    ) -> PackedStep:
+        """Prompts in packed rows, each whole, and rows that decode."""
+        prompts = [_row(sequence, 0, sequence.num_tokens) for sequence in batch.prefill]
+        texts = [token_ids[row.request_id][: row.end] for row in prompts]
+        rows = PackedRows(texts, packing, device=self.device, kernels=self.kernels, causal=True)
+        decoding = self.step(Batch(decode=batch.decode), token_ids, sources) if batch.decode else None
+        return PackedStep(self.cache, prompts, rows, cast(Step | PagedStep | None, decoding))
+
+    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep | PackedRows:
         """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
 
         Every token sees all of its prompt, so that one that is cut is computed whole with its last chunk.
@@ -263,16 +277,23 @@ class ModelRunner:
         prompts = [
             token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
         ]
-        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device, kernels=self.kernels)
+        packing = batch.packing
+        if batch.pad_to and prompts:
+            packing = one_a_row(len(prompts), max(batch.pad_to - 1, *map(len, prompts)))
+        if packing:
+            return PackedRows(prompts, packing, device=self.device, kernels=self.kernels)
+        return EncoderStep(prompts, device=self.device, kernels=self.kernels)
 
     def decoder_step(
         self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
     ) -> Step | PagedStep:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
         rows = self._decoded_rows(batch)
-        # Logits come in the order of the batch, not in the step's, where the longer rows are first.
-        order = sorted(range(len(rows)), key=lambda number: rows[number].is_single)
-        spans, singles = [row for row in rows if not row.is_single], [row for row in rows if row.is_single]
+        # Logits come in the order of the batch, not in the step's, where the longer rows are first, and those whose
+        # prompts are of one length side by side: their softmax is then one.
+        order = sorted(range(len(rows)), key=lambda number: (rows[number].is_single, rows[number].num_encoded))
+        ordered = [rows[number] for number in order]
+        spans, singles = [row for row in ordered if not row.is_single], [row for row in ordered if row.is_single]
         return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=np.argsort(order).tolist())
 
     def _decoded_rows(self, batch: Batch) -> list[Row]:
@@ -322,7 +343,9 @@ class ModelRunner:
         """N of the batch: rows of the hidden states that its stages pass on."""
         if not self.spec.is_encoder_decoder:
             return batch.num_new_tokens
-        encoder = sum(max(self.num_encoder_tokens(sequence), batch.pad_to - 1) for sequence in batch.whole_prefills)
+        prompts = [self.num_encoder_tokens(sequence) for sequence in batch.whole_prefills]
+        encoder = len(prompts) * max(batch.pad_to - 1, *prompts) if batch.pad_to and prompts else sum(prompts)
+        encoder = batch.packing.num_tokens if batch.packing else encoder
         return encoder + sum(sequence.num_tokens - self._first_missing(sequence) for sequence in batch.decode)
 
     def num_encoder_tokens(self, sequence: SequenceState) -> int:
@@ -354,7 +377,7 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
     return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
 
 
-def _inputs(step: EncoderStep | Step | PagedStep) -> tuple[Tensor, Tensor]:
+def _inputs(step: EncoderStep | PackedRows | Step | PagedStep) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
 
 

@@ -58,16 +58,17 @@ def tune(runner: ModelRunner, phase: str = "") -> None:
 
 def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
     """A prefill, a later part of one, decoded rows, and what comes in one pass together."""
-    num_tokens, longest = runner.cache.num_blocks * BLOCK_SIZE, runner.spec.max_context
+    longest, encodes = runner.spec.max_context, runner.spec.is_encoder_decoder
+    if phase == "prefill":  # Nothing is kept there.
+        yield Batch(prefill=(_row("prompt", min(_PROMPT, longest - 1) + encodes),))
+        return
+    num_tokens = runner.cache.num_blocks * BLOCK_SIZE
     # Half of the cache for the prompt, a quarter for decoded rows, another for one that is computed again.
     prompt = max(2, min(_PROMPT, longest - 1, num_tokens // 2 - BLOCK_SIZE))
     context = max(2, min(_CONTEXT, longest - 1, num_tokens // 4 - BLOCK_SIZE))
     count = max(1, min(_ROWS, num_tokens // 4 // (context + BLOCK_SIZE)))
-    encodes = runner.spec.is_encoder_decoder
-    if phase != "decode":
+    if not phase:
         yield Batch(prefill=(_row("prompt", prompt + encodes),))
-    if phase == "prefill":
-        return
     decoded = tuple(
         _row(f"{number}", context, num_outputs=max(1, context // 2 if encodes else 1)) for number in range(count)
     )

@@ -67,7 +67,7 @@ def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: boo
     """What `run`, a replay on the cost model that it is given, spends its time on; `backlog` as for `summarize`."""
     meter = _Meter(cost)
     done = run(meter)
-    opens, closes = window(done.requests, backlog)
+    opens, closes = window([r for r in done.requests if not r.expired], backlog)
     inside = [i for i, record in enumerate(done.passes) if opens <= record.start < closes]
     kinds = np.zeros((len(cost.placement), len(KINDS)))
     phases: dict[str, Floats] = defaultdict(lambda: np.zeros(4))

@@ -120,7 +120,8 @@ def test_the_layout_is_that_of_the_runners_cache():
         table_BT[b, : len(first_T)] = first_T // BLOCK_SIZE
     keys_RD, values_RD = runner_cache.table(1)
     q_BHD = torch.randn(3, spec.num_heads, spec.head_dim)
-    rows = CachedRows([runner_cache.rows(slot_C) for slot_C in slots], spec.num_heads, runner_cache.num_rows, keys_RD)
+    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    rows = CachedRows(np.concatenate(slots), contexts, **heads, num_slots=runner_cache.num_slots, like=keys_RD)
     found = paged_attention_reference(
         q_BHD, PagedKV(keys_RD, values_RD, table_BT, spec.num_kv_heads), lengths(contexts, q_BHD.device), scale=0.2
     )

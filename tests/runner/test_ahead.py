@@ -30,6 +30,7 @@ SCHEDULES = {
     "orca": Schedule("orca", {"max_num_seqs": 5}),
     "rra": Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}),
     "chunked": Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 12}),
+    "concat": Schedule("concat", {"rows": 3, "row_tokens": 96, "slot_tokens": 48}, "fcfs"),
     "groups": Schedule("orca", {"max_num_seqs": 5, "micro_batches": 2}),
 }
 every_policy = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

@@ -21,6 +21,7 @@ SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_at
 ROTARY = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+MARIAN = {"layers": 3, "attention_heads": 4, "ffn_dim": 48}
 SPECS = {
     "llama": {**ROTARY, "rope_parameters": DYNAMIC, "max_position_embeddings": 16},
     "mistral": {**ROTARY, "sliding_window": 9},
@@ -30,6 +31,9 @@ SPECS = {
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "t5": {"is_encoder_decoder": True, "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48}
     | {"num_layers": 3, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "n_positions": 64},
+    "marian": {"is_encoder_decoder": True, "vocab_size": VOCAB, "d_model": 32, "max_position_embeddings": 64}
+    | {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in MARIAN.items()}
+    | {"decoder_start_token_id": 0, "pad_token_id": 0},
 }
 every_family = pytest.mark.parametrize("family", SPECS)
 

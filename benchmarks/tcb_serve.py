@@ -1,0 +1,137 @@
+"""TCB's figures 9 to 12: naive, turbo and concatenated batches, really computed, at rising request rates.
+
+A system is a schedule of the engine; all of them run the same model code. The rows are as long as the longest request,
+so that a batch of concatenated rows is no larger a tensor than a naive batch may be. Rates are shares of what slotted
+rows serve from a backlog on this machine.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tcb_load import LONGEST, Load, lengths, poisson
+
+from exeplan.plan import Schedule
+from exeplan.runner.engine import Engine, Request
+from exeplan.runner.execution import Local
+from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.sampling import SamplingParams
+
+ROWS = 64
+SLOT = LONGEST // 2
+SHARES = (0.25, 0.5, 0.75, 1.0, 1.25)
+
+
+def systems(order: str) -> Mapping[str, Schedule]:
+    """What the figures compare, by the names of the paper; concat is one slot a row, slots are half rows."""
+    rows = {"rows": ROWS, "row_tokens": LONGEST}
+    slots = Schedule("concat", {**rows, "slot_tokens": SLOT}, order)
+    return {
+        "naive": Schedule("static", {"batch_size": ROWS}, order),
+        "turbo": Schedule("turbo", {"batch_size": ROWS}, order),
+        "concat": Schedule("concat", rows, order),
+        "slots": Schedule("concat", rows, "slotted-das") if order == "das" else slots,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of a load: seconds until the last answer, answered requests, their utility."""
+
+    seconds: float
+    answered: int
+    utility: float
+    num_requests: int
+
+    @property
+    def throughput(self) -> float:
+        return self.answered / self.seconds
+
+
+def serve(runner: ModelRunner, schedule: Schedule, load: Load) -> Served:
+    """Plays a load against the engine in real time, until everybody is answered or has expired."""
+    begin = time.perf_counter()
+    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=_since(begin))
+    requests, arrivals = [_request(load, number) for number in range(len(load))], load.arrivals.tolist()
+    ended: dict[int, bool] = {}
+    last, added = 0.0, 0
+    while len(ended) < len(requests):
+        now = time.perf_counter() - begin
+        while added < len(requests) and arrivals[added] <= now:
+            engine.add(requests[added])
+            added += 1
+        if not engine.has_work:
+            time.sleep(max(0.0, arrivals[added] - now))
+            continue
+        for output in engine.step():
+            if output.finish_reason is not None:
+                ended[int(output.request_id)] = output.finish_reason == "length"
+                last = output.time if output.finish_reason == "length" else last
+    answered = [number for number, served in ended.items() if served]
+    return Served(last, len(answered), float(load.utilities[answered].sum()), len(load))
+
+
+def saturated(runner: ModelRunner, schedule: Schedule, *, variance: float, seconds: float) -> float:
+    """Requests a second from a backlog that lasts about so long."""
+    rng, rate = np.random.default_rng(0), 0.0
+    count = ROWS * LONGEST // 20
+    while True:
+        drawn = lengths(rng, count, variance)
+        served = serve(runner, schedule, Load(np.zeros(count), drawn, np.full(count, np.inf), np.ones(count)))
+        rate = served.throughput
+        if served.seconds >= 0.7 * seconds:
+            return rate
+        count = max(2 * count, int(rate * seconds))
+
+
+def rising_rates(
+    runner: ModelRunner, order: str, *, variance: float, seconds: float, shares: Sequence[float] = SHARES
+) -> list[dict]:
+    """One row a system and rate: throughput, utility and the share of requests that were answered."""
+    capacity = saturated(runner, systems("fcfs")["slots"], variance=variance, seconds=min(seconds, 3.0))
+    batch_seconds = ROWS * LONGEST / 20 / capacity
+    rows = []
+    for share in shares:
+        rate = share * capacity
+        load = poisson(rate, seconds, variance=variance, batch_seconds=batch_seconds, seed=1)
+        for name, schedule in systems(order).items():
+            served = serve(runner, schedule, load)
+            rows.append(
+                {
+                    "order": order,
+                    "variance": variance,
+                    "system": name,
+                    "rate": rate,
+                    "throughput": served.throughput,
+                    "utility": served.utility / served.seconds,
+                    "answered": served.answered / max(1, served.num_requests),
+                }
+            )
+    return rows
+
+
+def best_of(rows: Sequence[dict], what: str) -> dict[str, float]:
+    """The most that each system reaches at any rate."""
+    return {
+        name: max(row[what] for row in rows if row["system"] == name)
+        for name in dict.fromkeys(r["system"] for r in rows)
+    }
+
+
+def _request(load: Load, number: int) -> Request:
+    tokens, vocabulary = int(load.tokens[number]), 1000
+    prompt = [1 + (7919 * number + 31 * at) % vocabulary for at in range(tokens)]
+    deadline = float(load.deadlines[number])
+    return Request(
+        request_id=str(number),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        arrival=float(load.arrivals[number]),
+        deadline=None if deadline == float("inf") else deadline,
+        weight=float(load.weights[number]),
+    )
+
+
+def _since(begin: float) -> Callable[[], float]:
+    return lambda: time.perf_counter() - begin

@@ -10,6 +10,7 @@ from gpu_setting import Clock, Section, Setting, seconds_as_it_comes
 
 from exeplan.profiler.captured import recorded, replay_seconds
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.readiness import tune
 from exeplan.scheduling import Batch, Sequence, num_blocks_for
 from exeplan.shape import layer_parameters
 
@@ -42,6 +43,7 @@ def _runner(setting: Setting, batch: int, context: int) -> ModelRunner:
     if setting.place.type == "cuda":
         wanted = min(wanted, int(_ROOM * torch.cuda.mem_get_info()[0]) // runner.cache.num_bytes)
     runner.use_blocks(wanted)
+    tune(runner)
     for layer in range(setting.spec.num_layers):
         runner.cache.both_tables(layer).normal_()
     return runner

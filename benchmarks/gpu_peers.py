@@ -22,6 +22,7 @@ from exeplan.profiler.device import synchronize
 from exeplan.runner.ahead import Ahead
 from exeplan.runner.engine import Engine, Request
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.readiness import make_ready
 from exeplan.runner.sampling import SamplingParams
 from exeplan.scheduling import num_blocks_for
 
@@ -95,7 +96,7 @@ def _exeplan(setting: Setting, work: Work) -> float:
     blocks = sum(num_blocks_for(len(prompt) + output + 1) for prompt, output in work)
     options = {"dtype": setting.dtype, "device": str(setting.place), "dummy_weights": True, "paged_with": paged_with}
     runner = ModelRunner(setting.spec, num_blocks=blocks, **options)
-    runner.record(len(work))
+    make_ready(runner, len(work))
 
     def play() -> None:
         schedule = Schedule("orca", {"max_num_seqs": len(work)})

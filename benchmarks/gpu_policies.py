@@ -30,6 +30,7 @@ from exeplan.profiler.profile_model import profile_model
 from exeplan.runner.ahead import Ahead
 from exeplan.runner.engine import Engine
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.readiness import make_ready
 from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
@@ -165,7 +166,7 @@ class _Driver:
         if setting.place.type == "cuda":
             blocks = int(_ROOM * torch.cuda.mem_get_info()[0]) // self._runner.cache.num_bytes
         self._runner.use_blocks(blocks)
-        self._runner.record(setting.size(_MAX_SEQS, 8))
+        make_ready(self._runner, setting.size(_MAX_SEQS, 8))
 
     def play(self, case: Case, seconds: float) -> tuple[Estimate, Estimate]:
         """What was predicted for some requests, and what the engine did with them."""

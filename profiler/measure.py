@@ -32,6 +32,7 @@ from exeplan.runner import execution
 from exeplan.runner.engine import Engine, Request
 from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.readiness import tune
 from exeplan.runner.sampling import GREEDY, Row, SampledToken, SamplingParams, sample
 from exeplan.runner.shard import ALONE, Group, whole
 from exeplan.runner.tokenizer import Tokenizer
@@ -104,6 +105,8 @@ class Rig:
         )
         self.place = self.runner.device
         self.captured = self.place.type == "cuda" if captured is None else captured
+        if self.place.type == "cuda":
+            tune(self.runner)
         self.probe = Probe(self.runner.model, self.place)
         self.runner.model = self.probe
         self.checks_cpu = self.place.type == "cpu" and torch.get_num_threads() == 1

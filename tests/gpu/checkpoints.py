@@ -1,0 +1,36 @@
+"""Random models as checkpoints, so that every device loads the same weights: a GPU's random numbers are its own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from exeplan.model import ModelSpec, load_model_spec, model_spec
+from exeplan.runner import model_runner
+from exeplan.runner.checkpoint import RandomWeights
+
+_SPREAD = 5.0
+"""Weights this much larger than usual leave no two logits close."""
+
+
+def checkpoint(config: dict[str, Any], folder: Path) -> ModelSpec:
+    """Writes a model of that shape with random weights."""
+    taken: dict[str, torch.Tensor] = {}
+
+    class Kept(RandomWeights):
+        def _draw(self, name: str, sizes: Any) -> torch.Tensor:
+            if name not in taken:
+                drawn = super()._draw(name, sizes)
+                taken[name] = drawn * _SPREAD if len(sizes) > 1 else drawn
+            return taken[name].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "RandomWeights", Kept)
+        model_runner.ModelRunner(model_spec(config, name="tiny"), num_blocks=1, dummy_weights=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(taken, folder / "model.safetensors")
+    return load_model_spec(str(folder))

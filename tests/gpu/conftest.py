@@ -1,0 +1,23 @@
+"""Tests that need a GPU: `python -m pytest tests/gpu tests/kernels` on a machine that has one; skipped elsewhere.
+
+They import nothing that only `exeplan[test]` brings. EXEPLAN_GPU_TESTS=cpu runs them without a GPU, on the kernels'
+references: that tries the tests, not the GPU.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+TRIED = os.environ.get("EXEPLAN_GPU_TESTS") == "cpu"
+DEVICE = torch.device("cpu" if TRIED else "cuda")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    there = TRIED or torch.cuda.is_available()
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not there:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))

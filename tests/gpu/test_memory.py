@@ -1,0 +1,54 @@
+"""The KV cache takes what is free, and 10,000 requests at that limit never ask for more than there is."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from exeplan.model import model_spec
+from exeplan.plan import Plan, Schedule, single_stage
+from exeplan.runner.engine import Request
+from exeplan.runner.launch import build_engine, engine_setup
+from exeplan.runner.sampling import SamplingParams
+
+from .conftest import TRIED
+
+SHARE = 0.95
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.skipif(TRIED, reason="fills a GPU's memory")
+def test_ten_thousand_requests_run_at_the_limit():
+    spec = model_spec(CONFIG, name="wide")
+    schedule = Schedule("orca", {"max_num_seqs": 256})
+    plan = Plan(model="wide", schedule=schedule, placement=single_stage(spec), device="cuda", dtype="bfloat16")
+    plan = replace(plan, kv_cache_tokens=1 << 16, gpu_memory_utilization=SHARE)
+    engine = build_engine(engine_setup(plan, spec, dummy_weights=True))
+    free, total = torch.cuda.mem_get_info()
+    assert 0.01 * total < free < 0.15 * total
+    draw, kinds = random.Random(0), {"length": 0}
+    for number in range(10_000):
+        long = number % 1000 == 0
+        length = 8000 if long else draw.randint(1, 64)
+        sampling = SamplingParams(
+            temperature=draw.choice([0.0, 1.0]), top_p=0.9, max_tokens=draw.randint(1, 8), seed=number, ignore_eos=True
+        )
+        engine.add(Request(request_id=str(number), prompt_token_ids=[7] * length, sampling=sampling))
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish_reason:
+                kinds[output.finish_reason] = kinds.get(output.finish_reason, 0) + 1
+    assert kinds == {"length": 10_000}
+    assert torch.cuda.mem_get_info()[0] > 0
+    engine.close()

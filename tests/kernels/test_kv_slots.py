@@ -17,7 +17,7 @@ from exeplan.kernels.kv_slots import (
 from exeplan.model import load_model_spec
 from exeplan.runner.kv_cache import KVCache
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 
 
 def tables_of(layers, kv_heads, slots, head_dim, dtype=torch.float32):
@@ -26,7 +26,7 @@ def tables_of(layers, kv_heads, slots, head_dim, dtype=torch.float32):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 64), (2, 80), (3, 96), (2, 128)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 64), (2, 80), (3, 96), (2, 128), (1, 256)])
 def test_store_equals_the_reference(kv_heads, head_dim, dtype, index, device):
     table_2RD = tables_of(1, kv_heads, 48, head_dim, dtype)[0]
     expected = table_2RD.clone()
@@ -47,6 +47,7 @@ def test_the_reference_is_the_store_of_the_runners_cache():
     assert torch.equal(stored_2RD, torch.stack(cache.table(1)))
 
 
+@needs_triton
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     layers=st.integers(1, 3),

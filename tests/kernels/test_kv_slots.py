@@ -42,9 +42,9 @@ def test_the_reference_is_the_store_of_the_runners_cache():
     cache = KVCache(spec, 3, torch.float32, torch.device("cpu"))
     kv_NMD = torch.randn(4, 2 * spec.num_kv_heads, spec.head_dim)
     cache.store(1, cache.store_rows(slot_N), kv_NMD)
-    stored_2RD = torch.zeros(2, cache.num_rows, spec.head_dim)
+    stored_2RD = torch.zeros_like(cache.both_tables(1))
     store_slots_reference(kv_NMD, torch.from_numpy(slot_N), stored_2RD)
-    assert torch.equal(stored_2RD, torch.stack(cache.table(1)))
+    assert torch.equal(stored_2RD, cache.both_tables(1))
 
 
 @needs_triton

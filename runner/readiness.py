@@ -5,6 +5,7 @@ choice made on contexts of one token would be kept. Then the decode iterations a
 cache is (`gpu_memory.py`), which must be known before.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from exeplan.units import show_bytes
 
 _PROMPT, _CONTEXT, _ROWS = 2048, 1024, 32
 """Tokens of the prompt and of each decoded row that kernels are tuned on, and how many rows there are."""
+_DRAWN = 8
 
 
 def make_ready(runner: ModelRunner, max_num_seqs: int, *, phase: str = "", shown: bool = False) -> None:
@@ -54,6 +56,18 @@ def tune(runner: ModelRunner, phase: str = "") -> None:
         runner.forward(batch, token_ids, hidden_NE)
         for row in rows:
             runner.free(row.request_id)
+    if runner.shard.last and phase != "prefill":
+        _draw(runner)
+
+
+def _draw(runner: ModelRunner) -> None:
+    """Draws from logits that vary as much as a model's do."""
+    assert runner.kernels is not None
+    logits_RV = torch.randn(_DRAWN, runner.spec.vocab_size, device=runner.device).mul_(3.0)
+    temperature_R, tail_R, least_R = (logits_RV.new_full((_DRAWN,), value) for value in (0.8, 0.1, -math.inf))
+    top_k_R = torch.full((_DRAWN,), 50, dtype=torch.int32, device=runner.device)
+    key_R = torch.arange(_DRAWN, device=runner.device)
+    runner.kernels.draw(logits_RV, temperature_R, top_k_R, tail_R, least_R, key_R)
 
 
 def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:

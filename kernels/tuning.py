@@ -31,6 +31,8 @@ class Config:
     """Keys, or columns of the matrix, that it takes at a time."""
     num_warps: int = 4
     num_stages: int = 2
+    library: bool = False
+    """Torch's own attention instead, which then ignores the numbers above."""
 
 
 class AttentionConfigs(NamedTuple):

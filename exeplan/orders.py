@@ -32,7 +32,7 @@ from exeplan.length_law import Floats, Ints
 ORDERS = ("fcfs", "sjf", "edf", "das")
 SLOTTED_DAS = "slotted-das"
 ETA = 0.5
-_WIDER = (1.02, 1.05)
+_WIDER = (1.0, 1.02, 1.05)
 """How much longer slots may become, so that requests of like lengths share one."""
 
 
@@ -96,9 +96,10 @@ def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[i
     if alike:
         lengths = np.array(tokens)
         rank = np.argsort(-lengths, kind="stable")
-        for wider in sorted({size, *(int(size * more) for more in _WIDER), _longest(lying, tokens)}):
+        for more in _WIDER:
+            wider = min(int(size * more), _longest(lying, tokens))
             picks = _first_fit(rank, lengths, bins=bins, size=wider, strict=True)
-            if len(picks) == len(tokens) and wider <= max(_WIDER) * size:
+            if len(picks) == len(tokens):
                 together = {pick.request: (pick.bin, pick.offset) for pick in picks}
                 return wider, [together[number] for number in range(len(tokens))]
     return size, best

@@ -52,8 +52,8 @@ class Served:
 def serve(runner: ModelRunner, schedule: Schedule, load: Load) -> Served:
     """Plays a load against the engine in real time, until everybody is answered or has expired."""
     begin = time.perf_counter()
-    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=_since(begin))
-    requests, arrivals = [_request(load, number) for number in range(len(load))], load.arrivals.tolist()
+    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=since(begin))
+    requests, arrivals = [request(load, number) for number in range(len(load))], load.arrivals.tolist()
     ended: dict[int, bool] = {}
     last, added = 0.0, 0
     while len(ended) < len(requests):
@@ -119,7 +119,8 @@ def best_of(rows: Sequence[dict], what: str) -> dict[str, float]:
     }
 
 
-def _request(load: Load, number: int) -> Request:
+def request(load: Load, number: int) -> Request:
+    """One of the load: as many output tokens as it has input tokens."""
     tokens, vocabulary = int(load.tokens[number]), 1000
     prompt = [1 + (7919 * number + 31 * at) % vocabulary for at in range(tokens)]
     deadline = float(load.deadlines[number])
@@ -133,5 +134,6 @@ def _request(load: Load, number: int) -> Request:
     )
 
 
-def _since(begin: float) -> Callable[[], float]:
+def since(begin: float) -> Callable[[], float]:
+    """A clock that began then."""
     return lambda: time.perf_counter() - begin

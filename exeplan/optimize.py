@@ -157,7 +157,7 @@ def _refuse_rate(
     most = max(candidates.values(), key=_sustained)
     if most.search is None or most.search.best is None or most.placement is None:
         return
-    schedule = load_policy(most.policy).schedule(most.search.best.point, problem.workload)
+    schedule = problem.schedule(most.policy, most.search.best.point)
 
     def search_again(other: Problem) -> tuple[float, Placement | None]:
         found = _candidate(other, most.policy, method)
@@ -184,7 +184,7 @@ def _last_resort(
     best = min(fitting, key=lambda c: gentlest[c.policy].outcome.latency)
     assert best.placement is not None
     placed = problem.at(best.placement)
-    schedule = load_policy(best.policy).schedule(gentlest[best.policy].point, problem.workload)
+    schedule = problem.schedule(best.policy, gentlest[best.policy].point)
     run, replayed = replay_estimate(placed, schedule, seed=seed)
     estimate = placed.estimate(schedule)
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
@@ -359,7 +359,7 @@ def _candidate(
         )
     # Without a cluster to choose from it is the problem's own placement, and the problem knows its links.
     placed = problem.at(placement) if problem.cluster else problem
-    schedule = load_policy(policy).schedule(result.best.point, problem.workload)
+    schedule = problem.schedule(policy, result.best.point)
     schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
         estimate = placed.estimate(schedule)

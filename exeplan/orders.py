@@ -21,6 +21,7 @@ fits nowhere; das goes on to smaller ones. Not here: expiry and memory (`exeplan
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,13 +69,32 @@ class Packed:
     bins_a_row: int = 1
 
     def packing(self, queue: Queue, count: int | None = None) -> Packing:
-        """The first `count` picks as they lie, bins and rows no longer than these need."""
+        """The first `count` picks, dealt out anew where that makes their rows shorter; no more rows than now."""
         picks = self.picks[:count]
-        used = max(pick.offset + int(queue.tokens[pick.request]) for pick in picks)
-        last = max(pick.bin for pick in picks)
-        bins = min(self.bins_a_row, last + 1)
-        places = [Place(p.bin // self.bins_a_row, p.bin % self.bins_a_row * used + p.offset) for p in picks]
-        return Packing(bins * used, used, tuple(places))
+        tokens = [int(queue.tokens[pick.request]) for pick in picks]
+        rows = 1 + max(pick.bin for pick in picks) // self.bins_a_row
+        bins = rows * self.bins_a_row if rows > 1 else 1 + max(pick.bin for pick in picks)
+        lying = [(pick.bin, pick.offset) for pick in picks]
+        dealt = _dealt(tokens, bins)
+        size, lying = min((_longest(where, tokens), where) for where in (lying, dealt))
+        per_row = bins // rows
+        places = (Place(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
+        return Packing(per_row * size, size, tuple(places))
+
+
+def _dealt(tokens: list[int], bins: int) -> list[tuple[int, int]]:
+    """Bin and offset of each, longest first, each into the emptiest bin."""
+    fill = [(0, number) for number in range(bins)]
+    where = [(0, 0)] * len(tokens)
+    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
+        used, number = fill[0]
+        where[index] = (number, used)
+        heapreplace(fill, (used + tokens[index], number))
+    return where
+
+
+def _longest(where: list[tuple[int, int]], tokens: list[int]) -> int:
+    return max(offset + length for (_, offset), length in zip(where, tokens, strict=True))
 
 
 def queue_of(sequences: Iterable[Sequence]) -> Queue:

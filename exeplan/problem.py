@@ -1,7 +1,7 @@
 """Problem: one model on one profiled device under one workload and bounds, and what a schedule does in it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,6 +60,8 @@ class Problem:
     """Bytes that weights, KV cache and workspace may take together on one device."""
     max_seqs: int
     """Residents that the engine may hold at once."""
+    order: str = "fcfs"
+    """Of the schedules that are planned (see `exeplan.orders`); the closed form is the same for all."""
     across_nodes: bool = False
     """A tensor-parallel group may lie in several nodes."""
 
@@ -94,6 +96,10 @@ class Problem:
             return replace(self, bound=replace(self.bound, seconds=seconds))
         factor = seconds / self.limit
         return self.held_to([replace(b, seconds=b.seconds * factor) for b in self.bounds])
+
+    def schedule(self, policy: str, point: Mapping[str, int]) -> Schedule:
+        """The schedule of a point of a policy's search, in the order that is asked for."""
+        return replace(load_policy(policy).schedule(point, self.workload), order=self.order)
 
     def evaluate(self, schedule: Schedule) -> Outcome:
         """One point of the search: a schedule with its batches full.
@@ -148,7 +154,7 @@ class Problem:
     def with_spare_places(self, schedule: Schedule) -> Schedule:
         """A schedule with batches as large as bursts of arrivals may need, as far as memory and residents allow."""
         name = _batch_name(schedule, self.workload)
-        batch = schedule[name]
+        batch = self._batch(schedule, name)
         high = with_spare_places(batch)
         low = batch
         while low < high:
@@ -157,11 +163,15 @@ class Problem:
             low, high = (middle, high) if fits else (low, middle - 1)
         return _with_batch(schedule, name, low, self.workload)
 
+    def _batch(self, schedule: Schedule, name: str) -> int:
+        """The requests of full batches, where a plan by hand does not say."""
+        return schedule.variables.get(name) or round(steady_state(schedule, self.workload, self.cost).cycle.num_seqs)
+
     def _smaller(self, schedule: Schedule) -> list[SteadyState]:
         """Steady states of a request alone, and of the schedule with smaller batches."""
         knobs = load_policy(schedule.policy).knobs(self.workload, 1)
         name = knobs[0].name
-        sizes = np.unique(np.geomspace(1, schedule[name], _BATCH_SIZES).astype(int))[:-1]
+        sizes = np.unique(np.geomspace(1, self._batch(schedule, name), _BATCH_SIZES).astype(int))[:-1]
         smaller = [_with_batch(schedule, name, int(size), self.workload) for size in sizes]
         if schedule.variables != (alone := {**schedule.variables, **{knob.name: knob.values[0] for knob in knobs}}):
             smaller.insert(0, load_policy(schedule.policy).schedule(alone, self.workload))
@@ -174,7 +184,8 @@ def _batch_name(schedule: Schedule, workload: Workload) -> str:
 
 
 def _with_batch(schedule: Schedule, name: str, size: int, workload: Workload) -> Schedule:
-    return load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    other = load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    return replace(other, order=schedule.order)
 
 
 def make_problem(

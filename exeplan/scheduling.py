@@ -214,9 +214,10 @@ class Scheduler:
         """How often in a row this batch, just scheduled, would be if nobody arrived: until one has its last token.
 
         Above 1 only where a single group does everything and all there is to do is to decode; that batch is the same
-        every time whatever the policy.
+        every time whatever the policy. Nor does anybody who waits change it where a batch runs to its end.
         """
-        if batch.prefill or self.waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
+        waiting = self.waiting and not self.policy.KEEPS_FINISHED_ROWS
+        if batch.prefill or waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
             return 1
         left = min((s.max_output_tokens - s.num_output_tokens for s in batch.decode if not s.finished), default=1)
         return left if len(batch.decode) == len(self.running) and self._growth(batch, left) <= self.free_blocks else 1

@@ -130,6 +130,7 @@ def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | 
         num_blocks=engine_blocks(plan, spec),
         arrivals=load.arrivals,
         concurrency=load.concurrency,
+        deadlines=load.deadlines,
     )
 
 

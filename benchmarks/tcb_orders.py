@@ -13,7 +13,7 @@ from statistics import mean, median
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
-from tcb_load import Load, poisson
+from tcb_load import MEAN, Load, poisson
 from tcb_slots import full_batch
 
 from exeplan.orders import Das, Queue, in_rows
@@ -42,7 +42,7 @@ class Setting:
     """A fifth of the requests weigh ten times as much, which only DAS looks at."""
 
     def requests(self, seed: int) -> Load:
-        rate = self.load * self.rows * self.row_tokens / 20 / self.seconds
+        rate = self.load * self.rows * self.row_tokens / MEAN / self.seconds
         span = BATCHES * self.seconds
         load = poisson(rate, span, variance=self.variance, batch_seconds=self.seconds, seed=seed)
         if not self.heavy:

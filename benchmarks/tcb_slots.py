@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from tcb_load import Load, lengths
-from tcb_serve import request
+from tcb_load import MEAN, Load, lengths
+from tcb_serve import ROW_TOKENS, request
 
 from exeplan.plan import Schedule
 from exeplan.runner.engine import Engine
 from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
 
-ROW_TOKENS = 400
 SLOTS = (1, 2, 3, 4, 5, 6, 7, 8, 10)
 
 
@@ -34,7 +33,7 @@ def full_batch(
     cut = {"slot_tokens": row_tokens // slots} if slots > 1 else {}
     schedule = Schedule("concat", {"rows": rows, "row_tokens": row_tokens, **cut})
     engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks)
-    tokens = lengths(np.random.default_rng(seed), 2 * rows * row_tokens // 20, variance)
+    tokens = lengths(np.random.default_rng(seed), 2 * rows * row_tokens // MEAN, variance)
     # Whoever is longer than a slot would get a batch of its own.
     tokens = tokens[tokens <= row_tokens // slots]
     load = Load(np.zeros(len(tokens)), tokens, np.full(len(tokens), np.inf), np.ones(len(tokens)))

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heapreplace
-from itertools import chain
+from itertools import chain, islice
 
 from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Packing, Sequence, num_blocks_for
 from exeplan.errors import InputError
@@ -148,6 +148,10 @@ class Scheduler:
         if limit < 1 or not self.waiting:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
+
+    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+        """The first so many waiting sequences in the schedule's order, whether they fit or not."""
+        return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
 
     def fitting(
         self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None

@@ -103,6 +103,17 @@ def test_simulate_keeps_its_contract_with_programs(folder: Path, capsys: pytest.
     assert set(body["estimate"]) == set(body["replay"]) == ESTIMATE  # type: ignore[call-overload]
 
 
+def test_the_papers_steady_state_changes_the_closed_form_and_not_the_replay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = strict(printed(capsys, [*simulate(), "--json"]))
+    paper = strict(printed(capsys, [*simulate(), "--steady-state", "paper", "--json"]))
+    assert paper["replay"] == exact["replay"]
+    assert paper["estimate"] != exact["estimate"]
+    assert "exact steady state" in answer(capsys, [*simulate(), "--steady-state", "paper", "-o", "x.yaml"])
+    assert not (folder / "x.yaml").exists()
+
+
 def test_a_plan_that_optimize_wrote_replays_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "plans").mkdir()
     printed(capsys, [*optimize(memory="30MiB"), "-o", "plans/plan.yaml"])
@@ -148,7 +159,7 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
         ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
         ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
-        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, waa-c, waa-m"),
+        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"),
         ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),
         (
             {"bound_on": "p50"},

@@ -22,13 +22,16 @@ ROWS, ROW_TOKENS = 64, 400
 SHARES = (0.3, 0.6, 0.9, 1.2)
 
 
-def systems(order: str) -> Mapping[str, Schedule]:
-    """What the figures compare, by the names of the paper; concat is one slot a row. DAS cuts slots by the batch."""
+def systems(order: str, *, overhead_tokens: int) -> Mapping[str, Schedule]:
+    """What the figures compare, by the names of the paper; concat is one slot a row. DAS cuts slots by the batch.
+
+    `overhead_tokens` is what a batch costs beside its tokens, for the batches that turbo cuts.
+    """
     rows = {"rows": ROWS, "row_tokens": ROW_TOKENS}
     slots = Schedule("concat", {**rows, "slot_tokens": LONGEST}, order)
     return {
         "naive": Schedule("static", {"batch_size": ROWS}, order),
-        "turbo": Schedule("turbo", {"batch_size": ROWS}, order),
+        "turbo": Schedule("turbo", {"batch_size": ROWS, "overhead_tokens": overhead_tokens}, order),
         "concat": Schedule("concat", rows, order),
         "slots": Schedule("concat", rows, "slotted-das") if order == "das" else slots,
     }
@@ -71,6 +74,18 @@ def serve(runner: ModelRunner, schedule: Schedule, load: Load) -> Served:
     return Served(last, len(answered), float(load.utilities[answered].sum()), len(load))
 
 
+def overhead_tokens(runner: ModelRunner) -> int:
+    """What a batch costs on this machine beside its tokens, as so many tokens: from a small batch and a large one."""
+    small, large = 8, ROWS
+    seconds = {}
+    for size in (large, small, large):  # The first one warms up.
+        alike = np.full(size, MEAN)
+        load = Load(np.zeros(size), alike, np.full(size, np.inf), np.ones(size))
+        seconds[size] = serve(runner, Schedule("static", {"batch_size": size}), load).seconds
+    each = (seconds[large] - seconds[small]) / (large - small)
+    return max(1, round((seconds[small] - small * each) / each * MEAN))
+
+
 def saturated(runner: ModelRunner, schedule: Schedule, *, variance: float, seconds: float) -> float:
     """Requests a second from a backlog that lasts about so long."""
     rng, rate = np.random.default_rng(0), 0.0
@@ -88,13 +103,15 @@ def rising_rates(
     runner: ModelRunner, order: str, *, variance: float, seconds: float, shares: Sequence[float] = SHARES
 ) -> list[dict]:
     """One row a system and rate: throughput, utility and the share of requests that were answered."""
-    capacity = saturated(runner, systems("fcfs")["slots"], variance=variance, seconds=min(seconds, 3.0))
+    compared = systems(order, overhead_tokens=overhead_tokens(runner))
+    slots = Schedule("concat", {"rows": ROWS, "row_tokens": ROW_TOKENS, "slot_tokens": LONGEST})
+    capacity = saturated(runner, slots, variance=variance, seconds=min(seconds, 3.0))
     batch_seconds = ROWS * ROW_TOKENS / MEAN / capacity
     rows = []
     for share in shares:
         rate = share * capacity
         load = poisson(rate, seconds, variance=variance, batch_seconds=batch_seconds, seed=1)
-        for name, schedule in systems(order).items():
+        for name, schedule in compared.items():
             served = serve(runner, schedule, load)
             rows.append(
                 {

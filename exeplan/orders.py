@@ -32,6 +32,8 @@ from exeplan.length_law import Floats, Ints
 ORDERS = ("fcfs", "sjf", "edf", "das")
 SLOTTED_DAS = "slotted-das"
 ETA = 0.5
+_WIDER = (1.0, 1.02, 1.05)
+"""How much longer slots may become, so that requests of like lengths share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,36 @@ class Packed:
         tokens = [int(queue.tokens[pick.request]) for pick in picks]
         rows = 1 + max(pick.bin for pick in picks) // self.bins_a_row
         bins = rows * self.bins_a_row if rows > 1 else 1 + max(pick.bin for pick in picks)
-        lying = [(pick.bin, pick.offset) for pick in picks]
-        dealt = _dealt(tokens, bins)
-        size, lying = min((_longest(where, tokens), where) for where in (lying, dealt))
+        size, lying = _laid([(pick.bin, pick.offset) for pick in picks], tokens, bins, alike=self.bins_a_row > 1)
         per_row = bins // rows
         places = (Place(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
         return Packing(per_row * size, size, tuple(places))
 
 
-def _dealt(tokens: list[int], bins: int) -> list[tuple[int, int]]:
+Lying = list[tuple[int, int]]
+"""Bin and offset of each."""
+
+
+def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[int, Lying]:
+    """How long the bins have to be, and where each request lies then.
+
+    Like ones lie together where that needs hardly more: slots leave when all of theirs are done.
+    """
+    even = dealt(tokens, bins)
+    size, best = min((_longest(where, tokens), where) for where in (lying, even))
+    if alike:
+        lengths = np.array(tokens)
+        rank = np.argsort(-lengths, kind="stable")
+        for more in _WIDER:
+            wider = min(int(size * more), _longest(lying, tokens))
+            picks = _first_fit(rank, lengths, bins=bins, size=wider, strict=True)
+            if len(picks) == len(tokens):
+                together = {pick.request: (pick.bin, pick.offset) for pick in picks}
+                return wider, [together[number] for number in range(len(tokens))]
+    return size, best
+
+
+def dealt(tokens: list[int], bins: int) -> Lying:
     """Bin and offset of each, longest first, each into the emptiest bin."""
     fill = [(0, number) for number in range(bins)]
     where = [(0, 0)] * len(tokens)
@@ -93,7 +116,7 @@ def _dealt(tokens: list[int], bins: int) -> list[tuple[int, int]]:
     return where
 
 
-def _longest(where: list[tuple[int, int]], tokens: list[int]) -> int:
+def _longest(where: Lying, tokens: list[int]) -> int:
     return max(offset + length for (_, offset), length in zip(where, tokens, strict=True))
 
 

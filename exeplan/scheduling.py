@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heapreplace
-from itertools import chain
+from itertools import chain, islice
 
 from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Packing, Sequence, num_blocks_for
 from exeplan.errors import InputError
@@ -172,6 +172,10 @@ class Scheduler:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
 
+    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+        """The first so many waiting sequences in the schedule's order, whether they fit or not."""
+        return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
+
     def fitting(
         self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
     ) -> tuple[Sequence, ...]:
@@ -203,7 +207,7 @@ class Scheduler:
             self.schedule.order,
             queue_of(fresh),
             room=self.free_blocks * BLOCK_SIZE,
-            limit=limit,
+            limit=max(limit - len(begun), 0),
             das=das_of(self.schedule),
             before=self.num_admissions,
         )

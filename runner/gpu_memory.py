@@ -12,6 +12,7 @@ import torch
 
 from exeplan.batch import BLOCK_SIZE, Batch, Sequence, num_blocks_for
 from exeplan.errors import InputError
+from exeplan.kernels.tuning import untimed
 from exeplan.model import ModelSpec
 from exeplan.plan import Schedule
 from exeplan.runner.model_runner import ModelRunner
@@ -75,7 +76,8 @@ def _room(
     runner: ModelRunner, tokens: int, schedule: Schedule, meter: Meter, *, utilization: float, block_bytes: int
 ) -> Room | None:
     """What there is room for beside passes of so many tokens; None when these alone do not fit."""
-    workspace = meter.workspace(lambda: run_passes(runner, tokens, most_rows(schedule)))
+    with untimed():  # Its decoded rows have contexts of a token: no measure for those that will come.
+        workspace = meter.workspace(lambda: run_passes(runner, tokens, most_rows(schedule)))
     if workspace is None:
         return None
     # The cache that the passes needed is no part of what they hold beside it.

@@ -232,6 +232,17 @@ class MLP:
     def _rows(self, x_NE: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_NE)))
 
+    def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
+        """The block's output and the residual; where the last product can add, without a pass of their own."""
+        if self.down.adds:
+            return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
+        return self(x_NE).add_(residual_NE)
+
+
+def added(block: Block, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+    """The residual and what a block makes of `x`; the residual may be overwritten."""
+    return block.added_to(residual_NE, x_NE) if isinstance(block, MLP) else block(x_NE).add_(residual_NE)
+
 
 def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bias: bool = False) -> Block:
     """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""

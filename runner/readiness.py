@@ -5,6 +5,7 @@ choice made on contexts of one token would be kept. Then the decode iterations a
 cache is (`gpu_memory.py`), which must be known before.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from exeplan.units import show_bytes
 
 _PROMPT, _CONTEXT, _ROWS = 2048, 1024, 32
 """Tokens of the prompt and of each decoded row that kernels are tuned on, and how many rows there are."""
+_SHORT = 128
+"""Tokens of a short prompt."""
+_DRAWN = 8
+"""Rows that tokens are drawn for."""
 
 
 def make_ready(runner: ModelRunner, max_num_seqs: int, *, phase: str = "", shown: bool = False) -> None:
@@ -54,13 +59,25 @@ def tune(runner: ModelRunner, phase: str = "") -> None:
         runner.forward(batch, token_ids, hidden_NE)
         for row in rows:
             runner.free(row.request_id)
+    if runner.shard.last and phase != "prefill":
+        _draw(runner)
+
+
+def _draw(runner: ModelRunner) -> None:
+    """Draws from logits that vary as much as a model's do."""
+    assert runner.kernels is not None
+    logits_RV = torch.randn(_DRAWN, runner.spec.vocab_size, device=runner.device).mul_(3.0)
+    temperature_R, tail_R, least_R = (logits_RV.new_full((_DRAWN,), value) for value in (0.8, 0.1, -math.inf))
+    top_k_R = torch.full((_DRAWN,), 50, dtype=torch.int32, device=runner.device)
+    key_R = torch.arange(_DRAWN, device=runner.device)
+    runner.kernels.draw(logits_RV, temperature_R, top_k_R, tail_R, least_R, key_R)
 
 
 def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
     """A prefill, a later part of one, decoded rows, and what comes in one pass together."""
     longest, encodes = runner.spec.max_context, runner.spec.is_encoder_decoder
     if phase == "prefill":  # Nothing is kept there.
-        yield Batch(prefill=(_row("prompt", min(_PROMPT, longest - 1) + encodes),))
+        yield from _prefills(min(_PROMPT, longest - 1), encodes)
         return
     num_tokens = runner.cache.num_blocks * BLOCK_SIZE
     # Half of the cache for the prompt, a quarter for decoded rows, another for one that is computed again.
@@ -68,7 +85,7 @@ def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
     context = max(2, min(_CONTEXT, longest - 1, num_tokens // 4 - BLOCK_SIZE))
     count = max(1, min(_ROWS, num_tokens // 4 // (context + BLOCK_SIZE)))
     if not phase:
-        yield Batch(prefill=(_row("prompt", prompt + encodes),))
+        yield from _prefills(prompt, encodes)
     decoded = tuple(
         _row(f"{number}", context, num_outputs=max(1, context // 2 if encodes else 1)) for number in range(count)
     )
@@ -82,6 +99,13 @@ def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
         rest = (Chunk(prompt // 2, prompt, last=True),)
         yield Batch(prefill=(_row("prompt", prompt),), chunks=rest)
         yield Batch(prefill=(_row("prompt", prompt),), decode=decoded)
+
+
+def _prefills(num_tokens: int, encodes: bool) -> Iterator[Batch]:
+    """So many tokens as one prompt, and as several short ones."""
+    yield Batch(prefill=(_row("prompt", num_tokens + encodes),))
+    short = min(_SHORT, num_tokens)
+    yield Batch(prefill=tuple(_row(f"{number}", short + encodes) for number in range(num_tokens // short)))
 
 
 def _row(request_id: str, num_tokens: int, num_outputs: int = 0) -> SequenceState:

@@ -162,7 +162,8 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
         ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
         ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
-        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, waa-c, waa-m"),
+        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"),
+        ({"order": "best"}, "no order 'best'; there are fcfs, sjf, edf, das"),
         ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),
         (
             {"bound_on": "p50"},

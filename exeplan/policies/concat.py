@@ -32,6 +32,7 @@ from exeplan.orders import (
     Packed,
     Pick,
     Queue,
+    dealt,
     in_rows,
     in_slots,
     in_slots_of_their_own,
@@ -51,9 +52,8 @@ _SLOTS = (1, 4)
 """Slots a row that the search tries: pure rows, and rows that are cut."""
 _SLOT_PROMPTS = (1, 2, 4)
 """How many of the longest prompts a slot holds, in the search."""
-_COUNTED_SLOTS, _COUNTED_REQUESTS = 32, 1024
+_COUNTED_SLOTS, _COUNTED_REQUESTS = 32, 512
 """Slots in which, and draws with which, it is counted how many requests a batch holds."""
-_MOST_HELD = 1 << 16
 
 
 def check(schedule: Schedule) -> None:
@@ -85,9 +85,8 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
         slot = prompts * workload.max_input
         given |= {"row_tokens": slots * slot} | ({"slot_tokens": slot} if slots > 1 else {})
     if "max_num_seqs" in given:
-        row = given["row_tokens"]
-        held = _held(workload.input_law, 1, row, given.get("slot_tokens", row), given["max_num_seqs"])
-        given["rows"] = -(-given["max_num_seqs"] // max(int(held.batch), 1))
+        row, slot = given["row_tokens"], given.get("slot_tokens", given["row_tokens"])
+        given["rows"] = math.ceil(given["max_num_seqs"] / _capacity(workload.input_law, 1, row, slot))
     names = ("max_num_seqs", "rows", "row_tokens", "slot_tokens", *ORDER_VARIABLES)
     return Schedule("concat", {name: given[name] for name in names if name in given})
 
@@ -100,13 +99,15 @@ def starts_together(schedule: Schedule) -> int:
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """The prefill of all rows, then as many decode iterations as the longest output of the batch needs."""
-    slot, row, rows = _slot_tokens(schedule), schedule["row_tokens"], schedule["rows"]
-    counted = min(rows, max(_COUNTED_SLOTS * slot // row, 1))
+    prompts, slot, row = workload.input_law, _slot_tokens(schedule), schedule["row_tokens"]
+    slots = schedule["rows"] * (row // slot)
+    counted = min(schedule["rows"], max(_COUNTED_SLOTS * slot // row, 1))
     # Beyond so many rows each further one is like the others.
-    share = rows / counted
-    most = schedule.variables.get("max_num_seqs")
-    held = _held(workload.input_law, counted, row, slot, None if most is None else math.ceil(most / share))
-    batch = min(held.batch * share, most or math.inf)
+    room = _capacity(prompts, counted, row, slot) * schedule["rows"] / counted
+    batch = min(room, schedule.variables.get("max_num_seqs", room))
+    used = slots * batch / room
+    used = math.ceil(used) if used <= row // slot else math.ceil(used * slot / row - 0.1) * (row // slot)
+    held = _held(prompts, batch, min(used, slots))
     law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     still_going = law.max_survival(batch)
     decoding, context = _kept(law, workload.mean_input, held if slot < row else None, batch)
@@ -117,7 +118,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         context_tokens=np.concatenate([first * 0, context]),
         prompt_law=held.slot_law,
         padded=True,
-        packed_slots=held.num_slots * share,
+        packed_slots=float(min(used, slots)),
         kv_tokens=batch * (workload.mean_input + workload.mean_output),
         kv_tokens_std=float(np.sqrt(batch) * workload.total_std),
         num_seqs=batch,
@@ -135,13 +136,26 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     )
 
 
-class _Held(NamedTuple):
-    """What batches hold, in the mean."""
+@lru_cache(maxsize=1024)
+def _capacity(prompts: LengthLaw, rows: int, row_tokens: int, slot_tokens: int) -> float:
+    """Requests that rows hold, in the mean: counted on draws that come one after the other, as with a backlog."""
+    tokens = np.minimum(_drawn(prompts, _COUNTED_REQUESTS), slot_tokens)
+    tokens = np.random.default_rng(0).permutation(tokens)
+    at = batches = 0
+    while at < _COUNTED_REQUESTS:
+        # The draws once more, should a batch hold more than are left of them.
+        ahead = np.roll(tokens, -at)
+        ahead = np.resize(ahead, rows * row_tokens // int(ahead.mean()) * 2 + 1)
+        ahead = ahead[: int(np.searchsorted(np.cumsum(ahead), rows * row_tokens)) + 1]
+        queue = Queue(ahead, np.zeros(len(ahead)), np.ones(len(ahead)))
+        at += len(in_slots("fcfs", queue, rows=rows, row_tokens=row_tokens, slot_tokens=slot_tokens, das=Das()).picks)
+        batches += 1
+    return at / batches
 
-    batch: float
-    """Requests."""
-    num_slots: float
-    """Slots that are computed, those that are left empty among them."""
+
+class _Held(NamedTuple):
+    """What slots hold."""
+
     slot_law: LengthLaw
     """Tokens of a batch's slots, all as long as the fullest."""
     requests: Floats
@@ -150,34 +164,25 @@ class _Held(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _held(prompts: LengthLaw, rows: int, row_tokens: int, slot_tokens: int, most: int | None) -> _Held:
-    """Counted on draws of the law that come one after the other, as they do with a backlog."""
-    draws = (np.arange(_COUNTED_REQUESTS) + 0.5) / _COUNTED_REQUESTS
-    tokens = prompts.tokens[np.searchsorted(prompts.cdf, draws).clip(max=len(prompts.tokens) - 1)]
-    tokens = np.random.default_rng(0).permutation(np.minimum(tokens, slot_tokens))
-    requests, slots, lengths = list[Ints](), list[int](), list[int]()
-    at = 0
-    while at < _COUNTED_REQUESTS:
-        # Those who could go in: the draws once more, should a batch hold more than are left of them.
-        ahead = np.resize(np.roll(tokens, -at), min(most or _MOST_HELD, rows * row_tokens // int(tokens.min())) + 1)
-        queue = Queue(ahead, np.zeros(len(ahead)), np.ones(len(ahead)))
-        packed = in_slots("fcfs", queue, rows=rows, row_tokens=row_tokens, slot_tokens=slot_tokens, das=Das())
-        count = min(len(packed.picks), most or len(packed.picks))
-        packing = packed.packing(queue, count)
-        slot_of = [place.row * packing.row_tokens + place.start // packing.slot_tokens for place in packing.places]
-        requests.append(np.unique(slot_of, return_counts=True)[1])
-        slots.append(packing.num_slots)
-        lengths.append(packing.slot_tokens)
-        at += count
-    values, times = np.unique(np.concatenate(requests), return_counts=True)
-    used, batches = np.unique(lengths, return_counts=True)
+def _held(prompts: LengthLaw, batch: float, slots: int) -> _Held:
+    """Of a batch of even draws that is dealt out to the slots; of a few of them where there are many."""
+    some = min(slots, _COUNTED_SLOTS)
+    tokens = _drawn(prompts, max(round(batch * some / slots), 1))
+    where = dealt(tokens.tolist(), some)
+    fullest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
+    longest = prompts.longest_of(batch)
+    counts, times = np.unique(np.bincount([slot for slot, _ in where], minlength=some), return_counts=True)
     return _Held(
-        batch=at / len(slots),
-        num_slots=float(np.mean(slots)),
-        slot_law=LengthLaw(used, batches / batches.sum()),
-        requests=values.astype(float),
+        slot_law=LengthLaw(np.maximum(longest.tokens, fullest), longest.weights),
+        requests=counts.astype(float),
         shares=times / times.sum(),
     )
+
+
+def _drawn(prompts: LengthLaw, count: int) -> Ints:
+    """So many lengths, evenly over the law."""
+    shares = (np.arange(count) + 0.5) / count
+    return prompts.tokens[np.searchsorted(prompts.cdf, shares).clip(max=len(prompts.tokens) - 1)]
 
 
 def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -> tuple[Floats, Floats]:

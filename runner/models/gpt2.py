@@ -17,6 +17,7 @@ from exeplan.runner.layers import (
     Product,
     SelfAttention,
     activation,
+    added,
     attention_shape,
     integer,
     product,
@@ -77,7 +78,7 @@ class Layer:
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
-        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
 def _fused(heads: Part) -> list[Part]:

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exeplan.kernels.select import REFERENCE
+from exeplan.kernels.select import REFERENCE, Kernels
 from exeplan.model import model_spec
+from exeplan.runner.checkpoint import RandomWeights
 from exeplan.runner.decode_graphs import ladder
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.shard import Shard
-from exeplan.scheduling import Batch, Sequence, num_blocks_for
+from exeplan.scheduling import Batch, Chunk, Sequence, num_blocks_for
 
 VOCAB = 97
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -38,9 +39,22 @@ SPECS = {
 every_family = pytest.mark.parametrize("family", SPECS)
 
 
-def runner_of(family: str, **options) -> ModelRunner:
+def shaped(q_NHD, *_arguments, **_options):
+    return torch.empty_like(q_NHD)
+
+
+SHAPES = REFERENCE._replace(
+    mixed_attention=shaped,
+    paged_attention=shaped,
+    ragged_attention=shaped,
+    store_slots=lambda kv_NMD, slot_N, table_2RD: None,
+)
+"""The references of attention and store read lengths on the host, as their kernels do on the device; these do not."""
+
+
+def runner_of(family: str, kernels: Kernels = REFERENCE, **options) -> ModelRunner:
     spec = model_spec({"model_type": family, **SPECS[family]}, name="tiny")
-    return ModelRunner(spec, num_blocks=24, dummy_weights=True, paged_with=REFERENCE, **options)
+    return ModelRunner(spec, num_blocks=24, dummy_weights=True, paged_with=kernels, **options)
 
 
 def prefilled(runner: ModelRunner, lengths: list[int]) -> tuple[list[Sequence], dict[str, list[int]]]:
@@ -128,21 +142,26 @@ def test_rows_of_padding_write_nothing_and_read_nothing():
 
 
 @every_family
+def test_every_tensor_of_a_pass_is_on_the_device(family, monkeypatch):
+    """Tensors that are on no device, and have no values, stand for those of a GPU: beside others torch refuses them."""
+    device = torch.device("meta")
+    monkeypatch.setattr(RandomWeights, "_draw", lambda self, name, sizes: torch.zeros(sizes, device=self.device))
+    runner = runner_of(family, device="meta", kernels=SHAPES)
+    begin = 0 if runner.spec.first_token_from_prefill else 1
+    rows = [Sequence(request_id=str(n), num_prompt_tokens=9 + begin, max_output_tokens=4, num_blocks=2) for n in (0, 1)]
+    texts = {row.request_id: [1] * 12 for row in rows}
+    logits = [runner.forward(Batch(prefill=tuple(rows)), texts)]
+    if not begin:
+        logits.append(runner.forward(Batch(prefill=(rows[0],), chunks=(Chunk(3, 9, last=True),)), texts))
+    rows[0].num_output_tokens = rows[1].num_output_tokens = 1
+    logits.append(runner.forward(Batch(decode=tuple(rows)), texts, sources={"1": 0}))
+    assert {tensor.device for tensor in (*logits, *runner.unrecorded(4).iteration(3))} == {device}
+
+
+@every_family
 def test_what_is_recorded_reads_no_value_on_the_host(family):
-    """Under fake tensors, which have shapes and no values: whatever asked for one would raise.
-
-    The references of attention and store walk through lengths in Python, as their kernels do on the device; here
-    functions of the same shapes take their places.
-    """
-    runner = runner_of(family)
-
-    def shaped(q_NHD, *_arguments, **_options):
-        return torch.empty_like(q_NHD)
-
-    runner.kernels = REFERENCE._replace(
-        mixed_attention=shaped, paged_attention=shaped, store_slots=lambda kv_NMD, slot_N, table_2RD: None
-    )
-    runner.cache._kernels = runner.kernels
+    """Under fake tensors, which have shapes and no values: whatever asked for one would raise."""
+    runner = runner_of(family, kernels=SHAPES)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         logits, tokens, sound = runner.unrecorded(4).iteration(3)
     assert (logits.shape, tokens.shape, sound.dtype) == ((3, VOCAB), (3,), torch.bool)

@@ -41,7 +41,7 @@ POLICIES = ("static", "orca", "chunked", "rra")
 TASKS = ("S", "T", "G", "C1", "C2")
 SHARES = (math.inf, 0.7, 0.4, 0.2)
 MODELS = ("llama-3.1-8b", "opt-13b", "t5-11b")
-_MAX_SEQS = 256
+_MAX_SEQS, _MAX_CONTEXT = 256, 16_384
 _SHORTEST = 1.0
 """Seconds of a run, at least."""
 _ROOM = 0.6
@@ -91,6 +91,7 @@ def _profiled(spec: ModelSpec, setting: Setting, path: Path, budget: float) -> P
         output=path,
         budget_seconds=max(budget, 1.0),
         max_num_seqs=setting.size(_MAX_SEQS, 8),
+        max_context=min(spec.max_context, _MAX_CONTEXT),
         dummy_weights=True,
         progress=False,
         captured=True,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from exeplan.model import FP8
 from exeplan.profile import COMPUTE_OPS, Measurement, Profile, save_profile
 from exeplan.profiler.calibrate import BurstStep, burst, calibration
 from exeplan.profiler.device import raise_ceilings, versions
@@ -77,7 +78,9 @@ class Campaign:
             self._measure()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._stopped()) from None
-        self.device = raise_ceilings(self.device, self.rig.place, activation_dtype(self.work.dtype))
+        self.device = raise_ceilings(
+            self.device, self.rig.place, activation_dtype(self.work.dtype), fp8=self.work.dtype == FP8
+        )
         profile = self._save(complete=complete)
         self._report(profile)
         return profile

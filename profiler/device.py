@@ -18,19 +18,22 @@ import torch
 
 import exeplan
 from exeplan.errors import InputError
+from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.linear import Linear
 from exeplan.profile import Device
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _DEFAULT_CACHE = 32 * 2**20
-_MATRIX_SIZES = ((256, 1024), (1024, 1024), (512, 2048))
+_MATRIX_SIZES = {"cpu": ((256, 1024), (1024, 1024), (512, 2048)), "cuda": ((4096, 4096), (8192, 8192))}
+"""Rows, and inputs and outputs, of the products; what is small does not fill a GPU."""
+_LEAST_COPY = {"cpu": 0, "cuda": 2**30}
 _SECONDS_A_RATE = 0.1
 
 
-def raise_ceilings(device: Device, place: torch.device, dtype: torch.dtype) -> Device:
+def raise_ceilings(device: Device, place: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Device:
     """The same device with its rates measured once more, and the better of both kept."""
-    copied, multiplied = copy_rate(place, device.cache_bytes), matrix_rate(place, dtype)
+    copied, multiplied = copy_rate(place, device.cache_bytes), matrix_rate(place, dtype, fp8=fp8)
     return replace(
         device,
         copy_bytes_per_second=max(copied, device.copy_bytes_per_second),
@@ -38,8 +41,8 @@ def raise_ceilings(device: Device, place: torch.device, dtype: torch.dtype) -> D
     )
 
 
-def measure_device(device: str, dtype: torch.dtype) -> Device:
-    """Name, memory and measured ceilings. Raises InputError when there is no such device."""
+def measure_device(device: str, dtype: torch.dtype, *, fp8: bool = False) -> Device:
+    """Name, memory and measured ceilings, of products in 8 bits where these are. Raises InputError when there is no such device."""
     place = check_device(device)
     cache = cache_bytes(place)
     return Device(
@@ -48,7 +51,7 @@ def measure_device(device: str, dtype: torch.dtype) -> Device:
         memory_bytes=available_memory(place),
         num_threads=torch.get_num_threads() if place.type == "cpu" else 1,
         copy_bytes_per_second=copy_rate(place, cache),
-        flops_per_second=matrix_rate(place, dtype),
+        flops_per_second=matrix_rate(place, dtype, fp8=fp8),
         cache_bytes=cache,
     )
 
@@ -115,7 +118,7 @@ def _integer(path: Path) -> int | None:
 def copy_rate(place: torch.device, cache: int) -> float:
     """Bytes a second moved by the better of copying (read and written) and reading, on arrays beyond the cache."""
     rates = []
-    for size in (2 * cache, 4 * cache):
+    for size in (max(2 * cache, _LEAST_COPY[place.type]), max(4 * cache, 2 * _LEAST_COPY[place.type])):
         source = torch.ones(size // 4, dtype=torch.float32, device=place)
         target = torch.empty_like(source)
         rates.append(2 * source.nbytes / _best_seconds(place, partial(target.copy_, source)))
@@ -124,12 +127,13 @@ def copy_rate(place: torch.device, cache: int) -> float:
 
 
 @torch.inference_mode()
-def matrix_rate(place: torch.device, dtype: torch.dtype) -> float:
+def matrix_rate(place: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> float:
     """Floating-point operations a second of the engine's own matrix product, at the best of a few sizes."""
     rates = []
-    for rows, size in _MATRIX_SIZES:
-        layer = Linear(torch.ones(size, size, dtype=dtype, device=place))
-        x = torch.ones(rows, size, dtype=dtype, device=place)
+    for rows, size in _MATRIX_SIZES[place.type]:
+        weight = torch.randn(size, size, dtype=dtype, device=place)  # A GPU multiplies equal numbers faster.
+        layer = Fp8Linear(weight) if fp8 else Linear(weight)
+        x = torch.randn(rows, size, dtype=dtype, device=place)
         rates.append(2 * rows * size * size / _best_seconds(place, partial(layer, x)))
     return max(rates)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec
+from exeplan.model import FP8, ModelSpec
 from exeplan.profile import Device, Profile, load_profile
 from exeplan.profiler.campaign import Campaign, Goal, num_copies
 from exeplan.profiler.device import check_device, device_name, measure_device, versions
@@ -77,7 +77,7 @@ def profile_model(
             bar.note(remark)
         bar.update(0.0, budget_seconds, "measuring the device")
         before = _unfinished(spec, dtype=dtype, kv_dtype=kv_dtype, place=place, output=output, bar=bar)
-        found = before.device if before else measure_device(device, activation_dtype(dtype))
+        found = before.device if before else measure_device(device, activation_dtype(dtype), fp8=dtype == FP8)
         layer_bytes, encoder_bytes = _layer_bytes(spec, dtype=dtype, device=device)
         work = Work(
             spec=spec,

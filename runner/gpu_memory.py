@@ -21,6 +21,7 @@ from exeplan.runner.room import Memory, Room, largest_pass, most_rows, num_block
 
 _LEAST_PASS = 512
 _TUNING_BLOCKS = 2560
+_PROMPT = 4096
 _GRAPHS_SHARE = 0.01
 """Of a GPU's memory, for the decode graphs, which are recorded when the cache is there."""
 
@@ -95,7 +96,8 @@ def _room(
 
 def run_passes(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
     """One prefill of so many tokens, and one decode pass of so many rows with the log-probabilities of all."""
-    longest = runner.spec.max_context
+    # What a flat batch takes is by its tokens, not by how long its prompts are; shorter ones take less time.
+    longest = min(runner.spec.max_context, _PROMPT)
     whole, rest = divmod(num_tokens, longest)
     prompts = [_row(runner.spec, f"p{n}", length) for n, length in enumerate([longest] * whole + [rest] * (rest > 0))]
     decoding = [_row(runner.spec, f"d{n}", 1, decodes=True) for n in range(num_rows)]

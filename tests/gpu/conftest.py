@@ -19,5 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.filterwarnings("default"))  # Of a GPU's libraries, whose versions vary.
             if not there:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))

@@ -78,9 +78,8 @@ class Campaign:
             self._measure()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._stopped()) from None
-        self.device = raise_ceilings(
-            self.device, self.rig.place, activation_dtype(self.work.dtype), fp8=self.work.dtype == FP8
-        )
+        dtype = self.work.dtype
+        self.device = raise_ceilings(self.device, self.rig.place, activation_dtype(dtype), fp8=dtype == FP8)
         profile = self._save(complete=complete)
         self._report(profile)
         return profile

@@ -42,7 +42,10 @@ def raise_ceilings(device: Device, place: torch.device, dtype: torch.dtype, *, f
 
 
 def measure_device(device: str, dtype: torch.dtype, *, fp8: bool = False) -> Device:
-    """Name, memory and measured ceilings, of products in 8 bits where these are. Raises InputError when there is no such device."""
+    """Name, memory and measured ceilings, with `fp8` of products in 8 bits.
+
+    Raises InputError when there is no such device.
+    """
     place = check_device(device)
     cache = cache_bytes(place)
     return Device(

@@ -65,7 +65,9 @@ def _in_child(name: str, setting: Setting, clock: Clock) -> float:
     """Seconds of a peer. Raises ModuleNotFoundError where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise ModuleNotFoundError("transformers is not there")
-    command = [sys.executable, __file__, name, *(["--smoke"] if setting.smoke else [])]
+    if setting.smoke:  # On a CPU nothing stays behind, and a process takes longer to start than to run.
+        return PEERS[name](setting, _requests(setting))
+    command = [sys.executable, __file__, name]
     seconds = max(clock.left, _LEAST_SECONDS)
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     lines = [line for line in answer.stdout.splitlines() if line.startswith("RESULT ")]
@@ -164,5 +166,5 @@ PEERS = {"generate": _generate, "continuous": _continuous}
 
 
 if __name__ == "__main__":
-    here = setting_for(smoke="--smoke" in sys.argv)
+    here = setting_for(smoke=False)
     print(f"RESULT {PEERS[sys.argv[1]](here, _requests(here))}")

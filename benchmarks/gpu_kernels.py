@@ -12,8 +12,9 @@ from gpu_setting import Clock, Section, Setting, give_back, num_sets, seconds_of
 
 from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
 from exeplan.kernels.linear import Linear
-from exeplan.kernels.online_softmax import PagedKV
+from exeplan.kernels.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.select import REFERENCE
+from exeplan.kernels.slot_attention import Slots
 from exeplan.kernels.spans import Span, Spans
 from exeplan.scheduling import BLOCK_SIZE
 
@@ -164,6 +165,54 @@ def _prefills(setting: Setting) -> Iterator[Case]:
     name = f"ragged attention, a chunk of {chunk} behind {context}"
     yield Case(name, lambda: (*qkv(chunk), _paged(setting, 1, context)), cached, None, moved, flops)
     yield from _mixed(setting, qkv, moved_a_token=2 * heads + kept)
+    yield from _relative(setting, qkv)
+    yield from _packed(setting, qkv)
+
+
+def _packed(setting: Setting, qkv: Callable[[int], tuple[Any, ...]]) -> Iterator[Case]:
+    """TCB's slots, each with four prompts; only what these need is counted."""
+    spec, scale = setting.spec, setting.spec.head_dim**-0.5
+    number, prompt = setting.size(16, 2), setting.size(128, 4)
+    tokens, slot = 4 * number * prompt, 4 * prompt
+    prompts = [(start, start + prompt) for start in range(0, tokens, prompt)]
+    slots = Slots(tokens, slot, prompts, setting.place)
+    own = torch.arange(slot, device=setting.place) // prompt
+
+    def ours(q, k, v):
+        return setting.kernels.slot_attention(q, k, v, slots, scale=scale, causal=True)
+
+    def theirs(q, k, v):
+        mask = (own[None, :] == own[:, None]).tril()
+        shaped = (x.view(number, slot, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*shaped, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    heads, kept = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+    moved, flops = tokens * (2 * heads + kept) * setting.torch_dtype.itemsize, 2 * tokens * prompt * heads
+    name = f"slot attention, {number} slots of 4 x {prompt}"
+    yield Case(name, lambda: qkv(tokens), ours, theirs, moved, flops)
+
+
+def _relative(setting: Setting, qkv: Callable[[int], tuple[Any, ...]]) -> Iterator[Case]:
+    """T5's encoder: every token sees all of its prompt, with a bias for each distance."""
+    spec, scale, length = setting.spec, 1.0, setting.size(2048, 16)
+    spans = Spans([Span(length)] * 4, setting.place)
+
+    def make() -> tuple[Any, ...]:
+        return *qkv(4 * length), DistanceBias(setting.random(spec.num_heads, 2 * length - 1), length - 1)
+
+    def ours(q, k, v, bias):
+        return setting.kernels.ragged_attention(q, k, v, spans, scale=scale, causal=False, bias=bias)
+
+    def theirs(q, k, v, bias):
+        """With the bias of each pair of tokens, which torch wants whole."""
+        place = torch.arange(length, device=setting.place)
+        mask = bias.at(place[None, :] - place[:, None]).to(q.dtype)
+        shaped = (x.view(4, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*shaped, attn_mask=mask, scale=scale, enable_gqa=True)
+
+    heads, kept = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+    moved, flops = 4 * length * (2 * heads + kept) * setting.torch_dtype.itemsize, 16 * length**2 * heads
+    yield Case(f"ragged attention with T5's bias, 4 x {length}", make, ours, theirs, moved, flops)
 
 
 def _against_flex(setting: Setting) -> Iterator[Case]:
@@ -254,6 +303,15 @@ def _caches(setting: Setting) -> Iterator[Case]:
         return tables.view(layers * heads, -1, spec.head_dim)[:, slots.long()]
 
     yield Case(f"gather of {tokens} tokens, {layers} layers", gathered, gather, index, layers * moved)
+
+    def scattered() -> tuple[Any, ...]:
+        return setting.random(layers, tokens, heads, spec.head_dim), chosen(), table(layers)
+
+    def scatter_by_index(kv, slots, tables):
+        tables.view(layers, heads, -1, spec.head_dim)[:, :, slots.long()] = kv.transpose(1, 2)
+
+    name = f"scatter of {tokens} tokens, {layers} layers"
+    yield Case(name, scattered, kernels.scatter_slots, scatter_by_index, layers * moved)
     blocks = tokens // BLOCK_SIZE
 
     def moves() -> tuple[Any, ...]:
@@ -274,6 +332,9 @@ def _rows(setting: Setting) -> Iterator[Case]:
     def two() -> tuple[Any, ...]:
         return setting.random(tokens, width), setting.random(tokens, width)
 
+    def single() -> tuple[Any, ...]:
+        return two()[:1]
+
     weight = setting.random(width)
     for name, number in (("add_rms_norm", 4), ("add_layer_norm", 4)):
         more = (weight,) if name == "add_rms_norm" else (weight, weight)
@@ -282,6 +343,12 @@ def _rows(setting: Setting) -> Iterator[Case]:
             return lambda x, residual: getattr(kernels, name)(x, residual, *more, _EPS)
 
         yield Case(f"{name}, {tokens} x {width}", two, both(kernels), both(REFERENCE), number * one)
+    for name, more in (("rms_norm", (weight,)), ("layer_norm", (weight, weight))):
+
+        def alone(kernels, name=name, more=more):
+            return lambda x: getattr(kernels, name)(x, *more, _EPS)
+
+        yield Case(f"{name}, {tokens} x {width}", single, alone(kernels), alone(REFERENCE), 2 * one)
     angle_N1D = torch.rand(tokens, 1, spec.head_dim, device=setting.place)
     angles = angle_N1D.cos().to(setting.torch_dtype), angle_N1D.sin().to(setting.torch_dtype)
     turned = spec.num_heads + spec.num_kv_heads
@@ -304,6 +371,11 @@ def _rows(setting: Setting) -> Iterator[Case]:
         return F.silu(gate) * up
 
     yield Case(f"SwiGLU, {tokens} x {inner}", gate_up, gated, torchs, 3 * tokens * inner * size)
+
+    def gelu(kernels):
+        return lambda x: kernels.plain_activation(x, "gelu")
+
+    yield Case(f"GeLU, {tokens} x {2 * inner}", gate_up, gelu(kernels), gelu(REFERENCE), 4 * tokens * inner * size)
 
 
 def _sampling(setting: Setting) -> Iterator[Case]:

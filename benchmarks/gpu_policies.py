@@ -91,7 +91,7 @@ def _profiled(spec: ModelSpec, setting: Setting, path: Path, budget: float) -> P
         output=path,
         budget_seconds=max(budget, 1.0),
         max_num_seqs=setting.size(_MAX_SEQS, 8),
-        max_context=min(spec.max_context, _MAX_CONTEXT),
+        max_context=None if spec.is_encoder_decoder else min(spec.max_context, _MAX_CONTEXT),
         dummy_weights=True,
         progress=False,
         captured=True,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,18 @@ class Section:
     def add(self, cells: tuple[str, ...], **figures: Any) -> None:
         self.rows.append(cells)
         self.figures.append(figures)
+
+
+class Case(NamedTuple):
+    """One kernel at one size; inputs are made several times."""
+
+    name: str
+    make: Callable[[], tuple[Any, ...]]
+    ours: Callable[..., object]
+    theirs: Callable[..., object] | None
+    """Torch's own way, over the same inputs."""
+    num_bytes: float
+    flops: float = 0.0
 
 
 class Clock:

@@ -4,6 +4,7 @@ The kernels' references stand in for the kernels, whose own tests compare the tw
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.device_sampling import needs_tokens, pick
@@ -112,3 +114,38 @@ def test_draws_follow_the_softmax():
     found = pick(logits.repeat(len(batch), 1), batch, REFERENCE).token_R
     expected = (logits / 1.5).softmax(-1) * len(batch)
     assert chisquare(found.bincount(minlength=4).numpy(), expected.numpy()).pvalue > 1e-3
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+        self.counts[str(operation)] += 1
+        return operation(*arguments, **(named or {}))
+
+
+def test_the_host_reads_nothing_and_launches_as_much_for_many_rows_as_for_few():
+    everything = SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={3: 1.0},
+        min_tokens=4,
+        logprobs=2,
+    )
+    kernels = REFERENCE._replace(draw=lambda logits, *parameters: REFERENCE.most_likely(logits))
+
+    def launched(count: int) -> Counter[str]:
+        batch = [Row(everything, prompt_token_ids=[1, 2], output_token_ids=[4, 4], banned_token_ids=(2,))] * count
+        with _Counted() as mode:
+            pick(random_logits(0, count, VOCAB), batch, kernels)
+        return mode.counts
+
+    few, many = launched(2), launched(64)
+    assert few == many
+    assert not {name for name in many if "item" in name or "local_scalar" in name or "nonzero" in name}

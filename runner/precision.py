@@ -36,6 +36,6 @@ def check_precision(dtype: str, kv_dtype: str | None, place: torch.device) -> No
     if FP8 not in (dtype, kv_dtype) or multiplies_fp8(place):
         return
     if place.type == "cpu":
-        raise InputError("fp8 needs a GPU, this is a CPU; its dtypes are float32 and bfloat16")
+        raise InputError("fp8 needs a GPU, this is a CPU; it has float32, bfloat16 and float16")
     name, capability = torch.cuda.get_device_name(place), ".".join(map(str, torch.cuda.get_device_capability(place)))
     raise InputError(f"fp8 needs a GPU of compute capability 8.9, {name} has {capability}; use bfloat16")

@@ -255,6 +255,11 @@ def test_simulate_answers_a_mistake_in_one_sentence(
         (["profile", "nope", "-o", "x.json"], "exeplan profile: no model directory or shipped model 'nope'"),
         (["profile", "demo", "-o", "x.json", "--budget", "0"], "exeplan profile: --budget must be above zero"),
         (["profile", "demo", "-o", "x.json", "--threads", "0"], "exeplan profile: --threads must be at least 1"),
+        (["profile", "demo", "-o", "x.json", "--device", "cpu", "--dtype", "fp8"], "exeplan profile: fp8 needs a GPU"),
+        (
+            ["profile", "demo", "-o", "x.json", "--device", "cpu", "--kv-dtype", "fp8"],
+            "exeplan profile: fp8 needs a GPU",
+        ),
     ],
 )
 def test_the_other_commands_answer_a_mistake_in_one_sentence(

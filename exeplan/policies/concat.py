@@ -11,7 +11,7 @@ no more rows, and none longer, than its requests need. Not here: early loading o
 weights and loads nothing.
 
 In the steady state under a backlog requests are taken as they come, whatever the order: one that prefers short ones
-has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (first
+has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (best
 fit, until one fits nowhere); n of them decode until the longest is done. A slot of m requests is still there in
 iteration k with probability 1 - (1 - F(k))^m.
 """

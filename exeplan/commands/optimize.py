@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exeplan.orders import ORDERS
-
 if TYPE_CHECKING:
     from exeplan.bounds import Bound
     from exeplan.cluster import Cluster
@@ -46,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--deadline-share", metavar="SHARE", help="of the requests that meet it (default 99%%)")
     parser.add_argument(
-        "--order", choices=ORDERS, help="who goes first of those that wait (default: das with --deadline, else fcfs)"
+        "--order",
+        metavar="ORDER",
+        help="who goes first of those that wait: fcfs, sjf, edf or das (default: das with --deadline, else fcfs)",
     )
     parser.add_argument("--ttft", metavar="TIME", help="bound on the mean time to the first token, beside the others")
     parser.add_argument("--tpot", metavar="TIME", help="bound on the mean time per later token, beside the others")
@@ -168,6 +168,7 @@ def _asked(
     from exeplan.errors import InputError
     from exeplan.inputs import fitted, profile_for
     from exeplan.model import load_model_spec
+    from exeplan.orders import ORDERS
     from exeplan.problem import make_problem
     from exeplan.profile import load_profile
     from exeplan.queueing import parse_arrivals, parse_rate
@@ -188,10 +189,12 @@ def _asked(
     arrivals = parse_arrivals(args.arrival_rate, workload, of_trace=args.arrivals == "trace")
     least = parse_rate(args.min_throughput, "--min-throughput") if args.min_throughput is not None else 0.0
     cluster, whole = _clusters(args, profile)
+    order = args.order or ("das" if deadlines else "fcfs")
+    if order not in ORDERS:
+        raise InputError(f"--order must be one of {', '.join(ORDERS)}, found '{order}'")
 
     def make(gpus: "Cluster | None") -> "Problem":
         problem = make_problem(profile, workload, bounds[0], cluster=gpus, memory=memory, max_seqs=args.max_num_seqs)
-        order = args.order or ("das" if deadlines else "fcfs")
         problem = replace(problem, across_nodes=args.across_nodes, order=order)
         return replace(problem, more_bounds=bounds[1:], arrivals=arrivals, min_throughput=least)
 

@@ -11,6 +11,7 @@ How many blocks a sequence may hold is decided by `exeplan.scheduling`; here the
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
 from exeplan.model import ModelSpec
 from exeplan.runner.shard import Shard, head_parts, whole
 from exeplan.scheduling import BLOCK_SIZE
+
+_NO_BLOCKS = np.zeros(0, dtype=np.int32)
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -29,6 +35,8 @@ class _Holding:
 
     number: int
     runs: list[list[int]] = field(default_factory=list)
+    blocks: NDArray[np.int32] | None = None
+    """All of them in order, where that has been asked for since they last changed."""
 
     @property
     def num_blocks(self) -> int:
@@ -46,8 +54,10 @@ class KVCache:
         device: torch.device,
         *,
         shard: Shard | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        shard = shard or whole(spec)
+        """With `kernels`, they store keys and values, by slots; without, torch does, by rows."""
+        shard, self._kernels = shard or whole(spec), kernels
         self.num_blocks = num_blocks
         self.num_kv_heads = len(head_parts(spec, shard.group)[1])
         self.num_slots = num_blocks * BLOCK_SIZE
@@ -65,11 +75,6 @@ class KVCache:
         return self._tables.nbytes
 
     @property
-    def num_rows(self) -> int:
-        """Rows of one table: a slot of every key/value head."""
-        return self.num_kv_heads * self.num_slots
-
-    @property
     def device(self) -> torch.device:
         return self._tables.device
 
@@ -82,12 +87,28 @@ class KVCache:
         keys_RD, values_RD = self._tables[layer]
         return keys_RD, values_RD
 
+    def both_tables(self, layer: int) -> Tensor:
+        """`[2, R, D]`, keys before values, as the kernels take them."""
+        return self._tables[layer]
+
+    def blocks(self, request_id: str) -> NDArray[np.int32]:
+        """The blocks of a sequence, in order; block b holds the slots from `b * BLOCK_SIZE` on."""
+        holding = self._holdings[request_id]
+        if holding.blocks is None:
+            runs = [np.arange(first, first + length, dtype=np.int32) for first, length in holding.runs]
+            holding.blocks = np.concatenate([_NO_BLOCKS, *runs])
+        return holding.blocks
+
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
         """Writes keys and values `[N, 2K, D]` of N tokens into the rows that `store_rows` gave for their slots."""
+        if self._kernels:
+            return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
         self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
 
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
-        """For every token the rows of its 2K keys and values, flattened."""
+        """For every token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
+        if self._kernels:
+            return sent(slot_N, self.device)
         heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.num_slots
         return torch.from_numpy((slot_N[:, None] + heads).ravel()).to(self.device)
 
@@ -102,6 +123,18 @@ class KVCache:
             position += blocks * BLOCK_SIZE
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """The slots of tokens `start .. stop` of each of some sequences, one behind the other."""
+        held = [self._holdings[request_id].runs for request_id in request_ids]
+        if not held or any(len(runs) != 1 for runs in held):
+            slots = [self.slots(name, *span) for name, span in zip(request_ids, tokens, strict=True)]
+            return np.concatenate([_NO_SLOTS, *slots])
+        # Adjacent all of them: no work for each.
+        start_B, stop_B = np.array(tokens, dtype=np.int64).T
+        first_B = np.array([runs[0][0] for runs in held], dtype=np.int64) * BLOCK_SIZE + start_B
+        count_B = stop_B - start_B
+        return np.arange(count_B.sum()) + np.repeat(first_B - (count_B.cumsum() - count_B), count_B)
+
     def rows(self, slot_C: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows `[K, C]` of those slots in the key table, and as well in the value table."""
         heads = np.arange(self.num_kv_heads, dtype=np.int64) * self.num_slots
@@ -113,6 +146,7 @@ class KVCache:
         if holding is None:
             holding = self._holdings[request_id] = _Holding(next(self._numbers))
         while (missing := num_blocks - holding.num_blocks) > 0:
+            holding.blocks = None
             if not self._extend(holding, missing):
                 self._place(holding, missing, max(missing, hint_blocks - holding.num_blocks))
 

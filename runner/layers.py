@@ -6,6 +6,7 @@ H and K are the heads of this rank. What is particular to a family is in `runner
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,10 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.linear import Linear
+from exeplan.kernels.online_softmax import DistanceBias
+from exeplan.kernels.select import Kernels
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.rotary import Angles
@@ -23,8 +27,15 @@ _ROWS = 512
 """Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
 
 
-PositionBias = Callable[[int, int], Tensor]
-"""What is added to scores, `[H, X]`, by the position of the key less the query's, from a first to a last one."""
+class PositionBias(Protocol):
+    """What is added to scores by the position of the key less the query's."""
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """`[H, X]`, from a first to a last distance."""
+
+    @property
+    def by_distance(self) -> DistanceBias:
+        """All of them, as the kernels take them; beyond its ends nothing changes any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +85,15 @@ class Model(Protocol):
 
 class RMSNorm:
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps, self.shape = weights.take(f"{name}.weight", size), eps, (size,)
+        self.weight, self.eps, self.kernels = weights.take(f"{name}.weight", size), eps, weights.kernels
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        return F.rms_norm(x_NE, self.shape, self.weight, self.eps)
+    def __call__(self, x_NE: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Over the last dimension; `out` may be `x` itself."""
+        return self.kernels.rms_norm(x_NE, self.weight, self.eps, out=out)
+
+    def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        """Adds `x` to the residual, in place; the norm of the sum."""
+        return self.kernels.add_rms_norm(x_NE, residual_NE, self.weight, self.eps)
 
 
 class LayerNorm:
@@ -86,21 +102,36 @@ class LayerNorm:
     def __init__(self, weights: Weights, name: str, size: int, *, eps: float = 1e-5, affine: bool = True) -> None:
         self.weight = weights.take(f"{name}.weight", size) if affine else None
         self.bias = weights.take(f"{name}.bias", size) if affine else None
-        self.eps, self.shape = eps, (size,)
+        self.eps, self.kernels = eps, weights.kernels
 
     def __call__(self, x_NE: Tensor) -> Tensor:
-        return F.layer_norm(x_NE, self.shape, self.weight, self.bias, self.eps)
+        return self.kernels.layer_norm(x_NE, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        """Adds `x` to the residual, in place; the norm of the sum."""
+        return self.kernels.add_layer_norm(x_NE, residual_NE, self.weight, self.bias, self.eps)
 
 
-def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Linear:
+Product = Linear | Fp8Linear
+
+
+def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
+    """The layer of a weight that was taken, quantized where the weights say so."""
+    if not weights.fp8:
+        return Linear(weight_OI, bias_O)
+    layer = Fp8Linear(weight_OI, bias_O, quantize_rows=weights.kernels.quantize_rows)
+    weights.num_bytes += layer.num_bytes - weight_OI.nbytes
+    return layer
+
+
+def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Product:
     """One product for all the named layers, whose outputs stand side by side in that order."""
     weight = torch.cat([weights.take(f"{name}.weight", part, inputs) for name, part in outputs.items()])
-    return Linear(
-        weight, torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
-    )
+    bias_O = torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
+    return product(weights, weight, bias_O)
 
 
-def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Linear:
+def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Product:
     """The product over this rank's inputs, to be summed over the group, and so with the bias on rank 0 alone."""
     return linear(weights, {name: num_outputs}, inputs, bias=bias and group.rank == 0)
 
@@ -124,7 +155,7 @@ class SelfAttention:
     def __init__(
         self,
         shape: AttentionShape,
-        qkv: Linear,
+        qkv: Product,
         output: Block,
         *,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -137,8 +168,8 @@ class SelfAttention:
         if self.norms is not None:
             queries, keys = self.norms
             heads, last = shape.num_heads, shape.num_heads + shape.num_kv_heads
-            qkv_NMD[:, :heads] = queries(qkv_NMD[:, :heads])
-            qkv_NMD[:, heads:last] = keys(qkv_NMD[:, heads:last])
+            queries(qkv_NMD[:, :heads], out=qkv_NMD[:, :heads])
+            keys(qkv_NMD[:, heads:last], out=qkv_NMD[:, heads:last])
         if angles is not None:
             angles.rotate(qkv_NMD[:, : shape.num_heads + shape.num_kv_heads])
         return self.output(attend(shape, qkv_NMD))
@@ -168,7 +199,7 @@ def projections(
     qkv_bias: bool,
     output_bias: bool,
     output: str = "o_proj",
-) -> tuple[Linear, Block]:
+) -> tuple[Product, Block]:
     """The products `q_proj`, `k_proj`, `v_proj` as one, and the output product, of an attention by its name."""
     queries, keys = (part.times(spec.head_dim) for part in head_parts(spec, group))
     outputs = {f"{name}.q_proj": queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
@@ -186,24 +217,13 @@ def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
     return config["sliding_window"] if slides else None
 
 
-class GatedMLP:
-    """`down(activation(gate(x)) * up(x))`, gate and up in one product; over a group, this rank's summand of it."""
-
-    def __init__(self, gate_up: Linear, down: Linear, activation: Block) -> None:
-        self.gate_up, self.down, self.activation = gate_up, down, activation
-
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        return over_rows(self._rows, x_NE)
-
-    def _rows(self, x_NE: Tensor) -> Tensor:
-        gate_NF, up_NF = self.gate_up(x_NE).chunk(2, -1)
-        return self.down(self.activation(gate_NF).mul_(up_NF))
-
-
 class MLP:
-    """`down(activation(up(x)))`; over a group, this rank's summand of it."""
+    """`down(activation(up(x)))`; over a group, this rank's summand of it.
 
-    def __init__(self, up: Linear, down: Linear, activation: Block) -> None:
+    Gated, it is `down(activation(gate(x)) * up(x))`, with gate and up in one product.
+    """
+
+    def __init__(self, up: Product, down: Product, activation: Block) -> None:
         self.up, self.down, self.activation = up, down, activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -212,56 +232,81 @@ class MLP:
     def _rows(self, x_NE: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_NE)))
 
+    def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
+        """The block's output and the residual; where the last product can add, without a pass of their own."""
+        if self.down.adds:
+            return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
+        return self(x_NE).add_(residual_NE)
+
+
+def added(block: Block, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+    """The residual and what a block makes of `x`; the residual may be overwritten."""
+    return block.added_to(residual_NE, x_NE) if isinstance(block, MLP) else block(x_NE).add_(residual_NE)
+
 
 def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bias: bool = False) -> Block:
     """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""
     inner = inner_part(spec, group, integer(spec.config, "intermediate_size", 4 * spec.hidden_size))
     outputs = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
-    mlp = GatedMLP(
+    mlp = MLP(
         linear(weights, outputs, spec.hidden_size, bias=bias),
         partial_linear(weights, f"{name}.down_proj", spec.hidden_size, inner, group, bias=bias),
-        activation(spec.config.get("hidden_act", "silu")),
+        gated_activation(weights.kernels, spec.config.get("hidden_act", "silu")),
     )
     return summed(mlp, group)
 
 
 def over_rows(block: Block, x_NE: Tensor) -> Tensor:
-    """The block applied to a limited number of rows at a time."""
-    if x_NE.shape[0] <= _ROWS:
+    """The block applied to a limited number of rows at a time, on a CPU."""
+    if x_NE.shape[0] <= _ROWS or not x_NE.is_cpu:
         return block(x_NE)
     return torch.cat([block(x_NE[start : start + _ROWS]) for start in range(0, x_NE.shape[0], _ROWS)])
 
 
-def activation(name: str) -> Block:
-    """The activation of a Hugging Face name; the result may be written to. Raises InputError listing what there is."""
+def activation(kernels: Kernels, name: str) -> Block:
+    """The activation of a Hugging Face name. Raises InputError listing what there is."""
+    if kind := _FUSED.get(name):
+        return partial(kernels.plain_activation, kind=kind)
     if name not in _ACTIVATIONS:
-        raise InputError(f"no activation '{name}'; there are {', '.join(sorted(_ACTIVATIONS))}")
+        raise InputError(f"no activation '{name}'; there are {', '.join(sorted((*_FUSED, *_ACTIVATIONS)))}")
     return _ACTIVATIONS[name]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def gated_activation(kernels: Kernels, name: str) -> Block:
+    """`activation(gate) * up` of gate and up side by side, `[N, 2F]`. Raises InputError listing what there is."""
+    if kind := _FUSED.get(name):
+        return partial(kernels.gated_activation, kind=kind)
+    plain = activation(kernels, name)
+
+    def gated(gate_up_NF: Tensor) -> Tensor:
+        gate_NF, up_NF = gate_up_NF.chunk(2, -1)
+        return plain(gate_NF).mul_(up_NF)
+
+    return gated
 
 
+_FUSED = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Those that kernels have, by their names there."""
 _ACTIVATIONS: dict[str, Block] = {
-    "gelu": F.gelu,
-    "gelu_accurate": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_python": F.gelu,
-    "gelu_python_tanh": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
     "hardswish": F.hardswish,
     "leaky_relu": F.leaky_relu,
     "linear": torch.clone,
     "mish": F.mish,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
     "relu6": F.relu6,
     "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "swish": F.silu,
     "tanh": torch.tanh,
 }
 

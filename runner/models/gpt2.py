@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
-from exeplan.kernels.linear import Linear
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.layers import (
     MLP,
     Attend,
     LayerNorm,
+    Product,
     SelfAttention,
     activation,
+    added,
     attention_shape,
     integer,
+    product,
     summed,
 )
 from exeplan.runner.rotary import Angles
@@ -70,13 +72,13 @@ class Layer:
         mlp = MLP(
             _transposed(weights, f"{name}.mlp.c_fc", size, inner),
             _transposed(weights, f"{name}.mlp.c_proj", inner, size, bias=biased),
-            activation(config.get("activation_function", "gelu_new")),
+            activation(weights.kernels, config.get("activation_function", "gelu_new")),
         )
         self.mlp = summed(mlp, group)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.attention_norm(hidden_NE), angles, attend).add_(hidden_NE)
-        return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
 def _fused(heads: Part) -> list[Part]:
@@ -87,9 +89,10 @@ def _fused(heads: Part) -> list[Part]:
     return [Part(3 * size, start + heads.start, start + heads.stop) for start in (0, size, 2 * size)]
 
 
-def _transposed(weights: Weights, name: str, inputs: int | Part, *outputs: int | Part, bias: bool = True) -> Linear:
+def _transposed(weights: Weights, name: str, inputs: int | Part, *outputs: int | Part, bias: bool = True) -> Product:
     weight_OI = torch.cat([weights.take(f"{name}.weight", inputs, part).t() for part in outputs]).contiguous()
-    return Linear(weight_OI, torch.cat([weights.take(f"{name}.bias", part) for part in outputs]) if bias else None)
+    bias_O = torch.cat([weights.take(f"{name}.bias", part) for part in outputs]) if bias else None
+    return product(weights, weight_OI, bias_O)
 
 
 def _scale(spec: ModelSpec, index: int) -> float:

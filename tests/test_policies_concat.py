@@ -116,7 +116,7 @@ def test_memory_cuts_a_batch_short() -> None:
 
 
 def test_a_pass_computes_no_more_tokens_than_the_device_has_memory_for() -> None:
-    """Rows of 11 and 9 tokens would compute 22: with room for 20 the last one waits."""
+    """Rows of 11 and 9 tokens would compute 22; there is room for 20."""
     scheduler = Scheduler(PURE, 1000, pass_tokens=20)
     for name, tokens in (("a", 11), ("b", 4), ("c", 5)):
         scheduler.add(sequence(name, tokens))

@@ -73,6 +73,8 @@ class ModelRunner:
                 spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard, kernels=paged_with
             )
         self._residents: dict[str, SequenceState] = {}
+        self._granted: dict[str, int] = {}
+        """Blocks that each of them has here."""
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
         self.encoded_NE: Tensor | None = None
@@ -227,6 +229,7 @@ class ModelRunner:
     def free(self, request_id: str) -> None:
         """Frees the blocks of a request that left; one that never ran is fine."""
         self._residents.pop(request_id, None)
+        self._granted.pop(request_id, None)
         self._num_cached.pop(request_id, None)
         self.cache.free(request_id)
 
@@ -237,12 +240,14 @@ class ModelRunner:
         for sequence in [*beginning, *(s for s in self._residents.values() if s.num_blocks == 0)]:
             self.free(sequence.request_id)
         for sequence in (*batch.decode, *batch.prefill):
-            self._hold(sequence)
+            if self._granted.get(sequence.request_id) != sequence.num_blocks:
+                self._hold(sequence)
 
     def _hold(self, sequence: SequenceState) -> None:
         hint = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         self.cache.resize(sequence.request_id, sequence.num_blocks, hint)
         self._residents[sequence.request_id] = sequence
+        self._granted[sequence.request_id] = sequence.num_blocks
 
 
 def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) -> Row:

@@ -20,7 +20,7 @@ from exeplan.bounds import fullest, scaled, shares
 from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible
 from exeplan.margins import Margins, Risk, expected_margins, margins
-from exeplan.plan import Estimate, Placement, Plan, Schedule
+from exeplan.plan import Estimate, Placement, Plan, Schedule, estimate_json
 from exeplan.plan import as_json as plan_json
 from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
@@ -295,7 +295,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         {
             "policy": c.policy,
             "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
-            "estimate": asdict(c.estimate) if c.estimate else None,
+            "estimate": estimate_json(asdict(c.estimate)) if c.estimate else None,
             "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
         }

@@ -179,7 +179,7 @@ class Scheduler:
             self.schedule.order,
             queue_of(fresh),
             room=self.free_blocks * BLOCK_SIZE,
-            limit=limit,
+            limit=max(limit - len(begun), 0),
             das=das_of(self.schedule),
             before=self.num_admissions,
         )

@@ -191,14 +191,14 @@ def _print(
     replayed: "Estimate | None",
     on_cpu_clock: "Estimate | None" = None,
 ) -> None:
-    from exeplan.plan import as_json
+    from exeplan.plan import as_json, estimate_json
     from exeplan.report import json_line, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
         body = as_json(plan) if plan else {}
         estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
-        print(json_line({**body, **{k: asdict(e) if e else None for k, e in estimates.items()}}))
+        print(json_line({**body, **{k: estimate_json(asdict(e)) if e else None for k, e in estimates.items()}}))
         return
     what = str(plan.schedule) if plan else args.url
     print(f"{what} on {workload.name}, {len(load.input_tokens)} requests\n")

@@ -53,15 +53,20 @@ class Served:
         return self.answered / self.seconds
 
 
-def serve(runner: ModelRunner, schedule: Schedule, load: Load) -> Served:
-    """Plays a load against the engine in real time, until everybody is answered or has expired."""
-    begin = time.perf_counter()
-    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=since(begin))
+def serve(
+    runner: ModelRunner, schedule: Schedule, load: Load, *, clock: Callable[[], float] = time.perf_counter
+) -> Served:
+    """Plays a load against the engine in real time, until everybody is answered or has expired.
+
+    A backlog may be timed by another clock, such as that of the CPU.
+    """
+    begin = clock()
+    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=lambda: clock() - begin)
     requests, arrivals = [request(load, number) for number in range(len(load))], load.arrivals.tolist()
     ended: dict[int, bool] = {}
     last, added = 0.0, 0
     while len(ended) < len(requests):
-        now = time.perf_counter() - begin
+        now = clock() - begin
         while added < len(requests) and arrivals[added] <= now:
             engine.add(requests[added])
             added += 1
@@ -89,12 +94,13 @@ def overhead_tokens(runner: ModelRunner) -> int:
 
 
 def saturated(runner: ModelRunner, schedule: Schedule, *, variance: float, seconds: float) -> float:
-    """Requests a second from a backlog that lasts about so long."""
+    """Requests a CPU-second from a backlog that lasts about so long: what else the machine does hardly matters."""
     rng, rate = np.random.default_rng(0), 0.0
     count = ROWS * ROW_TOKENS // MEAN
     while True:
         drawn = lengths(rng, count, variance)
-        served = serve(runner, schedule, Load(np.zeros(count), drawn, np.full(count, np.inf), np.ones(count)))
+        backlog = Load(np.zeros(count), drawn, np.full(count, np.inf), np.ones(count))
+        served = serve(runner, schedule, backlog, clock=time.process_time)
         rate = served.throughput
         if served.seconds >= 0.7 * seconds:
             return rate
@@ -129,6 +135,14 @@ def rising_rates(
     return rows
 
 
+def from_backlogs(runner: ModelRunner, order: str, *, variance: float, seconds: float) -> dict[str, float]:
+    """What each system serves at saturation, without deadlines."""
+    compared = systems(order, variance=variance, overhead_tokens=overhead_tokens(runner))
+    return {
+        name: saturated(runner, schedule, variance=variance, seconds=seconds) for name, schedule in compared.items()
+    }
+
+
 def best_of(rows: Sequence[dict], what: str) -> dict[str, float]:
     """The most that each system reaches at any rate."""
     return {
@@ -150,8 +164,3 @@ def request(load: Load, number: int) -> Request:
         deadline=None if deadline == float("inf") else deadline,
         weight=float(load.weights[number]),
     )
-
-
-def since(begin: float) -> Callable[[], float]:
-    """A clock that began then."""
-    return lambda: time.perf_counter() - begin

@@ -47,14 +47,25 @@ class Scheduler:
     """
 
     def __init__(
-        self, schedule: Schedule, num_blocks: int, *, num_prefill_stages: int = 1, whole_prompts: bool = False
+        self,
+        schedule: Schedule,
+        num_blocks: int,
+        *,
+        num_prefill_stages: int = 1,
+        whole_prompts: bool = False,
+        pass_tokens: int | None = None,
     ) -> None:
-        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once."""
+        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once.
+
+        A device has memory for prefills of `pass_tokens` tokens at once; None where nothing limits them. The replay
+        knows no such limit: where it binds, a plan's prefill becomes several, one after the other.
+        """
         self.schedule = schedule
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
+        self.pass_tokens = pass_tokens
         self.waiting: deque[Sequence] = deque()
         """In order of arrival, those that were preempted before them."""
         self._next_deadline = math.inf
@@ -93,6 +104,12 @@ class Scheduler:
         """Something that runs, or is handed over, will come back without anything being scheduled."""
         return bool(self.busy or self.num_handing_over)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether running sequences need more blocks for their next tokens than are free: some may be preempted."""
+        needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
+        return needed > self.free_blocks
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
@@ -100,6 +117,12 @@ class Scheduler:
             raise InputError(
                 f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
                 f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
+            )
+        longest = sequence.num_prompt_tokens + sequence.max_output_tokens
+        if self.pass_tokens is not None and longest > self.pass_tokens:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens are more than the "
+                f"{self.pass_tokens} that the device's memory can prefill at once"
             )
         self.waiting.append(sequence)
         if sequence.deadline is not None:
@@ -161,7 +184,12 @@ class Scheduler:
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
         chosen: list[Sequence] = []
+        longest = total = 0
         for sequence in sequences:
+            longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
+            computed = (len(chosen) + 1) * longest if self.policy.PADS_PROMPTS else total
+            if self.pass_tokens is not None and computed > self.pass_tokens:
+                break
             room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
             if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break

@@ -11,13 +11,18 @@ Operations: 4 * D * H for each pair of a query and a key that it sees, T * (C + 
 Bytes: at least (2 * H + 2 * K) * T * D + 2 * K * C * D elements; a program reads the keys and values of one head once
 for its tile of queries, G * T / tile times in all, mostly from the device's cache. Prompts of some hundred tokens are
 bound by operations.
+
+Where spans are long and there is nothing but a causal mask, torch's FlashAttention is one more configuration: whichever
+is faster on the GPU at hand serves (`tuning.py`). It takes a launch a span, so that short ones stay with the kernel.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import (
@@ -33,6 +38,8 @@ from exeplan.kernels.spans import Spans
 from exeplan.kernels.tuning import AttentionConfigs, Config, best_config
 from exeplan.scheduling import BLOCK_SIZE
 
+_LONG = 512
+"""Tokens of a span from which on a launch for it alone pays."""
 CONFIGS = AttentionConfigs(
     usual=(
         Config(rows=128, columns=64, num_warps=8, num_stages=3),
@@ -80,6 +87,8 @@ def ragged_attention(
     constants = prefill_constants(q_NHD, k_NKD.shape[1], causal, window)
 
     def launch(config: Config) -> None:
+        if config.library:
+            return _by_library(q_NHD, k_NKD, v_NKD, spans, scale, out_NHD)
         tiles = spans.tiles(config.rows)
         _prefill[(len(tiles), q_NHD.shape[1])](
             arguments,
@@ -91,10 +100,30 @@ def ragged_attention(
             num_stages=config.num_stages,
         )
 
-    key = (q_NHD.dtype, q_NHD.shape[2], causal, spans.is_cached, bias is not None)
+    key: tuple[object, ...] = (q_NHD.dtype, q_NHD.shape[2], causal, spans.is_cached, bias is not None)
     configs = CONFIGS.of(q_NHD.dtype, q_NHD.shape[2])
+    if q_NHD.element_size() == 2 and causal and bias is None and window is None and _long_and_whole(spans):
+        key, configs = (*key, "long"), (*configs, Config(library=True))
     launch(config or best_config("ragged_attention", key, configs, launch, q_NHD.device))
     return out_NHD
+
+
+def _long_and_whole(spans: Spans) -> bool:
+    """Whether all spans see all of themselves and nothing else, and have many tokens in the mean."""
+    whole = all(span.new_keys == span.num_queries for span in spans.spans)
+    return whole and not spans.is_cached and spans.num_tokens >= _LONG * len(spans.spans)
+
+
+def _by_library(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, spans: Spans, scale: float, out_NHD: Tensor) -> None:
+    """Span by span with torch's FlashAttention; cuDNN's would prepare itself anew for every length."""
+    start, grouped = 0, q_NHD.shape[1] > k_NKD.shape[1]
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        for span in spans.spans:
+            part = slice(start, start + span.num_queries)
+            start = part.stop
+            q, k, v = (x[part].transpose(0, 1)[None] for x in (q_NHD, k_NKD, v_NKD))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+            out_NHD[part] = out[0].transpose(0, 1)
 
 
 def ragged_attention_reference(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exeplan.kernels import (
     activation,
+    fp8,
     kv_blocks,
     kv_slots,
     language,
@@ -45,6 +46,7 @@ class Kernels(NamedTuple):
     rotate: Callable[..., None]
     gated_activation: Callable[..., Tensor]
     plain_activation: Callable[..., Tensor]
+    quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
     most_likely: Callable[..., tuple[Tensor, Tensor]]
     draw: Callable[..., tuple[Tensor, Tensor]]
 
@@ -65,6 +67,7 @@ TRITON = Kernels(
     rotate=rotary.rotate,
     gated_activation=activation.gated_activation,
     plain_activation=activation.plain_activation,
+    quantize_rows=fp8.quantize_rows,
     most_likely=most_likely.most_likely,
     draw=sampling.draw,
 )
@@ -84,6 +87,7 @@ REFERENCE = Kernels(
     rotate=rotary.rotate_reference,
     gated_activation=activation.gated_activation_reference,
     plain_activation=activation.plain_activation_reference,
+    quantize_rows=fp8.quantize_rows_reference,
     most_likely=most_likely.most_likely_reference,
     draw=sampling.draw_reference,
 )

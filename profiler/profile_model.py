@@ -21,6 +21,7 @@ from exeplan.profiler.points import Work, choose_range
 from exeplan.profiler.several import ONE_DEVICE_SHARE, Several, check_several
 from exeplan.progress import Progress
 from exeplan.runner.model_runner import load_model
+from exeplan.runner.precision import activation_dtype, check_precision
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
@@ -37,6 +38,7 @@ def profile_model(
     spec: ModelSpec,
     *,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
     device: str = "cpu",
     output: Path,
     budget_seconds: float = 60.0,
@@ -65,16 +67,24 @@ def profile_model(
     if spec.is_encoder_decoder:  # Its context knows no limit, so that one must be set to what is measured.
         spec = replace(spec, max_context=max_context or min(spec.max_context, _UNLIMITED_CONTEXT))
     place = check_device(device)
+    check_precision(dtype, kv_dtype, place)
     torch.set_num_threads(num_threads)
     remark = check_several(spec, num_devices, place, num_threads)
     with Progress(f"profile {spec.name}", shown=progress) as bar:
         if remark:
             bar.note(remark)
         bar.update(0.0, budget_seconds, "measuring the device")
-        before = _unfinished(spec, dtype=dtype, place=place, output=output, bar=bar)
-        found = before.device if before else measure_device(device, getattr(torch, dtype))
+        before = _unfinished(spec, dtype=dtype, kv_dtype=kv_dtype, place=place, output=output, bar=bar)
+        found = before.device if before else measure_device(device, activation_dtype(dtype))
         layer_bytes, encoder_bytes = _layer_bytes(spec, dtype=dtype, device=device)
-        work = Work(spec=spec, dtype=dtype, device=found, layer_bytes=layer_bytes, encoder_layer_bytes=encoder_bytes)
+        work = Work(
+            spec=spec,
+            dtype=dtype,
+            device=found,
+            layer_bytes=layer_bytes,
+            encoder_layer_bytes=encoder_bytes,
+            kv_dtype=kv_dtype,
+        )
         copies = num_copies(work)
         reach = choose_range(
             work,
@@ -87,6 +97,7 @@ def profile_model(
         rig = Rig(
             spec,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             device=device,
             copies=copies,
             num_blocks=reach.num_blocks,
@@ -130,7 +141,9 @@ def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]
     return max(1, tensor_bytes(model.layers[0])), sum(map(tensor_bytes, encoder_layers))
 
 
-def _unfinished(spec: ModelSpec, *, dtype: str, place: torch.device, output: Path, bar: Progress) -> Profile | None:
+def _unfinished(
+    spec: ModelSpec, *, dtype: str, kv_dtype: str | None, place: torch.device, output: Path, bar: Progress
+) -> Profile | None:
     """The profile to go on with; None, saying why, when there is none or it was made for something else."""
     if not output.exists():
         return None
@@ -147,6 +160,7 @@ def _unfinished(spec: ModelSpec, *, dtype: str, place: torch.device, output: Pat
     pairs = {
         "model": (profile.model.fingerprint, spec.fingerprint),
         "dtype": (profile.dtype, dtype),
+        "dtype of keys and values": (profile.cache_dtype, kv_dtype or dtype),
         "device": (_shown(profile.device), f"{device_name(place)}, {threads} thread(s)"),
         "versions": (dict(profile.versions), versions()),
     }

@@ -6,14 +6,13 @@ Letters: N tokens, E hidden size, K key/value heads, D head_dim. What encoder-de
 
 from torch import Tensor
 
-from exeplan.kernels.linear import Linear
 from exeplan.runner.layers import Attend, AttentionShape, Block
 
 
 class CrossAttention:
     """`shape.cross` is set, so that whoever attends reads what `keys_values` gave of the encoder's output."""
 
-    def __init__(self, shape: AttentionShape, queries: Linear, keys_and_values: Linear, output: Block) -> None:
+    def __init__(self, shape: AttentionShape, queries: Block, keys_and_values: Block, output: Block) -> None:
         self.shape, self.queries, self.keys_and_values, self.output = shape, queries, keys_and_values, output
 
     def __call__(self, x_NE: Tensor, attend: Attend) -> Tensor:

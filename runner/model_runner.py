@@ -5,9 +5,9 @@ It is the data plane only: what runs next is decided by `exeplan.scheduling`, wh
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import cast
 
 import numpy as np
@@ -17,17 +17,23 @@ from torch import Tensor
 from exeplan.batch import Packing
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.model import RUN_DTYPES, ModelSpec
+from exeplan.model import FP8, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
+from exeplan.runner.decode_graphs import DecodeGraphs
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
 from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
-from exeplan.runner.paged_step import PagedStep
+from exeplan.runner.paged_step import PagedStep, block_table, singles_of
+from exeplan.runner.precision import activation_dtype, cache_dtype
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
+
+_RECENT = 1024
+"""So many rows of a pass may be gone on with before their tokens are known, unless more are recorded."""
+_NO_SOURCES: Mapping[str, int] = MappingProxyType({})
 
 
 class ModelRunner:
@@ -39,6 +45,7 @@ class ModelRunner:
         *,
         shard: Shard | None = None,
         dtype: str = "float32",
+        kv_dtype: str | None = None,
         device: str = "cpu",
         num_blocks: int,
         dummy_weights: bool = False,
@@ -48,14 +55,16 @@ class ModelRunner:
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
         whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
-        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does. Keys and values are
+        kept in `kv_dtype`, by default as `dtype` (see `precision.py`).
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
         if paged_with is None and self.device.type == "cuda":
-            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+            paged_with = kernels_for(self.device, self.activation)
         self.kernels = paged_with
         """None where attention is the CPU's own."""
         with torch.inference_mode():
@@ -69,30 +78,53 @@ class ModelRunner:
                 kernels=paged_with,
                 on_read=on_read,
             )
-            self.cache = KVCache(
-                spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard, kernels=paged_with
-            )
+        self.chosen: tuple[Tensor, Tensor] | None = None
+        """The most likely tokens of the last pass, and whether they are sound, where a recording chose them."""
+        self._recent_B = torch.zeros(_RECENT, dtype=torch.int64, device=self.device)
+        self.use_blocks(num_blocks)
+        self.encoded_NE: Tensor | None = None
+        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+
+    @torch.inference_mode()
+    def use_blocks(self, num_blocks: int) -> None:
+        """Gives the runner another KV cache, of so many blocks and empty; whatever it held before is lost."""
         self._residents: dict[str, SequenceState] = {}
         self._granted: dict[str, int] = {}
         """Blocks that each of them has here."""
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
-        self.encoded_NE: Tensor | None = None
-        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+        self.graphs: DecodeGraphs | None = None
+        """Recorded decode iterations, once `record` has been called; without them every pass runs as it comes."""
+        for blocks in (0, num_blocks):  # The old one is freed first.
+            self.cache = KVCache(
+                self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels
+            )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        token_ids: Mapping[str, Sequence[int]],
+        hidden_NE: Tensor | None = None,
+        *,
+        sources: Mapping[str, int] = _NO_SOURCES,
+    ) -> Tensor:
         """Logits `[R, V]` in float32, one row for each whole prefill and then for each decoded sequence of the batch.
 
         `token_ids[request_id]` are prompt and output so far. A prefilled row computes all of them, or its chunk, a
         decoded row the last. Keys and values find their place here, in as many blocks as the scheduler granted. A shard
         that is not the first goes on from `hidden_NE`, one that is not the last returns it, `[N, E]`. Of an
-        encoder-decoder model's batch only decoded rows have logits.
+        encoder-decoder model's batch only decoded rows have logits. `sources` are the rows of the pass before from
+        whose token, which `leave` kept, decoded rows go on: the last one of theirs is not in `token_ids`.
         """
         self._place(batch)
+        sources = sources or {}
+        self.chosen = self.encoded_NE = None
+        if self.graphs and (rows := self._recorded_rows(batch, self.graphs)):
+            return self._replay(self.graphs, rows, token_ids, hidden_NE, sources)
         if self.spec.is_encoder_decoder:
-            return self._forward_both(batch, token_ids, hidden_NE)
-        step = self.step(batch, token_ids)
+            return self._forward_both(batch, token_ids, hidden_NE, sources)
+        step = self.step(batch, token_ids, sources)
         if hidden_NE is None:
             hidden_NE = self.model.embed(step.token_N, step.position_N)
         angles = self.model.angles(step.position_N, step.length_N)
@@ -100,10 +132,77 @@ class ModelRunner:
             hidden_NE = layer(hidden_NE, angles, step.attend)
         return self.model.head(hidden_NE[step.logit_R]).float() if self.shard.last else hidden_NE
 
-    def _forward_both(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None) -> Tensor:
+    def _recorded_rows(self, batch: Batch, graphs: DecodeGraphs) -> list[Row]:
+        """The rows of a batch that was recorded: none where one computes more than a token."""
+        if batch.prefill or not graphs.fit(len(batch.decode)):
+            return []
+        rows = self._decoded_rows(batch)
+        return rows if all(row.is_single for row in rows) else []
+
+    def _replay(
+        self,
+        graphs: DecodeGraphs,
+        rows: Sequence[Row],
+        token_ids: Mapping[str, Sequence[int]],
+        hidden_NE: Tensor | None,
+        sources: Mapping[str, int],
+    ) -> Tensor:
+        table_BT = block_table(self.cache, rows)
+        out_BX, *chosen = graphs.replay(singles_of(rows, table_BT, token_ids, sources), table_BT, hidden_NE)
+        for row in rows if self.spec.is_encoder_decoder else ():
+            self._num_cached[row.request_id] = row.end
+        if chosen:
+            self.chosen = (chosen[0], chosen[1])
+        return out_BX
+
+    def leave(self, token_R: Tensor) -> bool:
+        """Keeps the tokens of the last pass for the next one. False where there is no room for so many."""
+        if len(token_R) > len(self._recent_B):
+            return False
+        if self.chosen is None or token_R is not self.chosen[0]:
+            self._recent_B[: len(token_R)].copy_(token_R)
+        return True
+
+    @torch.inference_mode()
+    def record(self, max_num_seqs: int, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Records the decode iteration of up to so many rows; `progress` is told how many sizes are done, and of all.
+
+        Nothing may be resident. The cache must not be replaced afterwards.
+        """
+        self.graphs = None
+        graphs = self.unrecorded(max_num_seqs)
+        graphs.record(progress)
+        self.graphs = graphs
+
+    def unrecorded(self, max_num_seqs: int) -> DecodeGraphs:
+        """The decode iteration of up to so many rows, ready to be recorded."""
+        assert self.kernels is not None
+        if max_num_seqs > len(self._recent_B):
+            self._recent_B = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        longest = self.spec.max_context * (2 if self.spec.is_encoder_decoder else 1)
+        return DecodeGraphs(
+            self.model,
+            self.cache,
+            self.kernels,
+            self.shard,
+            hidden_size=self.spec.hidden_size,
+            dtype=self.activation,
+            max_num_seqs=max_num_seqs,
+            max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),
+            encodes=self.spec.is_encoder_decoder,
+            recent_B=self._recent_B,
+        )
+
+    def _forward_both(
+        self,
+        batch: Batch,
+        token_ids: Mapping[str, Sequence[int]],
+        hidden_NE: Tensor | None,
+        sources: Mapping[str, int],
+    ) -> Tensor:
         """The prompts through the encoder layers, the decoded rows through the decoder layers; prompts come first."""
         model = cast(EncoderDecoderModel, self.model)
-        prompts, step = self.prompts(batch, token_ids), self.decoder_step(batch, token_ids)
+        prompts, step = self.prompts(batch, token_ids), self.decoder_step(batch, token_ids, sources)
         if hidden_NE is None:
             hidden_NE = model.embed(*(torch.cat(pair) for pair in zip(_inputs(prompts), _inputs(step), strict=True)))
         encoder_NE, decoder_NE = torch.split_with_sizes(hidden_NE, [prompts.num_tokens, step.num_tokens])
@@ -141,23 +240,27 @@ class ModelRunner:
         for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
             self.cache.store(number, stored_rows, kv_NMD)
 
-    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PagedStep | PackedStep:
+    def step(
+        self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
+    ) -> Step | PagedStep | PackedStep:
         """The batch of a decoder-only model as tensors."""
         if batch.packing:
-            return self._packed_step(batch, batch.packing, token_ids)
+            return self._packed_step(batch, batch.packing, token_ids, sources)
         chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
         spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
-        singles = [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
+        singles = self._decoded_rows(batch)
         whole = [number for number, chunk in enumerate(chunks) if chunk.last]
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
-        return self._step(spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
+        return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=wanted, pad_to=batch.pad_to)
 
-    def _packed_step(self, batch: Batch, packing: Packing, token_ids: Mapping[str, Sequence[int]]) -> PackedStep:
+    def _packed_step(
+        self, batch: Batch, packing: Packing, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int]
+    ) -> PackedStep:
         """Prompts in packed rows, each whole, and rows that decode."""
         prompts = [_row(sequence, 0, sequence.num_tokens) for sequence in batch.prefill]
         texts = [token_ids[row.request_id][: row.end] for row in prompts]
         rows = PackedRows(texts, packing, device=self.device, kernels=self.kernels, causal=True)
-        decoding = self.step(Batch(decode=batch.decode), token_ids) if batch.decode else None
+        decoding = self.step(Batch(decode=batch.decode), token_ids, sources) if batch.decode else None
         return PackedStep(self.cache, prompts, rows, cast(Step | PagedStep | None, decoding))
 
     def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep | PackedRows:
@@ -175,18 +278,26 @@ class ModelRunner:
             return PackedRows(prompts, packing, device=self.device, kernels=self.kernels)
         return EncoderStep(prompts, device=self.device, kernels=self.kernels)
 
-    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step | PagedStep:
+    def decoder_step(
+        self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
+    ) -> Step | PagedStep:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
-        rows = []
-        for sequence in batch.decode:
-            encoded = self.num_encoder_tokens(sequence)
-            rows.append(_row(sequence, self._first_missing(sequence), sequence.num_tokens, encoded))
+        rows = self._decoded_rows(batch)
         # Logits come in the order of the batch, not in the step's, where the longer rows are first, and those whose
         # prompts are of one length side by side: their softmax is then one.
         order = sorted(range(len(rows)), key=lambda number: (rows[number].is_single, rows[number].num_encoded))
         ordered = [rows[number] for number in order]
         spans, singles = [row for row in ordered if not row.is_single], [row for row in ordered if row.is_single]
-        return self._step(spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+        return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=np.argsort(order).tolist())
+
+    def _decoded_rows(self, batch: Batch) -> list[Row]:
+        """Of an encoder-decoder model each computes whatever of its output is not cached."""
+        if not self.spec.is_encoder_decoder:
+            return [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
+        return [
+            _row(sequence, self._first_missing(sequence), sequence.num_tokens, self.num_encoder_tokens(sequence))
+            for sequence in batch.decode
+        ]
 
     def _step(
         self,
@@ -194,13 +305,22 @@ class ModelRunner:
         singles: Sequence[Row],
         *,
         token_ids: Mapping[str, Sequence[int]],
+        sources: Mapping[str, int],
         wanted: Sequence[int] | None,
         pad_to: int = 0,
     ) -> Step | PagedStep:
         if self.kernels is None:
             return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=pad_to)
         return PagedStep(
-            self.cache, spans, singles, token_ids=token_ids, kernels=self.kernels, wanted=wanted, pad_to=pad_to
+            self.cache,
+            spans,
+            singles,
+            token_ids=token_ids,
+            kernels=self.kernels,
+            wanted=wanted,
+            pad_to=pad_to,
+            sources=sources,
+            recent_B=self._recent_B,
         )
 
     def _first_missing(self, sequence: SequenceState) -> int:
@@ -271,13 +391,13 @@ def load_model(
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
     family = _family(spec)
-    kind, place = _torch_dtype(dtype), torch.device(device)
+    kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)
     else:
         weights = Checkpoint(
-            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, fp8=fp8, on_read=on_read
         )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
@@ -299,10 +419,3 @@ def _family(spec: ModelSpec) -> ModuleType:
             f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
         )
     return importlib.import_module(f"exeplan.runner.models.{spec.family}")
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in RUN_DTYPES:
-        raise InputError(f"no dtype '{name}'; there are {', '.join(RUN_DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

@@ -26,7 +26,8 @@ from exeplan.scheduling import BLOCK_SIZE, num_blocks_for
 
 _ALIGNED = 4
 """Integers of 16 bytes: kernels are compiled anew for pointers and strides that are not aligned to so much."""
-_WIDTH = 16
+TABLE_WIDTH = 16
+"""Block tables are a multiple of this wide, for the same reason."""
 NOWHERE = -1
 """The slot of a token that is padding, and the source of one that the host knows."""
 
@@ -80,7 +81,7 @@ def block_table(cache: PagedCache, rows: Sequence[Row]) -> NDArray[np.int32]:
     """The blocks of some rows, `[B, T]`; what stands behind the last of a row is never read."""
     blocks = [cache.blocks(row.request_id) for row in rows]
     longest = max((max(len(ids), num_blocks_for(row.end)) for ids, row in zip(blocks, rows, strict=True)), default=1)
-    table_BT = np.zeros((len(rows), -(-longest // _WIDTH) * _WIDTH), dtype=np.int32)
+    table_BT = np.zeros((len(rows), -(-longest // TABLE_WIDTH) * TABLE_WIDTH), dtype=np.int32)
     for line, ids in zip(table_BT, blocks, strict=True):
         line[: len(ids)] = ids
     return table_BT

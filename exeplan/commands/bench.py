@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
     parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of each GPU's memory that the engine here may use (default: the plan's, 0.9)",
+    )
+    parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the predicted passes (.json, .png, .svg, .pdf)"
     )
     parser.add_argument(
@@ -63,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
 def _bench_plan(args: argparse.Namespace) -> int:
     from exeplan.inputs import plan_model, plan_workload, read_plan
     from exeplan.metrics import summarize
+    from exeplan.plan import with_utilization
 
-    plan = read_plan(args.plan)
+    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
     spec = plan_model(plan)
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)

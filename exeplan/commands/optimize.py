@@ -75,8 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
-    parser.add_argument(
+    room = parser.add_mutually_exclusive_group()
+    room.add_argument(
         "--memory", metavar="SIZE", help="bytes for weights, KV cache and workspace (default: 90 %% of the device)"
+    )
+    room.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="the same as a share of each GPU (default 0.9)"
     )
     parser.add_argument(
         "--max-num-seqs", type=int, metavar="N", help="residents at once (default: as many as were profiled)"
@@ -168,6 +172,7 @@ def _asked(
     from exeplan.errors import InputError
     from exeplan.inputs import fitted, profile_for
     from exeplan.model import load_model_spec
+    from exeplan.plan import check_utilization
     from exeplan.problem import make_problem
     from exeplan.profile import load_profile
     from exeplan.queueing import parse_arrivals, parse_rate
@@ -185,12 +190,25 @@ def _asked(
     workload = fitted(load_workload(args.workload), profile.model, fit=args.fit_context)
     workload = replace(workload, deadlines=deadlines)
     memory = num_bytes(args.memory, "--memory") if args.memory else None
+    share = args.gpu_memory_utilization
+    if share is not None:
+        check_utilization(share, "--gpu-memory-utilization")
+        if profile.device.kind != "cuda":
+            raise InputError("--gpu-memory-utilization is for GPUs, the profile is of a CPU; use --memory")
     arrivals = parse_arrivals(args.arrival_rate, workload, of_trace=args.arrivals == "trace")
     least = parse_rate(args.min_throughput, "--min-throughput") if args.min_throughput is not None else 0.0
     cluster, whole = _clusters(args, profile)
 
     def make(gpus: "Cluster | None") -> "Problem":
-        problem = make_problem(profile, workload, bounds[0], cluster=gpus, memory=memory, max_seqs=args.max_num_seqs)
+        problem = make_problem(
+            profile,
+            workload,
+            bounds[0],
+            cluster=gpus,
+            memory=memory,
+            utilization=share,
+            max_seqs=args.max_num_seqs,
+        )
         order = args.order or ("das" if deadlines else "fcfs")
         problem = replace(problem, across_nodes=args.across_nodes, order=order)
         return replace(problem, more_bounds=bounds[1:], arrivals=arrivals, min_throughput=least)

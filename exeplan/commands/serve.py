@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
     )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of each GPU's memory that may be in use (default: the plan's, 0.9)",
+    )
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
@@ -32,12 +38,13 @@ def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int
     """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
     from exeplan.errors import InputError
     from exeplan.inputs import plan_model, read_plan
+    from exeplan.plan import with_utilization
     from exeplan.runner.server import serve
     from exeplan.units import seconds
 
     if not 0 <= args.port <= 65535:
         raise InputError(f"--port must lie between 0 and 65535, found {args.port}")
-    plan = read_plan(args.plan)
+    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
     spec = plan_model(plan)
     return serve(
         plan,

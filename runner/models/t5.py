@@ -31,6 +31,7 @@ from exeplan.runner.layers import (
     RMSNorm,
     SelfAttention,
     activation,
+    added,
     gated_activation,
     integer,
     linear,
@@ -124,7 +125,7 @@ class EncoderLayer:
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
-        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
 class DecoderLayer:
@@ -137,7 +138,7 @@ class DecoderLayer:
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
         attended_NE = self.cross(self.cross_norm.of_sum(attended_NE, hidden_NE), attend)
-        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
 def _cross_attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> CrossAttention:

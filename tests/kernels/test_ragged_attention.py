@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exeplan.kernels import ragged_attention as module
 from exeplan.kernels.attention import full_attention, prefill_attention
 from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.ragged_attention import ragged_attention, ragged_attention_reference
 from exeplan.kernels.spans import Span, Spans
 from exeplan.kernels.tuning import Config
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES, poisoned_cache
 
 SMALL = Config(rows=16, columns=16)
@@ -85,6 +86,7 @@ def test_who_sees_nothing_gets_zeros(device):
     assert found.eq(0).all()
 
 
+@needs_triton
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=3),
@@ -112,6 +114,39 @@ def test_the_reference_is_the_attention_of_the_cpu():
     expected = full_attention(q[None], k[None], v[None], scale=0.3, bias_HX=bias_HX)[0]
     found = ragged_attention_reference(q, k, v, spans, scale=0.3, causal=False, bias=DistanceBias(bias_HX, 29))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1)])
+def test_the_librarys_attention_is_the_same(heads, kv_heads, dtype):
+    q, k, v = batch_of(40, heads, kv_heads, 64, DEVICE, dtype)
+    check(q, k, v, [Span(17), Span(1), Span(22)], scale=0.2, config=Config(library=True))
+
+
+def test_the_library_is_offered_whole_prompts_in_16_bits_alone(monkeypatch):
+    offered = []
+    monkeypatch.setattr(module, "best_config", lambda name, key, configs, *_: offered.append(configs) or configs[-1])
+
+    def is_offered(spans, dtype=torch.bfloat16, **options):
+        tokens = sum(span.num_queries for span in spans)
+        q, k, v = batch_of(tokens, 1, 1, 16, torch.device("cpu"), dtype)
+        monkeypatch.setattr(module, "_prefill", Launched())
+        ragged_attention(q, k, v, Spans(spans, q.device), scale=1.0, **options)
+        return offered[-1][-1].library
+
+    assert is_offered([Span(600), Span(500)])
+    assert not is_offered([Span(600), Span(100)])
+    assert not is_offered([Span(600)], dtype=torch.float32)
+    assert not is_offered([Span(600, num_keys=599)])
+    assert not is_offered([Span(600)], window=9)
+    assert not is_offered([Span(600)], causal=False)
+
+
+class Launched:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: None
 
 
 def test_tiles_cover_every_query_once_and_those_that_see_most_come_first():

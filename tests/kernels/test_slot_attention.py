@@ -10,7 +10,7 @@ from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.slot_attention import Slots, slot_attention, slot_attention_reference
 from exeplan.kernels.tuning import Config
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES
 
 SMALL = Config(rows=16, columns=16)
@@ -76,6 +76,7 @@ def test_padding_gets_zeros_and_no_slots_nothing(device):
     assert slot_attention(q[:0], k[:0], v[:0], Slots(0, 20, [], device), scale=1.0, config=SMALL).shape == (0, 1, 16)
 
 
+@needs_triton
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     slot_tokens=st.integers(1, 40),

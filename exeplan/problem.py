@@ -10,6 +10,7 @@ from exeplan.bounds import Bound, check_together, limit, shares, worst
 from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible, InputError
 from exeplan.metrics import summarize
+from exeplan.orders import ORDERS
 from exeplan.plan import Estimate, Placement, Schedule, single_stage
 from exeplan.policies import load_policy
 from exeplan.profile import Profile
@@ -69,6 +70,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_together(self.bounds)
+        if self.order not in ORDERS:
+            raise InputError(f"no order '{self.order}'; there are {', '.join(ORDERS)}")
 
     def at(self, placement: Placement) -> "Problem":
         """The same on another placement."""

@@ -26,7 +26,7 @@ from exeplan.runner.precision import activation_dtype, check_precision
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
 _KV_BYTES_A_SECOND = 50e6
-"""Of the budget: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
+"""Of the budget, on a CPU: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
 _LEAST_CONTEXT = 16
 _UNLIMITED_CONTEXT = 2048
 """Up to which an encoder-decoder model is measured unless more is asked for."""
@@ -49,9 +49,11 @@ def profile_model(
     num_threads: int = 1,
     num_devices: int = 1,
     progress: bool = True,
+    captured: bool | None = None,
 ) -> Profile:
     """Measures the model and writes the profile to `output`, after every round and at the end.
 
+    `captured` says that decode iterations are timed as recorded ones, as they are on a GPU by default.
     For several devices: shards of its layers too, and what the devices take to work together.
     An unfinished profile in `output` is resumed when it was made for the same model, dtype, device and versions. Raises
     InputError for what cannot be measured, and KeyboardInterrupt with a sentence when it is stopped by hand.
@@ -91,7 +93,7 @@ def profile_model(
             copies=copies,
             max_num_seqs=max_num_seqs or (_CUDA_SEQS if place.type == "cuda" else _CPU_SEQS),
             max_context=min(max_context or spec.max_context, spec.max_context),
-            memory_bytes=int(min(found.memory_bytes * _KV_SHARE_OF_MEMORY, budget_seconds * _KV_BYTES_A_SECOND)),
+            memory_bytes=_kv_bytes(found, budget_seconds),
             pass_seconds=budget_seconds * _PASS_SHARE * (ONE_DEVICE_SHARE if num_devices > 1 else 1.0),
         )
         rig = Rig(
@@ -102,6 +104,7 @@ def profile_model(
             copies=copies,
             num_blocks=reach.num_blocks,
             dummy_weights=dummy_weights,
+            captured=captured,
         )
         goal = Goal(started=started, budget_seconds=budget_seconds, target_error=target_error)
         if num_devices == 1:
@@ -130,6 +133,12 @@ def _check(
         )
     if max_context is not None and max_context > spec.max_context:
         raise InputError(f"max_context {max_context} is beyond the {spec.max_context} tokens that {spec.name} can hold")
+
+
+def _kv_bytes(device: Device, budget_seconds: float) -> int:
+    """What the visits' keys and values may take."""
+    share = device.memory_bytes * _KV_SHARE_OF_MEMORY
+    return int(share if device.kind == "cuda" else min(share, budget_seconds * _KV_BYTES_A_SECOND))
 
 
 def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from exeplan.kernels.tuning import untimed
 from exeplan.model import ModelSpec
 from exeplan.plan import Schedule
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.readiness import tune
 from exeplan.runner.room import Memory, Room, largest_pass, most_rows, num_blocks_in, schedule_of
 
 _LEAST_PASS = 512
+_TUNING_BLOCKS = 2560
 _GRAPHS_SHARE = 0.01
 """Of a GPU's memory, for the decode graphs, which are recorded when the cache is there."""
 
@@ -35,9 +37,12 @@ class Meter(Protocol):
 
 def room_for(runner: ModelRunner, setup: Mapping[str, Any]) -> Room | None:
     """Gives the runner a cache of what its GPU has room for, where the setup says so."""
-    if not setup["gpu_memory_utilization"]:
+    if not setup.get("gpu_memory_utilization"):
         return None
     share = setup["gpu_memory_utilization"] - _GRAPHS_SHARE
+    # Kernels choose their configurations before passes over contexts of one token could mislead them.
+    runner.use_blocks(_TUNING_BLOCKS)
+    tune(runner)
     return fit_cache(runner, schedule_of(setup), CudaMeter(runner.device), utilization=share)
 
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.batch import Packing
@@ -24,7 +25,7 @@ from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
 from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
-from exeplan.runner.paged_step import PagedStep, block_table, singles_of
+from exeplan.runner.paged_step import PagedStep, Singles, block_table, singles_of
 from exeplan.runner.precision import activation_dtype, cache_dtype
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
@@ -154,6 +155,13 @@ class ModelRunner:
         if chosen:
             self.chosen = (chosen[0], chosen[1])
         return out_BX
+
+    def decode_inputs(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> tuple[Singles, NDArray[np.int32]]:
+        """What a recording takes for a batch of which every row decodes a single token, its blocks placed."""
+        self._place(batch)
+        rows = self._decoded_rows(batch)
+        table_BT = block_table(self.cache, rows)
+        return singles_of(rows, table_BT, token_ids, _NO_SOURCES), table_BT
 
     def leave(self, token_R: Tensor) -> bool:
         """Keeps the tokens of the last pass for the next one. False where there is no room for so many."""

@@ -104,13 +104,13 @@ class Worker:
         model, options = setup["model"], setup["engine"]
         directory = model["directory"] and Path(model["directory"])
         self._spec = model_spec(model["config"], name=model["name"], directory=directory)
-        if setup["gpu_memory_utilization"]:
+        if setup.get("gpu_memory_utilization"):
             self._spec = with_finite_context(self._spec)
         placement = placement_from(setup["placement"])
         self._seat = seat = seat_of(placement, setup["rank"])
         self._stage = stage = placement[seat.stage]
         device = local_device(options["device"], setup["local_device"])
-        check_precision(options["dtype"], options["kv_dtype"], device)
+        check_precision(options["dtype"], options.get("kv_dtype"), device)
         timeout = float(setup["timeout"])
         ranks = sum(other.tensor_parallel_size for other in placement)
         connect(
@@ -135,9 +135,9 @@ class Worker:
                 group=group,
             ),
             dtype=options["dtype"],
-            kv_dtype=options["kv_dtype"],
+            kv_dtype=options.get("kv_dtype"),
             device=str(device),
-            num_blocks=1 if stage.phase == "prefill" or setup["gpu_memory_utilization"] else options["num_blocks"],
+            num_blocks=1 if stage.phase == "prefill" or setup.get("gpu_memory_utilization") else options["num_blocks"],
             dummy_weights=options["dummy_weights"],
             on_read=_Loading(reports).tell,
         )

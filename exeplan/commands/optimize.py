@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exeplan.orders import ORDERS
-
 if TYPE_CHECKING:
     from exeplan.bounds import Bound
     from exeplan.cluster import Cluster
@@ -46,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--deadline-share", metavar="SHARE", help="of the requests that meet it (default 99%%)")
     parser.add_argument(
-        "--order", choices=ORDERS, help="who goes first of those that wait (default: das with --deadline, else fcfs)"
+        "--order",
+        metavar="ORDER",
+        help="who goes first of those that wait: fcfs, sjf, edf, das (default: das with --deadline, else fcfs)",
     )
     parser.add_argument("--ttft", metavar="TIME", help="bound on the mean time to the first token, beside the others")
     parser.add_argument("--tpot", metavar="TIME", help="bound on the mean time per later token, beside the others")

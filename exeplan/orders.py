@@ -19,6 +19,7 @@ fits nowhere; das goes on to smaller ones. Not here: expiry and memory (`exeplan
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapreplace
@@ -73,7 +74,8 @@ class Packed:
     def packing(self, queue: Queue, count: int | None = None) -> Packing:
         """The first `count` picks, dealt out anew where that makes their rows shorter; no more rows than now."""
         picks = self.picks[:count]
-        tokens = [int(queue.tokens[pick.request]) for pick in picks]
+        lengths = queue.tokens.tolist()
+        tokens = [lengths[pick.request] for pick in picks]
         rows = 1 + max(pick.bin for pick in picks) // self.bins_a_row
         bins = rows * self.bins_a_row if rows > 1 else 1 + max(pick.bin for pick in picks)
         size, lying = _laid([(pick.bin, pick.offset) for pick in picks], tokens, bins, alike=self.bins_a_row > 1)
@@ -98,7 +100,7 @@ def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[i
         rank = np.argsort(-lengths, kind="stable")
         for more in _WIDER:
             wider = min(int(size * more), _longest(lying, tokens))
-            picks = _first_fit(rank, lengths, bins=bins, size=wider, strict=True)
+            picks = _best_fit(rank, lengths, bins=bins, size=wider, strict=True)
             if len(picks) == len(tokens):
                 together = {pick.request: (pick.bin, pick.offset) for pick in picks}
                 return wider, [together[number] for number in range(len(tokens))]
@@ -149,7 +151,7 @@ def ranking(order: str, queue: Queue, *, room: int, limit: int, das: Das, before
 def in_rows(order: str, queue: Queue, *, rows: int, row_tokens: int, das: Das) -> Packed:
     """Who goes into which row. Nobody in the queue may be longer than a row."""
     if order != "das":
-        return Packed(_first_fit(_sorted(order, queue), queue.tokens, bins=rows, size=row_tokens, strict=True))
+        return Packed(_best_fit(_sorted(order, queue), queue.tokens, bins=rows, size=row_tokens, strict=True))
     picks = []
     for row, (chosen, _) in enumerate(das_rows(queue, rows=rows, row_tokens=row_tokens, das=das)):
         starts = np.cumsum(queue.tokens[chosen]) - queue.tokens[chosen]
@@ -169,7 +171,7 @@ def in_slots(order: str, queue: Queue, *, rows: int, row_tokens: int, slot_token
         rank = np.concatenate([*chosen, others[np.argsort(-queue.utilities[others], kind="stable")]])
     else:
         rank = _sorted(order, queue)
-    picks = _first_fit(rank, queue.tokens, bins=rows * slots, size=slot_tokens, strict=order != "das")
+    picks = _best_fit(rank, queue.tokens, bins=rows * slots, size=slot_tokens, strict=order != "das")
     return Packed(picks, slots)
 
 
@@ -181,7 +183,7 @@ def in_slots_of_their_own(queue: Queue, *, rows: int, row_tokens: int, das: Das)
     rank = np.concatenate([row for row, _ in chosen])
     # As long as so many slots can be.
     return Packed(
-        _first_fit(rank, queue.tokens, bins=rows * slots, size=row_tokens // slots, strict=False), bins_a_row=slots
+        _best_fit(rank, queue.tokens, bins=rows * slots, size=row_tokens // slots, strict=False), bins_a_row=slots
     )
 
 
@@ -239,19 +241,17 @@ def _sorted(order: str, queue: Queue) -> Ints:
     return np.argsort(keys[order], kind="stable") if order in keys else np.arange(len(queue.tokens))
 
 
-def _first_fit(rank: Ints, tokens: Ints, *, bins: int, size: int, strict: bool) -> list[Pick]:
-    """Each into the first bin where it fits; `strict` stops at the first that fits nowhere."""
-    free = np.full(bins, size)
-    widest, least = size, int(tokens[rank].min(initial=size))
+def _best_fit(rank: Ints, tokens: Ints, *, bins: int, size: int, strict: bool) -> list[Pick]:
+    """Each into the fullest bin where it fits; `strict` stops at the first that fits nowhere."""
+    rooms = [(size, number) for number in range(bins)]
+    least = int(tokens[rank].min(initial=size))
     picks = []
     for request, length in zip(rank.tolist(), tokens[rank].tolist(), strict=True):
-        if length <= widest:
-            bin_ = int(np.argmax(free >= length))
-            if free[bin_] >= length:
-                picks.append(Pick(request, bin_, size - int(free[bin_])))
-                free[bin_] -= length
-                continue
-            widest = int(free.max())
-        if strict or widest < least:
+        found = bisect_left(rooms, (length, 0))
+        if found < bins:
+            room, number = rooms.pop(found)
+            picks.append(Pick(request, number, size - room))
+            insort(rooms, (room - length, number))
+        elif strict or rooms[-1][0] < least:
             break
     return picks

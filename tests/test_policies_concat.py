@@ -115,6 +115,14 @@ def test_memory_cuts_a_batch_short() -> None:
     assert [names(batch) for batch in found] == ["abc", "d"]
 
 
+def test_a_pass_computes_no_more_tokens_than_the_device_has_memory_for() -> None:
+    """Rows of 11 and 9 tokens would compute 22: with room for 20 the last one waits."""
+    scheduler = Scheduler(PURE, 1000, pass_tokens=20)
+    for name, tokens in (("a", 11), ("b", 4), ("c", 5)):
+        scheduler.add(sequence(name, tokens))
+    assert [(names(batch), batch.num_new_tokens <= 20) for batch in batches(scheduler)] == [("a", True), ("bc", True)]
+
+
 def test_a_batch_holds_no_more_than_it_may() -> None:
     schedule = Schedule("concat", {"max_num_seqs": 3, "rows": 2, "row_tokens": 12})
     assert [names(batch) for batch in batches(waiting(schedule, *[3] * 7))] == ["abc", "def", "g"]

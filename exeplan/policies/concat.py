@@ -11,7 +11,7 @@ no more rows, and none longer, than its requests need. Not here: early loading o
 weights and loads nothing.
 
 In the steady state under a backlog requests are taken as they come, whatever the order: one that prefers short ones
-has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (first
+has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (best
 fit, until one fits nowhere); n of them decode until the longest is done. A slot of m requests is still there in
 iteration k with probability 1 - (1 - F(k))^m.
 """
@@ -46,7 +46,7 @@ from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
-PADS_PROMPTS = True
+PADS_PROMPTS = False
 
 _SLOTS = (1, 4)
 """Slots a row that the search tries: pure rows, and rows that are cut."""
@@ -214,7 +214,13 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
     chosen = [waiting[pick.request] for pick in packed.picks]
     limit = schedule.variables.get("max_num_seqs", len(chosen))
     admitted = state.fitting(chosen, limit=limit, reserve=True)
-    return Batch(prefill=admitted, packing=packed.packing(queue, len(admitted))) if admitted else None
+    if not admitted:
+        return None
+    packing = packed.packing(queue, len(admitted))
+    while state.pass_tokens is not None and packing.num_tokens > state.pass_tokens and len(admitted) > 1:
+        admitted = admitted[: len(admitted) * state.pass_tokens // packing.num_tokens or 1]
+        packing = packed.packing(queue, len(admitted))
+    return Batch(prefill=admitted, packing=packing)
 
 
 def _packed(schedule: Schedule, queue: Queue) -> Packed:

@@ -59,14 +59,14 @@ def concat(
 
 
 def _plain(here: list[Request], rows: int, row_tokens: int, order: str) -> list[list[Request]]:
-    """In order, each into the first row with room, until one finds none."""
+    """In order, each into the fullest row with room, until one finds none."""
     keys = {"fcfs": lambda r: r.arrival, "sjf": lambda r: r.prompt, "edf": lambda r: r.deadline}
     packed: list[list[Request]] = [[] for _ in range(rows)]
     for request in sorted(here, key=keys[order]):
         room = [row for row in packed if _tokens(row) + request.prompt <= row_tokens]
         if not room:
             break
-        room[0].append(request)
+        max(room, key=_tokens).append(request)
     return [row for row in packed if row]
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import torch
 from record import write_record
-from tcb_orders import compare, overhead, settings, with_batch_times
-from tcb_serve import ROWS, best_of, rising_rates
+from tcb_orders import Setting, compare, overhead, settings, with_batch_times
+from tcb_serve import ROW_TOKENS, ROWS, best_of, from_backlogs, rising_rates
 from tcb_slots import speed_ups
 
 from exeplan.model import load_model_spec
@@ -51,19 +51,22 @@ def main() -> None:
     print(f"\n{record['seconds']:.0f} s; record: {write_record(name, record)}")
 
 
-def _figure(number: int, runner: ModelRunner, args: argparse.Namespace) -> dict[int, object]:
+def _figure(number: int, runner: ModelRunner, args: argparse.Namespace) -> dict[int | str, object]:
     if number in (9, 10):
         rows = rising_rates(runner, "das", variance=20.0, seconds=args.seconds)
-        return {9: _rates(9, rows, "utility"), 10: _rates(10, rows, "throughput")}
+        shown = {9: _rates(9, rows, "utility"), 10: _rates(10, rows, "throughput")}
+        return shown | {"backlog, das, variance 20": _backlog(runner, "das", 20.0, args.seconds)}
     if number in (11, 12):
         variance = 20.0 if number == 11 else 100.0
         rows = rising_rates(runner, "fcfs", variance=variance, seconds=args.seconds)
-        return {number: _rates(number, rows, "throughput")}
+        shown = {number: _rates(number, rows, "throughput")}
+        return shown | {f"backlog, fcfs, variance {variance:g}": _backlog(runner, "fcfs", variance, args.seconds)}
     if number in (13, 14):
         return {number: _slots(number, speed_ups(runner, rows=PAPER_SLOTS[number][0], repeats=args.repeats))}
     if number == 15:
         return {15: _orders([compare(setting, seeds=args.seeds) for setting in with_batch_times(runner, settings())])}
-    return {16: _overhead(overhead(with_batch_times(runner, settings()[3:4])[0], (0.25, 0.5, 1.0, 2.0, 4.0)))}
+    setting = Setting(name="", rows=ROWS, row_tokens=ROW_TOKENS, variance=20.0)
+    return {16: _overhead(overhead(with_batch_times(runner, [setting])[0], (0.25, 0.5, 1.0, 2.0)))}
 
 
 def _rates(number: int, rows: list[dict], what: str) -> dict:
@@ -82,6 +85,18 @@ def _rates(number: int, rows: list[dict], what: str) -> dict:
     for (what_over, ratio), paper in zip(ratios.items(), PAPER_RATIOS[number] * 2, strict=True):
         print(f"{what_over}: {ratio:.2f} x (the paper: {'not said' if paper is None else f'{paper} x'})")
     return {"rows": rows, "most": best, "ratios": ratios, "paper": PAPER_RATIOS[number]}
+
+
+def _backlog(runner: ModelRunner, order: str, variance: float, seconds: float) -> dict:
+    """Saturation as it is without deadlines; in CPU-seconds, which a busy machine hardly changes."""
+    rates = from_backlogs(runner, order, variance=variance, seconds=seconds / 2)
+    print(f"\nFrom a backlog, requests a CPU-second, {order}, variance {variance:g}:")
+    lines = [
+        [name, f"{rate:.1f}", f"{rate / rates['naive']:.2f}", f"{rate / rates['turbo']:.2f}"]
+        for name, rate in rates.items()
+    ]
+    print(table(("", "requests/s", "over naive", "over turbo"), lines), flush=True)
+    return rates
 
 
 def _slots(number: int, rows: list[dict]) -> dict:
@@ -107,7 +122,7 @@ def _orders(rows: list[dict]) -> dict:
 
 
 def _overhead(rows: Sequence[dict]) -> dict:
-    _head(16, f"DAS's own time, batch size {ROWS}, rows of 100 tokens")
+    _head(16, f"DAS's own time, batch size {ROWS}, rows of {ROW_TOKENS} tokens")
     lines = [
         [f"{r['requests_per_second']:.0f}", str(r["waiting"]), f"{1e3 * r['das_seconds']:.2f}", f"{r['share']:.2%}"]
         for r in rows

@@ -1,8 +1,8 @@
 """TCB's figures 9 to 12: naive, turbo and concatenated batches, really computed, at rising request rates.
 
 A system is a schedule of the engine; all of them run the same model code. Rows hold 400 tokens, the paper's longest
-sentence; slots, where they are given, the longest request. Rates are shares of what slotted rows serve from a backlog
-on this machine.
+sentence; slots, where they are given, the longest request that comes. Rates are shares of what slotted rows serve from
+a backlog on this machine.
 """
 
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tcb_load import LONGEST, MEAN, Load, lengths, poisson
+from tcb_load import MEAN, Load, lengths, poisson
 
 from exeplan.plan import Schedule
 from exeplan.runner.engine import Engine, Request
@@ -20,15 +20,17 @@ from exeplan.runner.sampling import SamplingParams
 
 ROWS, ROW_TOKENS = 64, 400
 SHARES = (0.3, 0.6, 0.9, 1.2)
+SLOT_TOKENS = {20.0: 50, 100.0: 100}
+"""By the variance: what holds the longest request that comes."""
 
 
-def systems(order: str, *, overhead_tokens: int) -> Mapping[str, Schedule]:
+def systems(order: str, *, variance: float, overhead_tokens: int) -> Mapping[str, Schedule]:
     """What the figures compare, by the names of the paper; concat is one slot a row. DAS cuts slots by the batch.
 
     `overhead_tokens` is what a batch costs beside its tokens, for the batches that turbo cuts.
     """
     rows = {"rows": ROWS, "row_tokens": ROW_TOKENS}
-    slots = Schedule("concat", {**rows, "slot_tokens": LONGEST}, order)
+    slots = Schedule("concat", {**rows, "slot_tokens": SLOT_TOKENS[variance]}, order)
     return {
         "naive": Schedule("static", {"batch_size": ROWS}, order),
         "turbo": Schedule("turbo", {"batch_size": ROWS, "overhead_tokens": overhead_tokens}, order),
@@ -51,15 +53,20 @@ class Served:
         return self.answered / self.seconds
 
 
-def serve(runner: ModelRunner, schedule: Schedule, load: Load) -> Served:
-    """Plays a load against the engine in real time, until everybody is answered or has expired."""
-    begin = time.perf_counter()
-    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=since(begin))
+def serve(
+    runner: ModelRunner, schedule: Schedule, load: Load, *, clock: Callable[[], float] = time.perf_counter
+) -> Served:
+    """Plays a load against the engine in real time, until everybody is answered or has expired.
+
+    A backlog may be timed by another clock, such as that of the CPU.
+    """
+    begin = clock()
+    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=lambda: clock() - begin)
     requests, arrivals = [request(load, number) for number in range(len(load))], load.arrivals.tolist()
     ended: dict[int, bool] = {}
     last, added = 0.0, 0
     while len(ended) < len(requests):
-        now = time.perf_counter() - begin
+        now = clock() - begin
         while added < len(requests) and arrivals[added] <= now:
             engine.add(requests[added])
             added += 1
@@ -87,12 +94,13 @@ def overhead_tokens(runner: ModelRunner) -> int:
 
 
 def saturated(runner: ModelRunner, schedule: Schedule, *, variance: float, seconds: float) -> float:
-    """Requests a second from a backlog that lasts about so long."""
+    """Requests a CPU-second from a backlog that lasts about so long: what else the machine does hardly matters."""
     rng, rate = np.random.default_rng(0), 0.0
     count = ROWS * ROW_TOKENS // MEAN
     while True:
         drawn = lengths(rng, count, variance)
-        served = serve(runner, schedule, Load(np.zeros(count), drawn, np.full(count, np.inf), np.ones(count)))
+        backlog = Load(np.zeros(count), drawn, np.full(count, np.inf), np.ones(count))
+        served = serve(runner, schedule, backlog, clock=time.process_time)
         rate = served.throughput
         if served.seconds >= 0.7 * seconds:
             return rate
@@ -103,8 +111,8 @@ def rising_rates(
     runner: ModelRunner, order: str, *, variance: float, seconds: float, shares: Sequence[float] = SHARES
 ) -> list[dict]:
     """One row a system and rate: throughput, utility and the share of requests that were answered."""
-    compared = systems(order, overhead_tokens=overhead_tokens(runner))
-    slots = Schedule("concat", {"rows": ROWS, "row_tokens": ROW_TOKENS, "slot_tokens": LONGEST})
+    compared = systems(order, variance=variance, overhead_tokens=overhead_tokens(runner))
+    slots = systems("fcfs", variance=variance, overhead_tokens=1)["slots"]
     capacity = saturated(runner, slots, variance=variance, seconds=min(seconds, 3.0))
     batch_seconds = ROWS * ROW_TOKENS / MEAN / capacity
     rows = []
@@ -125,6 +133,14 @@ def rising_rates(
                 }
             )
     return rows
+
+
+def from_backlogs(runner: ModelRunner, order: str, *, variance: float, seconds: float) -> dict[str, float]:
+    """What each system serves at saturation, without deadlines."""
+    compared = systems(order, variance=variance, overhead_tokens=overhead_tokens(runner))
+    return {
+        name: saturated(runner, schedule, variance=variance, seconds=seconds) for name, schedule in compared.items()
+    }
 
 
 def best_of(rows: Sequence[dict], what: str) -> dict[str, float]:
@@ -148,8 +164,3 @@ def request(load: Load, number: int) -> Request:
         deadline=None if deadline == float("inf") else deadline,
         weight=float(load.weights[number]),
     )
-
-
-def since(begin: float) -> Callable[[], float]:
-    """A clock that began then."""
-    return lambda: time.perf_counter() - begin

@@ -90,6 +90,8 @@ class ModelRunner:
     def use_blocks(self, num_blocks: int) -> None:
         """Gives the runner another KV cache, of so many blocks and empty; whatever it held before is lost."""
         self._residents: dict[str, SequenceState] = {}
+        self._granted: dict[str, int] = {}
+        """Blocks that each of them has here."""
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
         self.graphs: DecodeGraphs | None = None
@@ -355,6 +357,7 @@ class ModelRunner:
     def free(self, request_id: str) -> None:
         """Frees the blocks of a request that left; one that never ran is fine."""
         self._residents.pop(request_id, None)
+        self._granted.pop(request_id, None)
         self._num_cached.pop(request_id, None)
         self.cache.free(request_id)
 
@@ -365,12 +368,14 @@ class ModelRunner:
         for sequence in [*beginning, *(s for s in self._residents.values() if s.num_blocks == 0)]:
             self.free(sequence.request_id)
         for sequence in (*batch.decode, *batch.prefill):
-            self._hold(sequence)
+            if self._granted.get(sequence.request_id) != sequence.num_blocks:
+                self._hold(sequence)
 
     def _hold(self, sequence: SequenceState) -> None:
         hint = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         self.cache.resize(sequence.request_id, sequence.num_blocks, hint)
         self._residents[sequence.request_id] = sequence
+        self._granted[sequence.request_id] = sequence.num_blocks
 
 
 def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) -> Row:

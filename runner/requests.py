@@ -51,8 +51,6 @@ class Row(SequenceState):
     """What the decoder sees before the output; the prompt, or an encoder-decoder model's start token."""
     token_ids: list[int]
     """Prompt and output, the start token of an encoder-decoder model between them."""
-    num_begin_tokens: int = 0
-    """Tokens counted in the prompt that nobody sent: 1 for an encoder-decoder model."""
     banned_token_ids: tuple[int, ...]
     end_token_ids: frozenset[int]
     stream: TextStream | None

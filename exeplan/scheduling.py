@@ -93,6 +93,12 @@ class Scheduler:
         """Something that runs, or is handed over, will come back without anything being scheduled."""
         return bool(self.busy or self.num_handing_over)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether running sequences need more blocks for their next tokens than are free: some may be preempted."""
+        needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
+        return needed > self.free_blocks
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         self.check(sequence)

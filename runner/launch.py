@@ -148,3 +148,4 @@ def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> Non
         engine.add(Request(request_id=f"warm-up-{index}", prompt_token_ids=[0] * num_tokens, sampling=sampling))
     while engine.has_work:
         engine.step()
+    engine.census()  # Nobody asked for these.

@@ -57,8 +57,15 @@ class Row(SequenceState):
     arrival: float
     start: float | None = None
     """When its first prefill began."""
+    ended: bool = False
+    """Its last token has been delivered; it is `finished` as soon as that one is under way."""
     crashes: int = 0
     """How often workers failed while it was running."""
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens of the output that are known; `num_output_tokens` counts those under way, too."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

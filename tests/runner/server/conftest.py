@@ -32,12 +32,13 @@ from pathlib import Path
 from exeplan.errors import InputError
 from exeplan.model import load_model_spec
 from exeplan.plan import load_plan
+from exeplan.runner.options import ServeOptions
 from exeplan.runner.server import serve
 
 plan = load_plan(Path(sys.argv[1]))
 told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:
-    sys.exit(serve(plan, load_model_spec(plan.model), on_ready=told, **json.loads(sys.argv[2])))
+    sys.exit(serve(plan, load_model_spec(plan.model), ServeOptions(**json.loads(sys.argv[2])), on_ready=told))
 except InputError as error:
     print(error, file=sys.stderr)
     sys.exit(2)

@@ -83,13 +83,17 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
+        self.check(sequence)
+        self.waiting.append(sequence)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises InputError when the cache could not hold the sequence even alone."""
         needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         if needed > self.num_blocks:
             raise InputError(
                 f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
                 f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
             )
-        self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Drops a sequence wherever it is and frees its blocks at once."""

@@ -90,6 +90,9 @@ class EngineClient:
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
         self._patience, self._progress = math.inf, time.monotonic()
+        self._asked: asyncio.Future[dict[str, Any]] | None = None
+        """The answer to a census or an adoption, of which one is under way at a time."""
+        self._asking = asyncio.Lock()
 
     @classmethod
     async def start(cls, setup: Mapping[str, Any]) -> "EngineClient":
@@ -164,10 +167,38 @@ class EngineClient:
         if self._jobs.pop(job.job_id, None) and job.open and not self.failure:
             self._writer.write(frame({"kind": "abort", "request_ids": sorted(job.open)}))
 
+    async def census(self) -> dict[str, Any]:
+        """Lengths of requests: `{now, left, running}`, as `wire` says. Raises EngineError when the engine is gone."""
+        return await self._ask({"kind": "census"})
+
+    async def adopt(self, setup: Mapping[str, Any]) -> dict[str, Any]:
+        """Goes on with the plan of a setup: `{num_blocks, seconds, num_recomputed}`.
+
+        Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
+        """
+        answer = await self._ask({"kind": "adopt", "number": next(self._numbers), "setup": setup})
+        if answer["kind"] == "not-adopted":
+            raise InputError(answer["message"])
+        self.num_blocks = answer["num_blocks"]
+        return answer
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._asking:
+            if self.failure:
+                raise EngineError(self.failure)
+            self._asked = asyncio.get_running_loop().create_future()
+            self._writer.write(frame(message))
+            try:
+                return await self._asked
+            finally:
+                self._asked = None
+
     def fail_all(self, error: Exception) -> None:
         """Ends every job with this error."""
         for job in self._jobs.values():
             job.fail(error)
+        if self._asked and not self._asked.done():
+            self._asked.set_exception(error)
 
     async def close(self) -> int | None:
         """Ends the engine process; returns its exit status."""
@@ -214,6 +245,10 @@ class EngineClient:
         """Passes a message on; returns why the engine is ending, if it says so."""
         if message["kind"] == "broken":
             return message["message"]
+        if message["kind"] in ("census", "adopted", "not-adopted"):
+            if self._asked and not self._asked.done():
+                self._asked.set_result(dict(message))
+            return None
         if message["kind"] in ("down", "up"):
             self.pause = message.get("message")
             return None

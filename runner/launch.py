@@ -84,8 +84,7 @@ def build_engine(
     from exeplan.runner.engine import Engine
     from exeplan.runner.tokenizer import Tokenizer
 
-    model = setup["model"]
-    spec = model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
+    spec = _spec(setup)
     torch.set_num_threads(setup["num_threads"])
     engine = Engine(
         _executor(setup, spec, hosts, on_loss),
@@ -99,6 +98,18 @@ def build_engine(
         engine.close()
         raise
     return engine
+
+
+def build_executor(
+    setup: Mapping[str, Any], *, hosts: "Hosts | None" = None, on_loss: Callable[[], None] = lambda: None
+) -> "Executor":
+    """What `build_engine` runs batches on, without a timeline: for an engine that goes on with another plan."""
+    return _executor({**setup, "timeline": None}, _spec(setup), hosts, on_loss)
+
+
+def _spec(setup: Mapping[str, Any]) -> ModelSpec:
+    model = setup["model"]
+    return model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
 
 
 def _executor(

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exeplan.errors import InputError
@@ -22,6 +23,7 @@ from exeplan.runner import logs
 from exeplan.runner.wire import Event, Logprob, Stats, frame, read_frame
 
 if TYPE_CHECKING:
+    from exeplan.runner.adoption import Adoption
     from exeplan.runner.engine import Engine, Output, Request
 
 Command = tuple[float, dict[str, Any]]
@@ -39,15 +41,21 @@ def main(descriptor: int) -> int:
     inbox = _Inbox()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     try:
-        from exeplan.runner.launch import build_engine, hosts_from
+        from exeplan.runner.adoption import Adoption
+        from exeplan.runner.launch import build_engine, build_executor, hosts_from
 
         setup = inbox.commands.get()[1]
         if hosts := hosts_from(setup):
             inbox.leave = hosts.close
-        engine = build_engine(setup, hosts=hosts, on_loss=lambda: inbox.put({"kind": "lost"}))
+
+        def lost() -> None:
+            inbox.put({"kind": "lost"})
+
+        engine = build_engine(setup, hosts=hosts, on_loss=lost)
+        build = partial(build_executor, hosts=hosts, on_loss=lost)
         inbox.wake = engine.wake
         connection.sendall(frame({"kind": "ready", "num_blocks": engine.num_blocks}))
-        _run(engine, connection, inbox.commands)
+        _run(engine, connection, inbox.commands, Adoption(engine, setup, build=build, put=inbox.put))
     except InputError as error:
         connection.sendall(frame({"kind": "refused", "job": None, "message": str(error)}))
         return 2
@@ -93,14 +101,23 @@ class _Open:
     held: list[Event] = field(default_factory=list)
 
 
-def _run(engine: "Engine", connection: socket.socket, commands: "queue.SimpleQueue[Command]") -> NoReturn:
+def _run(
+    engine: "Engine", connection: socket.socket, commands: "queue.SimpleQueue[Command]", adoption: "Adoption"
+) -> NoReturn:
     under_way: dict[str, _Open] = {}
     while True:
+        outputs: list[Output] = []
         for arrival, message in _pending(commands, wait=not engine.has_work):
-            if refusal := _apply(engine, message, arrival, under_way):
-                connection.sendall(frame(refusal))
-        outputs = _step(engine, connection)
-        events = [event for output in outputs if (event := _due(output, under_way))]
+            if message["kind"] in ("census", "adopt", "built"):
+                answer = adoption.take(message, outputs)
+            else:
+                answer = _apply(engine, message, arrival, under_way)
+            if answer:
+                connection.sendall(frame(answer))
+        outputs += _step(engine, connection)
+        # Who got something while a plan was adopted may have been dropped since.
+        due = [output for output in outputs if output.request_id in under_way]
+        events = [event for output in due if (event := _due(output, under_way))]
         connection.sendall(frame({"kind": "step", "events": events, "stats": _stats(engine, ran=bool(outputs))}))
 
 

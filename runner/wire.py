@@ -6,7 +6,12 @@ whoever could write into the channel could at most send a request.
     front end -> engine   setup    what to load (first frame)
                           submit   {job, requests: [{request_id, prompt_token_ids, sampling}]}, all or none
                           abort    {request_ids}
+                          census   {}: asks for the lengths of requests
+                          adopt    {number, setup}: go on with another plan, whose setup this is
     engine -> front end   ready    {num_blocks}
+                          census   {now, left, running}: `Seen` each, those that left since the last census first
+                          adopted  {number, num_blocks, seconds, num_recomputed}: from here on the other plan
+                          not-adopted {number, message}: nothing has changed
                           refused  {job | None, message}: bad input, in the setup or in a submit
                           step     {events, stats}: what one iteration brought
                           down     {message}: workers died, and new ones are being started

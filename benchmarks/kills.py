@@ -126,17 +126,17 @@ def _ask(url: str, body: dict) -> tuple[int, str]:
 
 
 def _until(url: str, status: int, seconds: float = 30.0) -> float:
-    """When /health first has that status."""
+    """When /ready first has that status."""
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+            with urllib.request.urlopen(f"{url}/ready", timeout=10) as reply:
                 found = reply.status
         except urllib.error.HTTPError as error:
             found = error.code
         if found == status:
             return time.perf_counter()
-    raise SystemExit(f"/health did not say {status} within {seconds:g} s")
+    raise SystemExit(f"/ready did not say {status} within {seconds:g} s")
 
 
 def _descendants(pid: int) -> list[int]:

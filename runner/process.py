@@ -13,13 +13,13 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exeplan.errors import InputError
+from exeplan.runner import logs
 from exeplan.runner.wire import Event, Logprob, Stats, frame, read_frame
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def main(descriptor: int) -> int:
     """Runs until the server is gone, which ends the process at once, or the engine fails. Returns an exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    logs.configure_child()
     connection = socket.socket(fileno=descriptor)
     inbox = _Inbox()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
@@ -59,8 +60,10 @@ def main(descriptor: int) -> int:
         connection.sendall(frame({"kind": "refused", "job": None, "message": str(error)}))
         return 2
     except Exception as error:
-        traceback.print_exc()
-        connection.sendall(frame({"kind": "broken", "message": f"the engine failed: {type(error).__name__}: {error}"}))
+        # Clients get to see the message, so that details stay in the log.
+        log.exception("the engine failed")
+        message = f"the engine failed ({type(error).__name__}); the server's log says more"
+        connection.sendall(frame({"kind": "broken", "message": message}))
         return 1
 
 

@@ -159,7 +159,8 @@ class Watch:
         grown = not self._basis.planned and observed.size >= 2 * self._basis.size
         differs = grown or self._far(observed, self._basis) > 1
         self._agreeing = self._agreeing + 1 if differs else 0
-        return self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
+        enough = observed.size >= self.rules.least_for_search
+        return enough and self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
 
     def _search(
         self, observed: Observed, problem: Problem, kept: Estimate | None, share: float | None, now: float

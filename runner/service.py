@@ -6,21 +6,43 @@ Not here: HTTP (`server`), the wording of requests (`protocol`) and of answers (
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
+from exeplan.drift_state import Replanned, ReplanState
 from exeplan.model import ModelSpec
 from exeplan.plan import Plan
 from exeplan.runner.admission import Admission
 from exeplan.runner.answers import Answer, ChatAnswer, CompletionAnswer
 from exeplan.runner.client import EngineClient, Job
+from exeplan.runner.observed import Observed
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.serve_metrics import ServeMetrics
 from exeplan.runner.tokenizer import Tokenizer
 from exeplan.scheduling import BLOCK_SIZE
+
+
+class Replanner(Protocol):
+    """What the service shows of re-planning (`exeplan.runner.replan`)."""
+
+    @property
+    def state(self) -> ReplanState:
+        """A fresh snapshot; cheap."""
+
+    async def frontier(self) -> Sequence[dict[str, Any]]:
+        """The best schedules under the observed lengths: policy, throughput, latency, label, active."""
+
+    async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
+        """Goes over to another plan. Raises InputError, and changes nothing, where that cannot be."""
+
+    async def load(self, path: Path, *, source: str = "signal") -> Replanned:
+        """Reads a plan and adopts it; raises as `adopt` does."""
 
 
 class Service:
@@ -42,7 +64,9 @@ class Service:
         self.request_seconds = request_seconds
         self.max_context = min(spec.max_context, engine.num_blocks * BLOCK_SIZE)
         self.draining = False
-        self.metrics = ServeMetrics(model_name=model_name, plan=plan)
+        self.replanner: Replanner | None = None
+        self.observed = Observed(plan, clock=time.monotonic)
+        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed)
         engine.on_step = self.metrics.step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
         # One thread: tokenization gives up the interpreter lock, and must not take the engine's cores.
@@ -57,6 +81,14 @@ class Service:
     def not_ready(self) -> str | None:
         """Why no traffic should be sent here, None when it may: also where the engine has work and gets nowhere."""
         return self.down or self.engine.stall
+
+    def switch_to(self, plan: Plan) -> None:
+        """The engine runs another plan: what is shown, promised and admitted goes by it from now on."""
+        self.plan = plan
+        self.max_context = min(self.spec.max_context, self.engine.num_blocks * BLOCK_SIZE)
+        self.admission.adopt(plan)
+        self.observed.adopt(plan)
+        self.metrics.adopt(plan)
 
     @property
     def retry_after(self) -> int:

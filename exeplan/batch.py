@@ -1,4 +1,4 @@
-"""Sequences and batches: what a scheduler orders, a policy chooses from, and a driver runs or times.
+"""Sequences, batches and packed rows: what a scheduler orders, a policy chooses from, and a driver runs or times.
 
 Not here: who is admitted, preempted and dismissed (`exeplan/scheduling.py`).
 """
@@ -31,11 +31,29 @@ class Sequence:
     """How many were admitted before it: who is older."""
     finished: bool = False
     preemptions: int = 0
+    num_begin_tokens: int = 0
+    """Tokens counted in the prompt that nobody sent: 1 for an encoder-decoder model, whose decoder begins with it."""
+    deadline: float | None = None
+    """Seconds on the driver's clock; one that has not started by then never does."""
+    weight: float = 1.0
+    """What its answer is worth beside others of its length."""
+    slot: int = 0
+    """Where finished rows are kept: with whom it leaves (see `Packing.slots`)."""
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output together: what a prefill computes, and what a decode attends to."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has been computed for it: it is not dropped any more, and goes before those that wait."""
+        return self.num_output_tokens > 0 or self.preemptions > 0
+
+    @property
+    def num_packed_tokens(self) -> int:
+        """What a packed row holds of it: an encoder reads the prompt alone, a decoder all that there is."""
+        return self.num_prompt_tokens - self.num_begin_tokens if self.num_begin_tokens else self.num_tokens
 
 
 class Chunk(NamedTuple):
@@ -46,13 +64,58 @@ class Chunk(NamedTuple):
     last: bool
 
 
+class Place(NamedTuple):
+    """Where a prompt lies in a packed batch: its first token is token `start` of a row."""
+
+    row: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Prompts concatenated in rows of `row_tokens`, each row cut into slots of `slot_tokens` (TCB, section 4).
+
+    Every row has a whole number of slots, no prompt crosses the border of one, and two never overlap. What computes is
+    rows x row_tokens tokens in the matrix products, and attention over every slot as a square of its own, masked to the
+    blocks of its prompts. One slot a row is pure ConcatBatching.
+    """
+
+    row_tokens: int
+    slot_tokens: int
+    places: tuple[Place, ...]
+    """One for each prefilled row of the batch, in its order."""
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + max(place.row for place in self.places)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all rows, empty ones included."""
+        return self.num_rows * (self.row_tokens // self.slot_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """What the matrix products compute."""
+        return self.num_rows * self.row_tokens
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slot of each prompt, by which memory is freed early; all the same in pure rows, which are one tensor."""
+        if self.slot_tokens == self.row_tokens:
+            return (0,) * len(self.places)
+        slots_a_row = self.row_tokens // self.slot_tokens
+        return tuple(place.row * slots_a_row + place.start // self.slot_tokens for place in self.places)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One pass over the layers: rows that are prefilled and rows that decode one token.
 
     A prefilled row computes all its `num_tokens`; `pad_to` > 0 makes it compute that many, the rest being padding;
-    `chunks`, one for each prefilled row, make it compute a part of them. A decode row computes 1 token and attends to
-    `num_tokens`.
+    `chunks`, one for each prefilled row, make it compute a part of them; with a `packing` several share a row, and what
+    computes are the packed rows as they are, with the padding at the ends of their slots. A decode row computes 1 token
+    and attends to `num_tokens`.
     """
 
     prefill: tuple[Sequence, ...] = ()
@@ -63,6 +126,7 @@ class Batch:
     """The group that decodes, and that the prefilled rows join."""
     phase: str = ""
     """The stages it runs on: all of them, or those set apart for `prefill` or `decode`."""
+    packing: Packing | None = None
 
     @property
     def whole_prefills(self) -> tuple[Sequence, ...]:
@@ -72,12 +136,18 @@ class Batch:
         return tuple(row for row, chunk in zip(self.prefill, self.chunks, strict=True) if chunk.last)
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and, exclusive, last token of everything that attends to itself in a prefill, padding included."""
+        if self.chunks:
+            return [(chunk.start, chunk.end) for chunk in self.chunks]
+        if self.packing:
+            return [(0, self.packing.slot_tokens)] * self.packing.num_slots
+        return [(0, self.pad_to or s.num_tokens) for s in self.prefill]
+
+    @property
     def num_new_tokens(self) -> int:
         """Rows of the flat matrix products, padding included."""
-        if self.chunks:
-            return sum(chunk.end - chunk.start for chunk in self.chunks) + len(self.decode)
-        prefill = len(self.prefill) * self.pad_to if self.pad_to else sum(s.num_tokens for s in self.prefill)
-        return prefill + len(self.decode)
+        return sum(end - start for start, end in self.spans) + len(self.decode)
 
 
 def num_blocks_for(num_tokens: int) -> int:

@@ -2,12 +2,14 @@
 
     p99-length      mean time of an output of the planned 99th-percentile length (ExeGPT's SLA-b)
     pNN-requests    the time that NN % of all requests do not exceed, such as p50-requests or p99.9-requests (SLA-a)
+    pNN-deadline    NN % of all requests have their answer by their deadline (see `exeplan.deadlines`)
     ttft, tpot      time to the first token and per later one: means over requests, as an Estimate has them and serving
                     benchmarks report them; a percentile of tpot over requests would be about the shortest outputs
 
-The first bound of several is the one on latency (p99-length or pNN-requests; infinity where there is none), the others
-are about what an Estimate holds beside it. Times count from the start of the prefill, with arrivals from the arrival.
-A search knows one limit: `worst` turns all bounds into the one that is fullest. Not here: margins (`risk.py`).
+The first bound of several is the one on latency (p99-length, pNN-requests or pNN-deadline; infinity where there is
+none), the others are about what an Estimate holds beside it. Times count from the start of the prefill, with arrivals
+from the arrival. A search knows one limit: `worst` turns all bounds into the one that is fullest. Not here: margins
+(`risk.py`).
 """
 
 import math
@@ -31,7 +33,7 @@ MORE_ABOUT = {
     "p99-requests": "latency_p99",
 }
 """What further bounds can be on: the field of an Estimate that holds it."""
-_REQUESTS = re.compile(r"p(\d{1,2}(?:\.\d+)?)-requests")
+_REQUESTS = re.compile(r"p(\d{1,2}(?:\.\d+)?)-(requests|deadline)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ def parse_bounds(
     """The bounds of a command line, the first one infinite where only others are given. Raises InputError for none."""
     if latency is None and ttft is None and tpot is None:
         raise InputError("give --latency-bound (inf for none), --ttft or --tpot")
-    if share_of_requests(about) is None and about != "p99-length":
+    if (share_of_requests(about) is None or is_deadline(about)) and about != "p99-length":
         raise InputError(f"--bound-on must be {LATENCY_ABOUT} or p50-requests, found '{about}'")
     first = Bound(seconds=seconds(latency, "--latency-bound") if latency is not None else math.inf, about=about)
     given = {"ttft": ttft, "tpot": tpot}
@@ -75,10 +77,15 @@ def parse_bounds(
 
 
 def share_of_requests(about: object) -> float | None:
-    """0.999 for `p99.9-requests`; None for what is no percentile of requests."""
+    """0.999 for `p99.9-requests` or `p99.9-deadline`; None for what is no percentile of requests."""
     match = _REQUESTS.fullmatch(about) if isinstance(about, str) else None
     share = float(match[1]) / 100 if match else 0.0
     return share if share > 0 else None
+
+
+def is_deadline(about: str) -> bool:
+    """Whether a bound is about requests that have a deadline each."""
+    return about.endswith("-deadline")
 
 
 def check_together(bounds: Sequence[Bound]) -> None:

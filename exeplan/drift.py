@@ -25,12 +25,13 @@ import numpy as np
 from exeplan.bounds import fullest, scaled, share_of_requests
 from exeplan.drift_cost import moving_seconds
 from exeplan.drift_evidence import Known, evidence, tail_within
-from exeplan.drift_state import DriftState
+from exeplan.drift_state import DriftState, Rules
 from exeplan.errors import Infeasible, InputError
 from exeplan.inputs import engine_blocks
 from exeplan.length_monitor import LengthMonitor, Observed, Seen
 from exeplan.optimize import optimize, resolve_policies
 from exeplan.plan import Estimate, Plan
+from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem
 from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.closed_form import steady_state
@@ -39,26 +40,6 @@ from exeplan.workload import Workload
 _SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
 _SLOW_SHARE = 0.9
 """Of the longer requests, those that a corrected prediction covers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """When to re-plan."""
-
-    gain: float = 0.05
-    """Relative gain in throughput from which moving is worth thinking of; below it closed form and engine differ."""
-    dwell: float = 60.0
-    """Seconds from one re-plan to the next, at least."""
-    every: float = 5.0
-    """Seconds between two looks."""
-    false_alarm: float = 1e-6
-    """Probability, at one look, that a law which has not changed counts as another."""
-    least_requests: float = 64.0
-    """Independent requests without which nothing is said."""
-    looks: int = 2
-    """Looks in a row that have to agree."""
-    confidence: float = 0.8
-    """That the tail is not heavier than the new plan reckons with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +88,19 @@ class Watch:
         self.rules = rules or Rules()
         self.plan, self.monitor = plan, monitor or LengthMonitor()
         self._problem = _without_trace(problem)
-        self._policies = policies or resolve_policies("auto", problem.cluster)
+        self.policies = policies or _policies(problem)
         self._basis = _Basis.of(problem.workload)
         self._planned = self._basis
         self._agreeing, self._last_replan = 0, -math.inf
         self._best_gain: float | None = None
         self._verdict = ""
+        self.observed: Workload | None = None
+        """The law at the last look."""
+
+    @property
+    def problem(self) -> Problem:
+        """What the active plan has to solve now, on its placement."""
+        return replace(self._problem, workload=_in_context(self.observed or self.planned, self._problem))
 
     @property
     def planned(self) -> Workload:
@@ -135,13 +123,18 @@ class Watch:
             self._planned = self._basis
         self._last_replan, self._agreeing, self._best_gain = now, 0, None
 
+    def vetoed(self, *, now: float) -> None:
+        """Somebody does not want the last proposal: for a dwell time there is no other."""
+        self._last_replan, self._agreeing = now, 0
+
     def look(self, now: float) -> tuple[DriftState, Proposal | None]:
         """What is known now, and a better plan where there is reason to search and one is found."""
         observed = self.monitor.observe()
         if observed is None or observed.size < self.rules.least_requests:
             size = observed.size if observed else 0.0
             return DriftState(seconds=now, num_requests=size, verdict="too few requests are known"), None
-        problem = replace(self._problem, workload=_in_context(observed.workload, self._problem))
+        self.observed = observed.workload
+        problem = self.problem
         kept, share = _consequence(problem, self.plan)
         far = self._far(observed, self._planned)
         proposal = None
@@ -173,7 +166,7 @@ class Watch:
     ) -> Proposal | None:
         self._agreeing = 0
         self._basis = _Basis(observed.known, observed.size, planned=False)
-        found = _best(problem, observed, self.plan, self._policies, self.rules.confidence, self._slowdown(problem))
+        found = _best(problem, observed, self.plan, self.policies, self.rules.confidence, self._slowdown(problem))
         if isinstance(found, str):
             self._best_gain, self._verdict = None, f"no other plan: {found}"
             return None
@@ -229,6 +222,14 @@ class Watch:
         predicted = steady.latency(np.array([float(seen.output_tokens) for seen in rows]))
         ratios = np.array([seen.seconds for seen in rows]) / np.maximum(predicted, 1e-9)
         return float(np.clip(np.quantile(ratios, _SLOW_SHARE), 1.0, _MOST_SLOWDOWN))
+
+
+def _policies(problem: Problem) -> tuple[str, ...]:
+    """All that can run; where the placement stays, those that need stages set apart if it has such, else the others."""
+    if problem.cluster is not None:
+        return resolve_policies("auto", problem.cluster)
+    apart = any(stage.phase for stage in problem.cost.placement)
+    return tuple(name for name in policy_names() if apart == load_policy(name).SEPARATE_STAGES)
 
 
 def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:

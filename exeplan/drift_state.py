@@ -1,4 +1,4 @@
-"""What a service knows of its own plan: drift, predictions beside it, and the last re-plan; plain values to be shown.
+"""When a service re-plans, and what it knows of its own plan: drift, predictions, the last re-plan; plain values.
 
 Not here: how it comes about (`drift.py`, `runner/replan.py`) and how it is shown (`runner/server.py`).
 """
@@ -12,6 +12,26 @@ from exeplan.plan import as_json as plan_json
 
 MODES = ("off", "advise", "auto")
 """Watch nothing; watch, and propose other plans; watch, and adopt them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """When to re-plan."""
+
+    gain: float = 0.05
+    """Relative gain in throughput from which moving is worth thinking of; below it closed form and engine differ."""
+    dwell: float = 60.0
+    """Seconds from one re-plan to the next, at least."""
+    every: float = 5.0
+    """Seconds between two looks."""
+    false_alarm: float = 1e-6
+    """Probability, at one look, that a law which has not changed counts as another."""
+    least_requests: float = 64.0
+    """Independent requests without which nothing is said."""
+    looks: int = 2
+    """Looks in a row that have to agree."""
+    confidence: float = 0.8
+    """That the tail is not heavier than the new plan reckons with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from exeplan.bounds import Bound
 from exeplan.cluster import Cluster, Link, load_cluster
+from exeplan.deadlines import parse_deadlines
 from exeplan.errors import Infeasible, InputError
 from exeplan.model import ModelSpec, load_model_spec
 from exeplan.placement_check import check_devices, check_placement
@@ -58,7 +59,8 @@ def plan_workload(plan: Plan, spec: ModelSpec, override: str | None = None) -> W
     reference = override or plan.workload
     if reference is None:
         raise InputError("the plan names no workload; give one with --workload")
-    return fitted(load_workload(reference), spec, fit=plan.fit_context)
+    workload = fitted(load_workload(reference), spec, fit=plan.fit_context)
+    return replace(workload, deadlines=parse_deadlines(plan.deadline)) if plan.deadline else workload
 
 
 def fitted(workload: Workload, spec: ModelSpec, *, fit: bool) -> Workload:

@@ -6,6 +6,11 @@
     latency   p99-length: mean time from the start until the n-th token, n the planned 99th-percentile length, over the
               requests that have so many; pNN-requests: the NN-th percentile of e2e
     throughput   requests/s: output tokens a second over the mean output length
+    deadline_share   of the requests that came in the window, those whose last token was there by their deadline
+    utility      what these are worth a second, weight / input tokens each
+
+For pNN-deadline latency is the time from arrival to the last token, scaled by the request's own deadline to the mean
+one; a request that expired counts as one that took twice its deadline.
 
 The steady window opens when a whole generation of requests has passed: nobody of the first, synchronised batch is left,
 or a quarter of all tokens is out, whichever is earlier; at once where batches do not overlap. It closes when the queue
@@ -24,7 +29,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from exeplan.bounds import share_of_requests
+from exeplan.bounds import is_deadline, share_of_requests
+from exeplan.deadlines import EXPIRED
 from exeplan.plan import Estimate
 from exeplan.policies import Floats
 
@@ -36,18 +42,29 @@ _FILLING_UP = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One finished request: sizes in tokens, times in seconds on one clock."""
+    """One request that is over: sizes in tokens, times in seconds on one clock."""
 
     input_tokens: int
     arrival: float
     start: float
-    """When its first prefill began."""
+    """When its first prefill began, or when it expired."""
     token_times: tuple[float, ...]
-    """When each output token was there, rising."""
+    """When each output token was there, rising; none of a request that expired before it began."""
+    deadline: float | None = None
+    weight: float = 1.0
 
     @property
     def output_tokens(self) -> int:
         return len(self.token_times)
+
+    @property
+    def expired(self) -> bool:
+        return not self.token_times
+
+    @property
+    def in_time(self) -> bool:
+        """Whether its whole answer was there by its deadline."""
+        return not self.expired and (self.deadline is None or self.token_times[-1] <= self.deadline)
 
 
 def summarize(
@@ -62,6 +79,10 @@ def summarize(
 ) -> Estimate:
     """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window;
     `waiting` that they came at their own times and the wait counts."""
+    everybody = records
+    records = [r for r in everybody if not r.expired]
+    if not records:
+        return _nothing(everybody, bound_about, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
     if waiting:
         records = [replace(r, start=r.arrival) for r in records]
     opens, closes = _arrival_window(records) if waiting else window(records, backlog)
@@ -69,19 +90,61 @@ def summarize(
     e2e = np.array([r.token_times[-1] - r.start for r in inside])
     share = share_of_requests(bound_about)
     rate = _token_rate(records, opens, closes)
+    came = [r for r in everybody if opens <= r.arrival < closes] if waiting else list(everybody)
+    latency: float | None
+    if is_deadline(bound_about) and share is not None:
+        latency = _deadline_latency(came, share)
+    elif share is None:
+        latency = _length_latency(records, p99_output, opens, math.inf if waiting else closes)
+    else:
+        latency = float(np.quantile(e2e, share))
     return Estimate(
         throughput=float(rate / np.mean([r.output_tokens for r in records])),
         token_throughput=rate,
         ttft=float(np.mean([r.token_times[0] - r.start for r in inside])),
         tpot=_tpot(inside),
-        latency=_length_latency(records, p99_output, opens, math.inf if waiting else closes)
-        if share is None
-        else float(np.quantile(e2e, share)),
+        latency=latency,
         latency_p50=float(np.quantile(e2e, 0.5)),
         latency_p99=float(np.quantile(e2e, 0.99)),
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
+        deadline_share=_deadline_share(came),
+        utility=_utility(came, closes - opens),
     )
+
+
+def _nothing(records: Sequence[RequestRecord], about: str, *, kv_tokens: float, memory_bytes: float) -> Estimate:
+    """Of a run in which everybody expired."""
+    times = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency_p50", "latency_p99"), 0.0)
+    share = share_of_requests(about)
+    return Estimate(
+        **times,
+        latency=_deadline_latency(records, share) if share is not None and is_deadline(about) else None,
+        kv_tokens=kv_tokens,
+        memory_bytes_per_gpu=memory_bytes,
+        deadline_share=0.0,
+        utility=0.0,
+    )
+
+
+def _deadline_latency(records: Sequence[RequestRecord], share: float) -> float | None:
+    """The share of its own deadline that such a share of the requests does not exceed, times the mean one."""
+    due = [(r.deadline - r.arrival, r) for r in records if r.deadline is not None]
+    if not due:
+        return None
+    shares = [EXPIRED if r.expired else (r.token_times[-1] - r.arrival) / patience for patience, r in due]
+    return float(np.quantile(shares, share, method="inverted_cdf") * np.mean([patience for patience, _ in due]))
+
+
+def _deadline_share(records: Sequence[RequestRecord]) -> float | None:
+    due = [r.in_time for r in records if r.deadline is not None]
+    return float(np.mean(due)) if due else None
+
+
+def _utility(records: Sequence[RequestRecord], seconds: float) -> float | None:
+    if all(r.deadline is None for r in records):
+        return None
+    return sum(r.weight / r.input_tokens for r in records if r.in_time) / seconds
 
 
 def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, float]:

@@ -221,6 +221,7 @@ def _optimum(
         more_bounds=problem.more_bounds,
         arrival_rate=problem.arrivals.rate if problem.arrivals and not problem.arrivals.of_trace else None,
         trace_arrivals=problem.arrivals is not None and problem.arrivals.of_trace,
+        deadline=str(problem.workload.deadlines) if problem.workload.deadlines else None,
         dtype=problem.profile.dtype,
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from exeplan.bounds import Bound, check_together
+from exeplan.bounds import Bound, check_together, is_deadline
+from exeplan.deadlines import parse_deadlines
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, write_text
 from exeplan.model import DTYPE_BYTES, ModelSpec
@@ -27,6 +28,7 @@ __all__ = [
     "is_number",
     "load_plan",
     "placement_from",
+    "plan_from",
     "save_plan",
     "single_stage",
 ]
@@ -38,8 +40,10 @@ _TEXTS = (
     "cluster",
     "device",
     "dtype",
+    "deadline",
     *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
 )
+_ABOUT_DEADLINES = ("deadline_share", "utility")
 _COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
 
 
@@ -49,12 +53,15 @@ class Schedule:
 
     policy: str
     variables: Mapping[str, int]
+    order: str = "fcfs"
+    """Who of those that wait goes first (see `exeplan.orders`)."""
 
     def __getitem__(self, name: str) -> int:
         return self.variables[name]
 
     def __str__(self) -> str:
-        return f"{self.policy}({', '.join(f'{k}={v}' for k, v in self.variables.items())})"
+        values = [] if self.order == "fcfs" else [f"order={self.order}"]
+        return f"{self.policy}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,11 @@ class Estimate:
     kv_tokens: float
     """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
     memory_bytes_per_gpu: float
+    deadline_share: float | None = None
+    """Share of the requests whose whole answer is there by their deadline; None where they have none, or by closed
+    form."""
+    utility: float | None = None
+    """What these are worth, weight / input tokens each, a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +135,8 @@ class Plan:
     """Bounds that hold beside it."""
     arrival_rate: float | None = None
     """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
+    deadline: str | None = None
+    """How long after its arrival a request's answer is of use: a time, or two, as written for `--deadline`."""
     trace_arrivals: bool = False
     """Requests come as in the workload's own trace."""
     dtype: str | None = None
@@ -156,10 +170,19 @@ def save_plan(plan: Plan, path: Path) -> None:
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, its policy beside its variables."""
     body = asdict(plan)
-    body["schedule"] = {"policy": plan.schedule.policy, **plan.schedule.variables}
+    order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
+    body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
+    for name in ("estimate", "replay"):
+        if body[name]:
+            body[name] = estimate_json(body[name])
     body["placement"] = [stage_json(stage) for stage in plan.placement]
     body["more_bounds"] = list(body["more_bounds"])
     return body
+
+
+def estimate_json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """An Estimate's fields, without those about deadlines where there are none."""
+    return {name: value for name, value in body.items() if value is not None or name not in _ABOUT_DEADLINES}
 
 
 def stage_json(stage: Stage) -> dict[str, Any]:
@@ -179,25 +202,31 @@ def load_plan(path: Path) -> Plan:
     body = read_yaml(path)
     if body.pop("exeplan", 1) != 1:
         raise InputError(f"{path} is a plan of a newer exeplan")
-    known = {f.name for f in fields(Plan)}
-    if unknown := sorted({str(name) for name in body} - known):
-        raise InputError(f"{path}: unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
-    body = {name: value for name, value in body.items() if value is not None}
-    for name in ("model", "schedule", "placement"):
-        if name not in body:
-            raise InputError(f"{path}: a plan needs '{name}'")
     try:
-        _check_values(body)
-        body.update(
-            schedule=_schedule(body["schedule"]),
-            placement=placement_from(body["placement"]),
-            bound=_bound(body["bound"]) if "bound" in body else None,
-            more_bounds=_more_bounds(body),
-        )
-        body.update({name: _estimate(name, body[name]) for name in ("estimate", "replay") if name in body})
-        return Plan(**body)
+        return plan_from(body)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def plan_from(body: Mapping[str, Any]) -> Plan:
+    """The plan of `as_json` values. Raises InputError naming the field that is wrong."""
+    known = {f.name for f in fields(Plan)}
+    if unknown := sorted({str(name) for name in body} - known):
+        raise InputError(f"unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in ("model", "schedule", "placement"):
+        if name not in given:
+            raise InputError(f"a plan needs '{name}'")
+    _check_values(given)
+    given.update(
+        schedule=_schedule(given["schedule"]),
+        placement=placement_from(given["placement"]),
+        bound=_bound(given["bound"]) if "bound" in given else None,
+        more_bounds=_more_bounds(given),
+    )
+    _check_deadline_bound(given["bound"], given)
+    given.update({name: _estimate(name, given[name]) for name in ("estimate", "replay") if name in given})
+    return Plan(**given)
 
 
 def is_number(value: object) -> bool:
@@ -224,6 +253,10 @@ def _check_values(body: Mapping[str, Any]) -> None:
     for name in ("search", "promise"):
         if not isinstance(body.get(name, {}), Mapping):
             raise InputError(f"{name} must be a mapping, found {body[name]!r}")
+    if "deadline" in body:
+        parse_deadlines(body["deadline"], "deadline")
+        if not ("arrival_rate" in body or body.get("trace_arrivals")):
+            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
     if "arrival_rate" in body:
         check_rate(body["arrival_rate"])
         if body.get("trace_arrivals"):
@@ -235,7 +268,8 @@ def _schedule(body: Any) -> Schedule:
 
     if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
         raise InputError("schedule must name a policy and its control variables")
-    schedule = Schedule(body["policy"], {str(k): v for k, v in body.items() if k != "policy"})
+    variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}
+    schedule = Schedule(body["policy"], variables, body.get("order", "fcfs"))
     load_policy(schedule.policy).check(schedule)
     return schedule
 
@@ -276,6 +310,11 @@ def _bound(body: Any) -> Bound:
     return Bound(**body)
 
 
+def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
+    if bound and is_deadline(bound.about) and "deadline" not in body:
+        raise InputError(f"a bound on {bound.about} needs a deadline beside it, such as deadline: 2s")
+
+
 def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
     found = body.get("more_bounds", [])
     if not isinstance(found, list):
@@ -286,8 +325,8 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 
 
 def _estimate(name: str, body: Any) -> Estimate:
-    names = [f.name for f in fields(Estimate)]
-    if not isinstance(body, Mapping) or set(body) != set(names):
+    names = [f.name for f in fields(Estimate) if f.name not in _ABOUT_DEADLINES]
+    if not isinstance(body, Mapping) or set(body) - set(_ABOUT_DEADLINES) != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
     for key, value in body.items():
         if not is_number(value) and not (key == "latency" and value is None):

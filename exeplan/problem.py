@@ -265,6 +265,7 @@ def replay_estimate(
     if problem.arrivals:
         n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
         inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    due = problem.workload.deadlines
     num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
     run = replay(
         schedule,
@@ -273,6 +274,7 @@ def replay_estimate(
         output_tokens=outputs,
         num_blocks=num_blocks,
         arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
     )
     return run, summarize(
         run.requests,

@@ -18,6 +18,8 @@ ESTIMATE_ROWS = (
     "latency p99",
     "KV cache",
     "memory",
+    "met their deadline",
+    "utility",
 )
 
 
@@ -44,13 +46,22 @@ def estimate_cells(estimate: Estimate) -> list[str]:
         show_seconds(estimate.latency_p99),
         f"{estimate.kv_tokens:.0f} tok",
         show_bytes(estimate.memory_bytes_per_gpu),
+        show_share(estimate.deadline_share),
+        "-" if estimate.utility is None else f"{estimate.utility:.4g} /s",
     ]
+
+
+def show_share(value: float | None) -> str:
+    """A share for people, in percent."""
+    return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def side_by_side(**columns: Estimate | None) -> str:
     """Estimates beside each other, one column each; columns that are None are left out."""
     present = {name.replace("_", " "): estimate_cells(e) for name, e in columns.items() if e is not None}
-    return table(["", *present], zip(ESTIMATE_ROWS, *present.values(), strict=True))
+    rows = list(zip(ESTIMATE_ROWS, *present.values(), strict=True))
+    due = any(e.deadline_share is not None for e in columns.values() if e is not None)
+    return table(["", *present], rows if due else rows[:-2])
 
 
 def json_line(body: Any) -> str:
@@ -78,7 +89,7 @@ def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | Non
     present = [(name, e) for name, e in (("plan", predicted), ("replay", replay)) if e is not None]
     header = ["", *(cell for name, _ in present for cell in (name, "error")), "measured"]
     rows = []
-    for label, key in _COMPARED:
+    for label, key in _COMPARED if measured.deadline_share is None else (*_COMPARED, *_DUE):
         value = getattr(measured, key)
         cells = [label]
         for _, e in present:
@@ -98,7 +109,15 @@ _COMPARED = (
 )
 
 
+_DUE = (("met their deadline", "deadline_share"), ("utility", "utility"))
+"""Where requests had one."""
+
+
 def _show(key: str, value: float | None) -> str:
+    if key == "deadline_share":
+        return show_share(value)
+    if key == "utility":
+        return "-" if value is None else f"{value:.4g} /s"
     if key.endswith("throughput"):
         return f"{value:.4g} {'tok' if key.startswith('token') else 'req'}/s"
     return show_seconds(value)

@@ -4,7 +4,8 @@ The drivers differ in one thing only: the replay times a batch with a profile, t
 next, who is admitted, who is preempted and who leaves is decided here and in `exeplan/policies/<policy>.py`, once.
 
 Life of a sequence: `add` puts it into `waiting`; a prefill batch moves it to `running` and yields its first token; each
-decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows).
+decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows
+until all of their slot are: by default everybody is in one).
 When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later,
 its tokens kept; the oldest is never preempted, so there is always progress.
 
@@ -13,17 +14,25 @@ completes a batch when it has left the last. Who decodes is split into groups (m
 be scheduled again before it is back. Where some stages only prefill, a prefilled sequence is `handed over` to the
 others and waits in `ready` for a place in a group.
 
+Who waits goes in the schedule's order (`exeplan/orders.py`), behind those that were preempted. Whoever has a deadline
+and has not begun by then is dropped by `expire`, and never computed.
+
 Not here: which blocks (the runner's KV cache places them) and what tokens mean.
 """
 
+import math
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heapreplace
+from itertools import chain
 
-from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Sequence, num_blocks_for
+from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Packing, Sequence, num_blocks_for
 from exeplan.errors import InputError
+from exeplan.orders import queue_of, ranking
 from exeplan.plan import Schedule
-from exeplan.policies import Policy, load_policy
+from exeplan.policies import Policy, das_of, load_policy
 
 __all__ = ["BLOCK_SIZE", "Batch", "Chunk", "Scheduler", "Sequence", "balanced_part", "num_blocks_for"]
 
@@ -47,6 +56,9 @@ class Scheduler:
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
         self.waiting: deque[Sequence] = deque()
+        """In order of arrival, those that were preempted before them."""
+        self._next_deadline = math.inf
+        """No waiting sequence that has not begun has an earlier one."""
         self.running: list[Sequence] = []
         """Admitted sequences, oldest first."""
         self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
@@ -81,10 +93,39 @@ class Scheduler:
         """Something that runs, or is handed over, will come back without anything being scheduled."""
         return bool(self.busy or self.num_handing_over)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether running sequences need more blocks for their next tokens than are free: some may be preempted."""
+        needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
+        return needed > self.free_blocks
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         self.check(sequence)
         self.waiting.append(sequence)
+        if sequence.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
+
+        The time left ends at the deadline, or `lead_ms` before it where the schedule says so: what a request needs.
+        """
+        latest = now + self.schedule.variables.get("lead_ms", 0) / 1000
+        if latest <= self._next_deadline:
+            return []
+        due = [(s.deadline, s) for s in self.waiting if s.deadline is not None and not s.begun]
+        expired = [s for deadline, s in due if deadline < latest]
+        self._next_deadline = min((deadline for deadline, _ in due if deadline >= latest), default=math.inf)
+        self._leave_queue(expired)
+        return expired
+
+    def _leave_queue(self, sequences: Iterable[Sequence]) -> None:
+        gone = {id(s) for s in sequences}
+        while self.waiting and id(self.waiting[0]) in gone:
+            gone.discard(id(self.waiting.popleft()))
+        if gone:
+            self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def check(self, sequence: Sequence) -> None:
         """Raises InputError when the cache could not hold the sequence even alone."""
@@ -103,7 +144,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
-        """The first waiting sequences, in order, that fit into the free blocks: at most `limit`.
+        """The first waiting sequences, in the schedule's order, that fit into the free blocks: at most `limit`.
 
         With `max_tokens` no more follow once those chosen have so many tokens, be the last of them cut.
         `reserve` counts every sequence at its full length (ORCA's slots reserved by max_tokens), so that nobody is ever
@@ -111,11 +152,17 @@ class Scheduler:
         """
         if limit < 1 or not self.waiting:
             return ()
+        return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
+
+    def fitting(
+        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[Sequence, ...]:
+        """The first of these waiting sequences as `admissible` counts them, who come in the order that is wanted."""
         room = self.free_blocks
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
         chosen: list[Sequence] = []
-        for sequence in self.waiting:
+        for sequence in sequences:
             room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
             if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break
@@ -123,6 +170,21 @@ class Scheduler:
             if max_tokens is not None:
                 max_tokens -= sequence.num_tokens
         return tuple(chosen)
+
+    def _ranked(self, limit: int) -> Iterable[Sequence]:
+        """The waiting sequences in the schedule's order, behind those that have begun already."""
+        if self.schedule.order == "fcfs":
+            return self.waiting
+        begun, fresh = [s for s in self.waiting if s.begun], [s for s in self.waiting if not s.begun]
+        rank = ranking(
+            self.schedule.order,
+            queue_of(fresh),
+            room=self.free_blocks * BLOCK_SIZE,
+            limit=limit,
+            das=das_of(self.schedule),
+            before=self.num_admissions,
+        )
+        return chain(begun, (fresh[number] for number in rank))
 
     def deal(self) -> None:
         """Deals the running sequences out into groups of nearly equal size; none may be under way."""
@@ -147,7 +209,9 @@ class Scheduler:
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
             return self.next_batch(phase) if self.has_work and not self.under_way else None
         chunks = batch.chunks[: len(admitted)]
-        batch = Batch(admitted, decode, pad_to=batch.pad_to, chunks=chunks, group=batch.group, phase=phase)
+        batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
+        if batch.packing:
+            batch = replace(batch, packing=_placed(admitted, batch.packing))
         self._begin(batch)
         return batch
 
@@ -190,9 +254,10 @@ class Scheduler:
         for row in rows:
             row.in_flight = handing_over and not row.finished
         if self.policy.KEEPS_FINISHED_ROWS:
-            if self.busy or not all(s.finished for s in self.running):
+            if self.busy:
                 return []
-            left = list(self.running)
+            kept = {s.slot for s in self.running if not s.finished}
+            left = [s for s in self.running if s.slot not in kept]
         else:
             left = [s for s in rows if s.finished and s.num_blocks]
         for sequence in left:
@@ -248,6 +313,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
         admitted: list[Sequence] = []
+        fresh: list[Sequence] = []
         begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
         for sequence in batch.prefill:
             if id(sequence) in begun:
@@ -256,9 +322,8 @@ class Scheduler:
                 admitted.append(sequence)
                 continue
             needed = num_blocks_for(sequence.num_tokens)
-            if needed > self.free_blocks or sequence not in self.waiting:
+            if needed > self.free_blocks:
                 break
-            self.waiting.remove(sequence)
             sequence.num_blocks = needed
             self.free_blocks -= needed
             self.running.append(sequence)
@@ -269,6 +334,8 @@ class Scheduler:
             else:
                 self.join(sequence, batch.group)
             admitted.append(sequence)
+            fresh.append(sequence)
+        self._leave_queue(fresh)
         return tuple(admitted)
 
     def join(self, sequence: Sequence, group: int) -> None:
@@ -322,6 +389,14 @@ def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...
     _, _, fullest = max(shares, key=lambda share: (share[0], -share[1]))
     chosen = {id(row) for row in fullest}
     return tuple(row for row in rows if id(row) in chosen)
+
+
+def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
+    """The packing of those who were admitted, who learn their slots."""
+    packing = replace(packing, places=packing.places[: len(admitted)])
+    for sequence, slot in zip(admitted, packing.slots, strict=True):
+        sequence.slot = slot
+    return packing
 
 
 def _reserved(sequence: Sequence) -> int:

@@ -28,7 +28,8 @@ def take_over(new: Scheduler, old: Scheduler, *, keep: bool) -> list[Sequence]:
         if fits and not sequence.finished:
             _keep(new, sequence)
         else:
-            sequence.num_blocks = sequence.num_computed_tokens = sequence.group = 0
+            sequence.num_blocks = sequence.num_computed_tokens = sequence.group = sequence.slot = 0
+            sequence.preemptions += not sequence.finished
             left.append(sequence)
     for sequence in (*(one for one in left if not one.finished), *old.waiting):
         new.add(sequence)
@@ -41,7 +42,7 @@ def take_over(new: Scheduler, old: Scheduler, *, keep: bool) -> list[Sequence]:
 def _keep(new: Scheduler, sequence: Sequence) -> None:
     new.free_blocks -= sequence.num_blocks
     sequence.admission = new.num_admissions
-    sequence.group = 0
+    sequence.group = sequence.slot = 0
     new.num_admissions += 1
     new.running.append(sequence)
     if new.policy.SEPARATE_STAGES:

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from exeplan.deadlines import Deadlines
 from exeplan.errors import InputError
 from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw, added_up
 
@@ -44,6 +45,8 @@ class Workload:
     """Where the figures come from and what was done to them, for people."""
     trace: Trace | None = None
     """The requests themselves, where the workload is a trace."""
+    deadlines: Deadlines | None = None
+    """How long after its arrival a request's answer is of use; None for however late."""
 
     @classmethod
     def of(
@@ -149,13 +152,14 @@ class Workload:
         exact = np.maximum(self.outputs * output_factor, 1.0)
         low = np.floor(exact).astype(np.int64)
         up = exact - low
-        return Workload.of(
+        scaled = Workload.of(
             self.name,
             inputs=np.concatenate([self.inputs, self.inputs]),
             outputs=np.concatenate([low, low + 1]),
             weights=np.concatenate([self.weights * (1 - up), self.weights * up]),
             source=f"{self.source}; outputs x{output_factor:.3g}".lstrip("; "),
         )
+        return replace(scaled, deadlines=self.deadlines)
 
     def fit_context(self, max_context: int, *, scale: bool = True, like: "Workload | None" = None) -> "Workload":
         """The workload with input + output <= `max_context` for every request; itself where that holds already.

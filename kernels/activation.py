@@ -32,7 +32,7 @@ def gated_activation(gate_up_NF: Tensor, kind: str) -> Tensor:
 
 def gated_activation_reference(gate_up_NF: Tensor, kind: str) -> Tensor:
     gate_NF, up_NF = gate_up_NF.float().chunk(2, -1)
-    return (KINDS[kind](gate_NF) * up_NF).to(gate_up_NF.dtype)
+    return KINDS[kind](gate_NF).mul_(up_NF).to(gate_up_NF.dtype)
 
 
 def plain_activation(x_NF: Tensor, kind: str) -> Tensor:

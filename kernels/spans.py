@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exeplan.kernels.sending import sent
+
 
 class Span(NamedTuple):
     """The tokens of one sequence in a flat batch."""
@@ -38,7 +40,7 @@ class Spans:
         fields = [
             (start, span.num_queries, span.new_keys, *span.cached) for start, span in zip(starts, spans, strict=False)
         ]
-        self.fields_B5 = torch.tensor(fields, dtype=torch.int32).reshape(-1, 5).to(device)
+        self.fields_B5 = sent(np.array(fields, dtype=np.int32).reshape(-1, 5), device)
         """Of each: its first row in the batch, queries, new keys, first and last cached token."""
         self._tiles: dict[int, Tensor] = {}
 
@@ -47,5 +49,5 @@ class Spans:
         if rows not in self._tiles:
             tiles = [(b, query) for b, span in enumerate(self.spans) for query in range(0, span.num_queries, rows)]
             tiles.sort(key=lambda tile: -(self.spans[tile[0]].cached[1] + tile[1]))
-            self._tiles[rows] = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(self.fields_B5.device)
+            self._tiles[rows] = sent(np.array(tiles, dtype=np.int32).reshape(-1, 2), self.fields_B5.device)
         return self._tiles[rows]

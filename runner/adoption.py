@@ -113,9 +113,10 @@ class Adoption:
         restore: "Callable[[], Executor] | None" = None,
     ) -> dict[str, Any]:
         setup, began = message["setup"], time.perf_counter()
-        schedule = Schedule(setup["schedule"]["policy"], setup["schedule"]["variables"])
         num_blocks = setup["engine"]["num_blocks"] if executor else None
-        switched = self._engine.adopt(schedule, executor=executor, restore=restore, num_blocks=num_blocks)
+        switched = self._engine.adopt(
+            Schedule(**setup["schedule"]), executor=executor, restore=restore, num_blocks=num_blocks
+        )
         outputs += switched.outputs
         self._setup = setup
         return {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.files import read_json
+from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.shard import Part
 
 INDEX = "model.safetensors.index.json"
@@ -30,6 +31,8 @@ class Weights(Protocol):
 
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels
+    """What its layers call, chosen once for device and dtype."""
     num_bytes: int
     """Bytes of all that was taken so far."""
 
@@ -55,9 +58,11 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         prefix: str = "",
+        kernels: Kernels | None = None,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         self.directory, self.dtype, self.device, self.prefix = directory, dtype, device, prefix
+        self.kernels = kernels or kernels_for(device, dtype)
         self.num_bytes, self._on_read = 0, on_read
         self._files = _find_tensors(directory)
 
@@ -85,9 +90,16 @@ class RandomWeights:
     """Random weights of any shape: equal for equal seeds and names, whatever the order of taking and whatever part."""
 
     def __init__(
-        self, *, dtype: torch.dtype, device: torch.device, seed: int, on_read: OnRead = lambda num_bytes: None
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        kernels: Kernels | None = None,
+        on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         self.dtype, self.device, self.seed = dtype, device, seed
+        self.kernels = kernels or kernels_for(device, dtype)
         self.num_bytes, self._on_read = 0, on_read
 
     def holds(self, name: str) -> bool:

@@ -11,10 +11,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from exeplan.kernels.attention import full_attention
+from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
+from exeplan.kernels.spans import Span, Spans
 from exeplan.runner.layers import AttentionShape, Layer, Model, PositionBias
 
 
@@ -33,20 +37,34 @@ class EncoderDecoderModel(Model, Protocol):
 class EncoderStep:
     """One pass of prompts over encoder layers."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], *, pad_to: int, device: torch.device) -> None:
-        """`pad_to` > 0 pads every prompt on the right to that many tokens, which are computed and never attended to."""
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], *, pad_to: int, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        """`pad_to` > 0 pads every prompt on the right to that many tokens, which are computed and never attended to.
+
+        With `kernels`, all prompts attend in one launch.
+        """
         self._counts = [len(prompt) for prompt in prompts]
         self._padded = [max(count, pad_to) for count in self._counts]
         self._biases: dict[PositionBias, Tensor] = {}
         self.num_tokens = sum(self._padded)
         sizes = list(zip(prompts, self._padded, strict=True))
         tokens = [[*prompt, *[0] * (padded - len(prompt))] for prompt, padded in sizes]
-        self.token_N = torch.tensor(list(chain(*tokens)), dtype=torch.int64, device=device)
-        self.position_N = torch.tensor([*chain(*map(range, self._padded))], dtype=torch.int64, device=device)
+        self.token_N = sent(np.array([*chain(*tokens)], dtype=np.int64), device)
+        self.position_N = sent(np.array([*chain(*map(range, self._padded))], dtype=np.int64), device)
+        self._kernels = kernels
+        if kernels:
+            self._spans = Spans([Span(*sizes) for sizes in zip(self._padded, self._counts, strict=True)], device)
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Every prompt over itself: `[N, H * D]`."""
         heads, outputs = shape.num_heads, []
+        if self._kernels:
+            bias = shape.bias and shape.bias.by_distance
+            parts = torch.split_with_sizes(qkv_NMD, (heads, heads, heads), 1)
+            return self._kernels.ragged_attention(
+                *parts, self._spans, scale=shape.scale, causal=False, bias=bias
+            ).flatten(1)
         for qkv_TMD, count in zip(torch.split_with_sizes(qkv_NMD, self._padded), self._counts, strict=True):
             q, k, v = torch.split_with_sizes(qkv_TMD[None], (heads, heads, heads), 2)
             bias_HX = None if shape.bias is None else self._bias(shape.bias, len(qkv_TMD), count)

@@ -1,7 +1,9 @@
 """Engine: requests in, tokens out, one iteration at a time, in the order that a schedule wants.
 
 One step: whoever finds its first stage free gets the batch that the scheduler wants next; the executor computes; the
-tokens that come back are booked and delivered, and whoever is finished leaves with its blocks. A request that is
+tokens that come back are booked and delivered, and whoever is finished leaves with its blocks. Where the executor
+foresees, a batch counts as run once it is started, and the next one is scheduled meanwhile: who ends by number of
+tokens is known beforehand, who ends otherwise is computed once more for nothing. A request that is
 preempted, or whose workers died, is computed again from its tokens so far, none of which is delivered twice; a request
 that fails, fails alone.
 Not here: threads, queues and HTTP (`process`, `server`), which request comes next (`exeplan.policies`), and what a
@@ -11,19 +13,21 @@ batch runs on (`execution`).
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from exeplan.errors import InputError
 from exeplan.length_monitor import MOST_KEPT, Seen
 from exeplan.plan import Schedule
-from exeplan.runner.execution import Arrived, Done, Executor, WorkerError
+from exeplan.runner.device_sampling import needs_tokens
+from exeplan.runner.execution import Arrived, Done, Executor, WorkerError, producing_rows
 from exeplan.runner.requests import Output, Request, Row, as_rows
 from exeplan.runner.sampling import GREEDY, SampledToken
 from exeplan.runner.text_stream import TextStream
 from exeplan.runner.tokenizer import Tokenizer, decoder_start_token_id, eos_token_ids
 from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler
+from exeplan.scheduling import Sequence as SequenceState
 from exeplan.switching import take_over
 
 MAX_CRASHES = 2
@@ -85,13 +89,13 @@ class Engine:
         self._eos_token_ids = eos_token_ids(self._spec) or self._tokenizer.eos_token_ids
         self._rows: dict[str, Row] = {}
         self._scheduler = self._same_scheduler()
-        self._begun: dict[int, StepRecord] = {}
-        """What is under way, by the identity of the batch."""
+        self._begun: dict[int, tuple[Batch, StepRecord]] = {}
+        """What is under way, by the identity of the batch, the first one first."""
         self._left: deque[Seen] = deque(maxlen=MOST_KEPT)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._begun)
 
     @property
     def num_waiting(self) -> int:
@@ -121,15 +125,12 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drops a request and frees its blocks at once, without an output; one that is finished or unknown is fine."""
         row = self._rows.get(request_id)
-        if row is None or row.finished:
+        if row is None or row.ended:
             return
         if row.start is not None:
             self._left.append(self._seen(row, self._clock()))
         self._drop(row)
-        running = cast(list[Row], self._scheduler.running)
-        if all(other.finished for other in running):  # Nobody is left for whom finished rows would be kept.
-            for other in tuple(running):
-                self._drop(other)
+        self._dismiss_kept()
 
     def step(self) -> list[Output]:
         """Starts whatever can run, and waits until something is done. Returns what that brought.
@@ -138,7 +139,7 @@ class Engine:
         free. Raises WorkerError where workers died: `restart` goes on from there.
         """
         for phase in self._executor.phases:
-            while self._executor.accepts(phase) and (batch := self._scheduler.next_batch(phase)):
+            while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
                 self._start(batch)
         return self._results() if self._executor.pending else []
 
@@ -167,17 +168,14 @@ class Engine:
             after = self._new_scheduler(schedule, after.num_blocks, self._executor.num_prefill_stages)
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
         left = take_over(after, before, keep=executor is None)
-        for row in cast(list[Row], left):
-            self._executor.release(row.request_id)
-            if row.finished:
-                del self._rows[row.request_id]
+        self._dismiss(left)
         return Switched(outputs, self._clock() - began, sum(not row.finished for row in left))
 
     def census(self) -> Census:
         """What is known of lengths; who left is told once."""
         now, left = self._clock(), tuple(self._left)
         self._left.clear()
-        here = (row for row in self._rows.values() if row.start is not None and not row.finished)
+        here = (row for row in self._rows.values() if row.start is not None and not row.ended)
         return Census(now, left, tuple(self._seen(row, now) for row in here))
 
     def restart(self) -> list[Output]:
@@ -246,62 +244,112 @@ class Engine:
             if restore is not None:
                 self._executor = restore()
                 before, self._scheduler = self._scheduler, self._same_scheduler()
-                for row in take_over(self._scheduler, before, keep=False):
-                    if row.finished:
-                        del self._rows[row.request_id]
+                self._dismiss(take_over(self._scheduler, before, keep=False))
             raise
 
     def _seen(self, row: Row, now: float) -> Seen:
         assert row.start is not None
         num_prompt_tokens = row.num_prompt_tokens - row.num_begin_tokens
-        return Seen(row.start, num_prompt_tokens, row.num_output_tokens, row.finished, now - row.start)
+        return Seen(row.start, num_prompt_tokens, row.num_delivered, row.ended, now - row.start)
+
+    @property
+    def _may_schedule(self) -> bool:
+        """Not while tokens are unknown that the next batch may need: to compute a preempted row again, or to penalise
+        what a row has had."""
+        if not (self._executor.foresees and self._begun):
+            return True
+        return not (self._scheduler.is_short or needs_tokens(cast(list[Row], self._scheduler.running)))
 
     def _start(self, batch: Batch) -> None:
         start = self._clock()
-        for row in as_rows(batch.prefill):
-            if row.start is None:
-                row.start = start
+        if not (self._executor.foresees and self._begun):
+            _note_start(batch, start)
         context_tokens = sum(row.num_tokens for row in batch.decode)
         counts = (len(batch.prefill), len(batch.decode), batch.num_new_tokens, context_tokens)
-        self._begun[id(batch)] = StepRecord(start, start, *counts)
+        self._begun[id(batch)] = batch, StepRecord(start, start, *counts)
         self._executor.start(batch)
+        if self._executor.foresees:
+            self._count(batch)
+            self._dismiss(self._scheduler.complete(batch))
 
     def _finish(self, done: Done) -> list[Output]:
         """Books a batch that has run. Whoever was dropped meanwhile gets nothing."""
         batch, end = done.batch, self._clock()
         rows = {row.request_id: row for row in as_rows(batch.prefill + batch.decode)}
+        self.last_step = replace(self._begun.pop(id(batch))[1], end=end)
+        if self._executor.foresees:
+            self._begin_next(end)
+        else:
+            self._count(batch)
         outputs = [
             self._book(row, token, end)
             for request_id, token in done.tokens.items()
-            if self._rows.get(request_id) is (row := rows[request_id]) and not row.finished
+            if self._rows.get(request_id) is (row := rows[request_id]) and not row.ended
         ]
-        for row in cast(list[Row], self._scheduler.complete(batch)):
-            self._drop(row)
-        self.last_step = replace(self._begun.pop(id(batch)), end=end)
+        if not self._executor.foresees:
+            self._dismiss(self._scheduler.complete(batch))
         return outputs
+
+    def _begin_next(self, now: float) -> None:
+        """A batch that was started behind the one that has come back begins only now."""
+        for key, (batch, record) in list(self._begun.items())[:1]:
+            _note_start(batch, now)
+            self._begun[key] = batch, replace(record, start=now)
+
+    def _count(self, batch: Batch) -> None:
+        """Whoever gets a token from a batch has one more, and is finished with the last."""
+        for row in producing_rows(batch, self._spec):
+            if not row.finished:
+                row.num_output_tokens += 1
+                row.finished = row.num_output_tokens >= row.max_output_tokens
+
+    def _dismiss(self, left: Iterable[SequenceState]) -> None:
+        """Those that have left the cache are forgotten, as soon as their last token has been delivered."""
+        for row in cast(Iterable[Row], left):
+            self._executor.release(row.request_id)
+            if row.ended:
+                del self._rows[row.request_id]
+
+    def _dismiss_kept(self) -> None:
+        """Finished rows leave when nobody is left for whom they would be kept."""
+        kept = tuple(self._scheduler.running)
+        if all(row.finished for row in kept):
+            for row in kept:
+                self._scheduler.remove(row)
+            self._dismiss(kept)
 
     def _book(self, row: Row, token: SampledToken | None, now: float) -> Output:
         if token is None:
             self._drop(row)
             return _output(row, now, reason="error")
         row.token_ids.append(token.token_id)
-        row.num_output_tokens += 1
         ended = token.token_id in row.end_token_ids
         text = "" if ended or row.stream is None else self._text(row.stream, row, token.token_id)
         reason = None
         if ended or (row.stream and row.stream.stopped):
             reason = "stop"
-        elif row.num_output_tokens >= row.max_output_tokens:
+        elif row.num_delivered >= row.max_output_tokens:
             reason = "length"
         if reason:
             text += row.stream.finish() if row.stream else ""
-            row.finished = True
+            self._end(row)
             self._left.append(self._seen(row, now))
-            row.sampling, row.plain = GREEDY, True  # Kept rows draw nothing.
         return _output(row, now, token=token, text=text, reason=reason)
 
+    def _end(self, row: Row) -> None:
+        """The last token of a row; one that counts on may have been foreseen."""
+        row.ended = row.finished = True
+        row.sampling, row.plain = GREEDY, True  # Kept rows draw nothing.
+        if not self._executor.foresees:
+            return
+        row.num_output_tokens = row.num_delivered
+        if self._scheduler.policy.KEEPS_FINISHED_ROWS and row.num_blocks:
+            self._dismiss_kept()
+        else:
+            self._drop(row)
+
     def _text(self, stream: TextStream, row: Row, token_id: int) -> str:
-        return stream.push(token_id, may_stop=row.num_output_tokens >= row.sampling.min_tokens)
+        return stream.push(token_id, may_stop=row.num_delivered >= row.sampling.min_tokens)
 
     def _drop(self, row: Row) -> None:
         self._scheduler.remove(row)
@@ -362,6 +410,12 @@ class Engine:
         return max_tokens
 
 
+def _note_start(batch: Batch, now: float) -> None:
+    for row in as_rows(batch.prefill):
+        if row.start is None:
+            row.start = now
+
+
 def _output(
     row: Row, now: float, *, token: SampledToken | None = None, text: str = "", reason: str | None = None
 ) -> Output:
@@ -372,9 +426,9 @@ def _output(
         text=text,
         logprobs=(token,) if token and token.logprob is not None else (),
         finish_reason=reason,
-        first=token is not None and row.num_output_tokens == 1,
+        first=token is not None and row.num_delivered == 1,
         start=row.start,
         time=now,
         num_prompt_tokens=row.num_prompt_tokens - row.num_begin_tokens,
-        num_output_tokens=row.num_output_tokens,
+        num_output_tokens=row.num_delivered,
     )

@@ -6,8 +6,10 @@ next is the engine's business, and what a token means as well.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from exeplan.model import ModelSpec
 from exeplan.runner.model_runner import ModelRunner
@@ -17,6 +19,8 @@ from exeplan.runner.timeline import TimelineFile
 from exeplan.scheduling import Batch
 
 log = logging.getLogger(__name__)
+Choose = Callable[[Tensor, Sequence[Row]], list[SampledToken | None]]
+"""From logits `[R, V]` to a token for each of R rows; None where the logits allow none."""
 
 
 class WorkerError(RuntimeError):
@@ -44,6 +48,8 @@ class Executor(Protocol):
     phases: tuple[str, ...]
     """The kinds of stages there are, as in `Stage.phase`; those that decode come first."""
     num_prefill_stages: int
+    foresees: bool
+    """Whether it takes the next batch before the tokens of the last one are known."""
 
     @property
     def pending(self) -> bool:
@@ -79,6 +85,7 @@ class Local:
 
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = 1
+    foresees = False
 
     def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None) -> None:
         self.spec, self.runner, self._timeline = runner.spec, runner, timeline
@@ -129,17 +136,40 @@ def compute(runner: ModelRunner, batch: Batch) -> dict[str, SampledToken | None]
     """
     rows = as_rows(batch.prefill + batch.decode)
     try:
-        logits_RV = runner.forward(batch, {row.request_id: row.token_ids for row in rows})
-        producing = producing_rows(batch, runner.spec)
-        return dict(zip((row.request_id for row in producing), sample(logits_RV, producing), strict=True))
+        return _tokens(runner, batch, {row.request_id: row.token_ids for row in rows}, sample)
     except Exception:
         log.exception("a batch failed: %s", ", ".join(row.request_id for row in rows))
-        if len(rows) == 1:
-            return {rows[0].request_id: None}
-        found = [compute(runner, single) for single in _singles(batch)]
-        if all(list(tokens.values()) == [None] for tokens in found):
-            raise
-        return {request_id: token for tokens in found for request_id, token in tokens.items()}
+        return compute_each(runner, batch, {row.request_id: row.token_ids for row in rows})
+
+
+def compute_each(
+    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], choose: Choose = sample
+) -> dict[str, SampledToken | None]:
+    """The tokens of a batch that has just failed, row by row; None for a row that fails alone, too.
+
+    Call it while that exception is handled: where every row fails, it is raised.
+    """
+    found: dict[str, SampledToken | None] = {}
+    num_failed = 0
+    for single in _singles(batch):
+        (row,) = as_rows(single.prefill + single.decode)
+        try:
+            found |= _tokens(runner, single, token_ids, choose)
+        except Exception:
+            log.exception("request %s failed", row.request_id)
+            found[row.request_id] = None
+            num_failed += 1
+    if num_failed == len(batch.prefill + batch.decode) > 1:
+        raise
+    return found
+
+
+def _tokens(
+    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], choose: Choose
+) -> dict[str, SampledToken | None]:
+    producing = producing_rows(batch, runner.spec)
+    chosen = choose(runner.forward(batch, token_ids), producing)
+    return dict(zip((row.request_id for row in producing), chosen, strict=True))
 
 
 def _singles(batch: Batch) -> list[Batch]:

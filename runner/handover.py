@@ -92,6 +92,12 @@ class PassingCache:
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=self.device)
 
+    def blocks(self, request_id: str) -> NDArray[np.int32]:
+        return np.zeros(0, dtype=np.int32)
+
+    def both_tables(self, layer: int) -> Tensor:
+        return torch.empty((2, 0, 1), device=self.device)
+
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
         self.kv_LNMD[layer] = kv_NMD
 

@@ -18,9 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
 from exeplan.model import ModelSpec
 from exeplan.runner.shard import Shard, head_parts, whole
 from exeplan.scheduling import BLOCK_SIZE
+
+_NO_BLOCKS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -29,6 +33,8 @@ class _Holding:
 
     number: int
     runs: list[list[int]] = field(default_factory=list)
+    blocks: NDArray[np.int32] | None = None
+    """All of them in order, where that has been asked for since they last changed."""
 
     @property
     def num_blocks(self) -> int:
@@ -46,8 +52,10 @@ class KVCache:
         device: torch.device,
         *,
         shard: Shard | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        shard = shard or whole(spec)
+        """With `kernels`, they store keys and values, by slots; without, torch does, by rows."""
+        shard, self._kernels = shard or whole(spec), kernels
         self.num_blocks = num_blocks
         self.num_kv_heads = len(head_parts(spec, shard.group)[1])
         self.num_slots = num_blocks * BLOCK_SIZE
@@ -82,12 +90,28 @@ class KVCache:
         keys_RD, values_RD = self._tables[layer]
         return keys_RD, values_RD
 
+    def both_tables(self, layer: int) -> Tensor:
+        """`[2, R, D]`, keys before values, as the kernels take them."""
+        return self._tables[layer]
+
+    def blocks(self, request_id: str) -> NDArray[np.int32]:
+        """The blocks of a sequence, in order; block b holds the slots from `b * BLOCK_SIZE` on."""
+        holding = self._holdings[request_id]
+        if holding.blocks is None:
+            runs = [np.arange(first, first + length, dtype=np.int32) for first, length in holding.runs]
+            holding.blocks = np.concatenate([_NO_BLOCKS, *runs])
+        return holding.blocks
+
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
         """Writes keys and values `[N, 2K, D]` of N tokens into the rows that `store_rows` gave for their slots."""
+        if self._kernels:
+            return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
         self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
 
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
-        """For every token the rows of its 2K keys and values, flattened."""
+        """For every token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
+        if self._kernels:
+            return sent(slot_N, self.device)
         heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.num_slots
         return torch.from_numpy((slot_N[:, None] + heads).ravel()).to(self.device)
 
@@ -113,6 +137,7 @@ class KVCache:
         if holding is None:
             holding = self._holdings[request_id] = _Holding(next(self._numbers))
         while (missing := num_blocks - holding.num_blocks) > 0:
+            holding.blocks = None
             if not self._extend(holding, missing):
                 self._place(holding, missing, max(missing, hint_blocks - holding.num_blocks))
 

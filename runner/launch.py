@@ -5,6 +5,7 @@ workers. torch is imported where it is used: the server makes a setup without it
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ def engine_setup(
     """
     return {
         "model": {"name": spec.name, "directory": spec.directory and str(spec.directory), "config": dict(spec.config)},
-        "schedule": {"policy": plan.schedule.policy, "variables": dict(plan.schedule.variables)},
+        "schedule": asdict(plan.schedule),
         "placement": [stage_json(stage) for stage in plan.placement],
         "engine": {
             "device": plan.device or "cpu",
@@ -88,7 +89,7 @@ def build_engine(
     torch.set_num_threads(setup["num_threads"])
     engine = Engine(
         _executor(setup, spec, hosts, on_loss),
-        Schedule(setup["schedule"]["policy"], setup["schedule"]["variables"]),
+        Schedule(**setup["schedule"]),
         tokenizer=Tokenizer.load(spec),
         num_blocks=setup["engine"]["num_blocks"],
     )
@@ -148,3 +149,4 @@ def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> Non
         engine.add(Request(request_id=f"warm-up-{index}", prompt_token_ids=[0] * num_tokens, sampling=sampling))
     while engine.has_work:
         engine.step()
+    engine.census()  # Nobody asked for these.

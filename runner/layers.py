@@ -6,6 +6,7 @@ H and K are the heads of this rank. What is particular to a family is in `runner
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from exeplan.errors import InputError
 from exeplan.kernels.linear import Linear
+from exeplan.kernels.online_softmax import DistanceBias
+from exeplan.kernels.select import Kernels
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.rotary import Angles
@@ -23,8 +26,15 @@ _ROWS = 512
 """Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
 
 
-PositionBias = Callable[[int, int], Tensor]
-"""What is added to scores, `[H, X]`, by the position of the key less the query's, from a first to a last one."""
+class PositionBias(Protocol):
+    """What is added to scores by the position of the key less the query's."""
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """`[H, X]`, from a first to a last distance."""
+
+    @property
+    def by_distance(self) -> DistanceBias:
+        """All of them, as the kernels take them; beyond its ends nothing changes any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +84,15 @@ class Model(Protocol):
 
 class RMSNorm:
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        self.weight, self.eps, self.shape = weights.take(f"{name}.weight", size), eps, (size,)
+        self.weight, self.eps, self.kernels = weights.take(f"{name}.weight", size), eps, weights.kernels
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        return F.rms_norm(x_NE, self.shape, self.weight, self.eps)
+    def __call__(self, x_NE: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Over the last dimension; `out` may be `x` itself."""
+        return self.kernels.rms_norm(x_NE, self.weight, self.eps, out=out)
+
+    def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        """Adds `x` to the residual, in place; the norm of the sum."""
+        return self.kernels.add_rms_norm(x_NE, residual_NE, self.weight, self.eps)
 
 
 class LayerNorm:
@@ -86,10 +101,14 @@ class LayerNorm:
     def __init__(self, weights: Weights, name: str, size: int, *, eps: float = 1e-5, affine: bool = True) -> None:
         self.weight = weights.take(f"{name}.weight", size) if affine else None
         self.bias = weights.take(f"{name}.bias", size) if affine else None
-        self.eps, self.shape = eps, (size,)
+        self.eps, self.kernels = eps, weights.kernels
 
     def __call__(self, x_NE: Tensor) -> Tensor:
-        return F.layer_norm(x_NE, self.shape, self.weight, self.bias, self.eps)
+        return self.kernels.layer_norm(x_NE, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        """Adds `x` to the residual, in place; the norm of the sum."""
+        return self.kernels.add_layer_norm(x_NE, residual_NE, self.weight, self.bias, self.eps)
 
 
 def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Linear:
@@ -137,8 +156,8 @@ class SelfAttention:
         if self.norms is not None:
             queries, keys = self.norms
             heads, last = shape.num_heads, shape.num_heads + shape.num_kv_heads
-            qkv_NMD[:, :heads] = queries(qkv_NMD[:, :heads])
-            qkv_NMD[:, heads:last] = keys(qkv_NMD[:, heads:last])
+            queries(qkv_NMD[:, :heads], out=qkv_NMD[:, :heads])
+            keys(qkv_NMD[:, heads:last], out=qkv_NMD[:, heads:last])
         if angles is not None:
             angles.rotate(qkv_NMD[:, : shape.num_heads + shape.num_kv_heads])
         return self.output(attend(shape, qkv_NMD))
@@ -186,22 +205,11 @@ def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
     return config["sliding_window"] if slides else None
 
 
-class GatedMLP:
-    """`down(activation(gate(x)) * up(x))`, gate and up in one product; over a group, this rank's summand of it."""
-
-    def __init__(self, gate_up: Linear, down: Linear, activation: Block) -> None:
-        self.gate_up, self.down, self.activation = gate_up, down, activation
-
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        return over_rows(self._rows, x_NE)
-
-    def _rows(self, x_NE: Tensor) -> Tensor:
-        gate_NF, up_NF = self.gate_up(x_NE).chunk(2, -1)
-        return self.down(self.activation(gate_NF).mul_(up_NF))
-
-
 class MLP:
-    """`down(activation(up(x)))`; over a group, this rank's summand of it."""
+    """`down(activation(up(x)))`; over a group, this rank's summand of it.
+
+    Gated, it is `down(activation(gate(x)) * up(x))`, with gate and up in one product.
+    """
 
     def __init__(self, up: Linear, down: Linear, activation: Block) -> None:
         self.up, self.down, self.activation = up, down, activation
@@ -217,51 +225,65 @@ def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bia
     """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""
     inner = inner_part(spec, group, integer(spec.config, "intermediate_size", 4 * spec.hidden_size))
     outputs = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
-    mlp = GatedMLP(
+    mlp = MLP(
         linear(weights, outputs, spec.hidden_size, bias=bias),
         partial_linear(weights, f"{name}.down_proj", spec.hidden_size, inner, group, bias=bias),
-        activation(spec.config.get("hidden_act", "silu")),
+        gated_activation(weights.kernels, spec.config.get("hidden_act", "silu")),
     )
     return summed(mlp, group)
 
 
 def over_rows(block: Block, x_NE: Tensor) -> Tensor:
-    """The block applied to a limited number of rows at a time."""
-    if x_NE.shape[0] <= _ROWS:
+    """The block applied to a limited number of rows at a time, on a CPU."""
+    if x_NE.shape[0] <= _ROWS or not x_NE.is_cpu:
         return block(x_NE)
     return torch.cat([block(x_NE[start : start + _ROWS]) for start in range(0, x_NE.shape[0], _ROWS)])
 
 
-def activation(name: str) -> Block:
-    """The activation of a Hugging Face name; the result may be written to. Raises InputError listing what there is."""
+def activation(kernels: Kernels, name: str) -> Block:
+    """The activation of a Hugging Face name. Raises InputError listing what there is."""
+    if kind := _FUSED.get(name):
+        return partial(kernels.plain_activation, kind=kind)
     if name not in _ACTIVATIONS:
-        raise InputError(f"no activation '{name}'; there are {', '.join(sorted(_ACTIVATIONS))}")
+        raise InputError(f"no activation '{name}'; there are {', '.join(sorted((*_FUSED, *_ACTIVATIONS)))}")
     return _ACTIVATIONS[name]
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+def gated_activation(kernels: Kernels, name: str) -> Block:
+    """`activation(gate) * up` of gate and up side by side, `[N, 2F]`. Raises InputError listing what there is."""
+    if kind := _FUSED.get(name):
+        return partial(kernels.gated_activation, kind=kind)
+    plain = activation(kernels, name)
+
+    def gated(gate_up_NF: Tensor) -> Tensor:
+        gate_NF, up_NF = gate_up_NF.chunk(2, -1)
+        return plain(gate_NF).mul_(up_NF)
+
+    return gated
 
 
+_FUSED = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Those that kernels have, by their names there."""
 _ACTIVATIONS: dict[str, Block] = {
-    "gelu": F.gelu,
-    "gelu_accurate": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_python": F.gelu,
-    "gelu_python_tanh": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
     "hardswish": F.hardswish,
     "leaky_relu": F.leaky_relu,
     "linear": torch.clone,
     "mish": F.mish,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
     "relu6": F.relu6,
     "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "swish": F.silu,
     "tanh": torch.tanh,
 }
 

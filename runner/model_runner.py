@@ -5,9 +5,9 @@ It is the data plane only: what runs next is decided by `exeplan.scheduling`, wh
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import cast
 
 import numpy as np
@@ -15,15 +15,22 @@ import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.model import RUN_DTYPES, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
+from exeplan.runner.decode_graphs import DecodeGraphs
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
+from exeplan.runner.paged_step import PagedStep, block_table, singles_of
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
+
+_RECENT = 1024
+"""So many rows of a pass may be gone on with before their tokens are known, unless more are recorded."""
+_NO_SOURCES: Mapping[str, int] = MappingProxyType({})
 
 
 class ModelRunner:
@@ -39,15 +46,21 @@ class ModelRunner:
         num_blocks: int,
         dummy_weights: bool = False,
         seed: int = 0,
+        paged_with: Kernels | None = None,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
-        whatever the shard; `on_read` is told how many bytes that were so far.
+        whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        if paged_with is None and self.device.type == "cuda":
+            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+        self.kernels = paged_with
+        """None where attention is the CPU's own."""
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,
@@ -56,28 +69,48 @@ class ModelRunner:
                 device=device,
                 dummy_weights=dummy_weights,
                 seed=seed,
+                kernels=paged_with,
                 on_read=on_read,
             )
-            self.cache = KVCache(spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard)
+            self.cache = KVCache(
+                spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard, kernels=paged_with
+            )
         self._residents: dict[str, SequenceState] = {}
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
+        self.graphs: DecodeGraphs | None = None
+        """Recorded decode iterations, once `record` has been called; without them every pass runs as it comes."""
+        self.chosen: tuple[Tensor, Tensor] | None = None
+        """The most likely tokens of the last pass, and whether they are sound, where a recording chose them."""
+        self._recent_B = torch.zeros(_RECENT, dtype=torch.int64, device=self.device)
         self.encoded_NE: Tensor | None = None
         """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        token_ids: Mapping[str, Sequence[int]],
+        hidden_NE: Tensor | None = None,
+        *,
+        sources: Mapping[str, int] = _NO_SOURCES,
+    ) -> Tensor:
         """Logits `[R, V]` in float32, one row for each whole prefill and then for each decoded sequence of the batch.
 
         `token_ids[request_id]` are prompt and output so far. A prefilled row computes all of them, or its chunk, a
         decoded row the last. Keys and values find their place here, in as many blocks as the scheduler granted. A shard
         that is not the first goes on from `hidden_NE`, one that is not the last returns it, `[N, E]`. Of an
-        encoder-decoder model's batch only decoded rows have logits.
+        encoder-decoder model's batch only decoded rows have logits. `sources` are the rows of the pass before from
+        whose token, which `leave` kept, decoded rows go on: the last one of theirs is not in `token_ids`.
         """
         self._place(batch)
+        sources = sources or {}
+        self.chosen = self.encoded_NE = None
+        if self.graphs and (rows := self._recorded_rows(batch, self.graphs)):
+            return self._replay(self.graphs, rows, token_ids, hidden_NE, sources)
         if self.spec.is_encoder_decoder:
-            return self._forward_both(batch, token_ids, hidden_NE)
-        step = self.step(batch, token_ids)
+            return self._forward_both(batch, token_ids, hidden_NE, sources)
+        step = self.step(batch, token_ids, sources)
         if hidden_NE is None:
             hidden_NE = self.model.embed(step.token_N, step.position_N)
         angles = self.model.angles(step.position_N, step.length_N)
@@ -85,10 +118,72 @@ class ModelRunner:
             hidden_NE = layer(hidden_NE, angles, step.attend)
         return self.model.head(hidden_NE[step.logit_R]).float() if self.shard.last else hidden_NE
 
-    def _forward_both(self, batch: Batch, token_ids: Mapping[str, Sequence[int]], hidden_NE: Tensor | None) -> Tensor:
+    def _recorded_rows(self, batch: Batch, graphs: DecodeGraphs) -> list[Row]:
+        """The rows of a batch that was recorded: none where one computes more than a token."""
+        if batch.prefill or not graphs.fit(len(batch.decode)):
+            return []
+        rows = self._decoded_rows(batch)
+        return rows if all(row.is_single for row in rows) else []
+
+    def _replay(
+        self,
+        graphs: DecodeGraphs,
+        rows: Sequence[Row],
+        token_ids: Mapping[str, Sequence[int]],
+        hidden_NE: Tensor | None,
+        sources: Mapping[str, int],
+    ) -> Tensor:
+        table_BT = block_table(self.cache, rows)
+        out_BX, *chosen = graphs.replay(singles_of(rows, table_BT, token_ids, sources), table_BT, hidden_NE)
+        for row in rows if self.spec.is_encoder_decoder else ():
+            self._num_cached[row.request_id] = row.end
+        if chosen:
+            self.chosen = (chosen[0], chosen[1])
+        return out_BX
+
+    def leave(self, token_R: Tensor) -> bool:
+        """Keeps the tokens of the last pass for the next one. False where there is no room for so many."""
+        if len(token_R) > len(self._recent_B):
+            return False
+        if self.chosen is None or token_R is not self.chosen[0]:
+            self._recent_B[: len(token_R)].copy_(token_R)
+        return True
+
+    @torch.inference_mode()
+    def record(self, max_num_seqs: int, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Records the decode iteration of up to so many rows; `progress` is told how many sizes are done, and of all.
+
+        Nothing may be resident. The cache must not be replaced afterwards.
+        """
+        assert self.kernels is not None
+        if max_num_seqs > len(self._recent_B):
+            self._recent_B = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        longest = self.spec.max_context * (2 if self.spec.is_encoder_decoder else 1)
+        graphs = DecodeGraphs(
+            self.model,
+            self.cache,
+            self.kernels,
+            self.shard,
+            hidden_size=self.spec.hidden_size,
+            dtype=_torch_dtype(self.dtype),
+            max_num_seqs=max_num_seqs,
+            max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),
+            encodes=self.spec.is_encoder_decoder,
+            recent_B=self._recent_B,
+        )
+        graphs.record(progress)
+        self.graphs = graphs
+
+    def _forward_both(
+        self,
+        batch: Batch,
+        token_ids: Mapping[str, Sequence[int]],
+        hidden_NE: Tensor | None,
+        sources: Mapping[str, int],
+    ) -> Tensor:
         """The prompts through the encoder layers, the decoded rows through the decoder layers; prompts come first."""
         model = cast(EncoderDecoderModel, self.model)
-        prompts, step = self.prompts(batch, token_ids), self.decoder_step(batch, token_ids)
+        prompts, step = self.prompts(batch, token_ids), self.decoder_step(batch, token_ids, sources)
         if hidden_NE is None:
             hidden_NE = model.embed(*(torch.cat(pair) for pair in zip(_inputs(prompts), _inputs(step), strict=True)))
         encoder_NE, decoder_NE = torch.split_with_sizes(hidden_NE, [prompts.num_tokens, step.num_tokens])
@@ -126,14 +221,16 @@ class ModelRunner:
         for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
             self.cache.store(number, stored_rows, kv_NMD)
 
-    def step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+    def step(
+        self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
+    ) -> Step | PagedStep:
         """The batch of a decoder-only model as tensors."""
         chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
         spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
-        singles = [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
+        singles = self._decoded_rows(batch)
         whole = [number for number, chunk in enumerate(chunks) if chunk.last]
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
-        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=batch.pad_to)
+        return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=wanted, pad_to=batch.pad_to)
 
     def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep:
         """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
@@ -143,18 +240,50 @@ class ModelRunner:
         prompts = [
             token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
         ]
-        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device)
+        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device, kernels=self.kernels)
 
-    def decoder_step(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> Step:
+    def decoder_step(
+        self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
+    ) -> Step | PagedStep:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
-        rows = []
-        for sequence in batch.decode:
-            encoded = self.num_encoder_tokens(sequence)
-            rows.append(_row(sequence, self._first_missing(sequence), sequence.num_tokens, encoded))
+        rows = self._decoded_rows(batch)
         # Logits come in the order of the batch, not in the step's, where the longer rows are first.
         order = sorted(range(len(rows)), key=lambda number: rows[number].is_single)
         spans, singles = [row for row in rows if not row.is_single], [row for row in rows if row.is_single]
-        return Step(self.cache, spans, singles, token_ids=token_ids, wanted=np.argsort(order).tolist())
+        return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=np.argsort(order).tolist())
+
+    def _decoded_rows(self, batch: Batch) -> list[Row]:
+        """Of an encoder-decoder model each computes whatever of its output is not cached."""
+        if not self.spec.is_encoder_decoder:
+            return [_row(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
+        return [
+            _row(sequence, self._first_missing(sequence), sequence.num_tokens, self.num_encoder_tokens(sequence))
+            for sequence in batch.decode
+        ]
+
+    def _step(
+        self,
+        spans: Sequence[Row],
+        singles: Sequence[Row],
+        *,
+        token_ids: Mapping[str, Sequence[int]],
+        sources: Mapping[str, int],
+        wanted: Sequence[int] | None,
+        pad_to: int = 0,
+    ) -> Step | PagedStep:
+        if self.kernels is None:
+            return Step(self.cache, spans, singles, token_ids=token_ids, wanted=wanted, pad_to=pad_to)
+        return PagedStep(
+            self.cache,
+            spans,
+            singles,
+            token_ids=token_ids,
+            kernels=self.kernels,
+            wanted=wanted,
+            pad_to=pad_to,
+            sources=sources,
+            recent_B=self._recent_B,
+        )
 
     def _first_missing(self, sequence: SequenceState) -> int:
         """The first token of a decoded row of an encoder-decoder model that has no keys and values yet."""
@@ -202,7 +331,7 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
     return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
 
 
-def _inputs(step: EncoderStep | Step) -> tuple[Tensor, Tensor]:
+def _inputs(step: EncoderStep | Step | PagedStep) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
 
 
@@ -214,6 +343,7 @@ def load_model(
     device: str,
     dummy_weights: bool,
     seed: int = 0,
+    kernels: Kernels | None = None,
     on_read: OnRead = lambda num_bytes: None,
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
@@ -221,9 +351,11 @@ def load_model(
     kind, place = _torch_dtype(dtype), torch.device(device)
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
     else:
-        weights = Checkpoint(spec.directory, dtype=kind, device=place, prefix=family.PREFIX, on_read=on_read)
+        weights = Checkpoint(
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+        )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
 

@@ -28,7 +28,8 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The same 64 bits as a signed number, as tensors hold them."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -36,12 +37,12 @@ def log_exponential_noise(key: int, ids_K: "Tensor") -> "Tensor":
     """The logarithm of standard exponential noise, float32, for token ids (int64): minus it is Gumbel noise."""
     import torch
 
-    bits_K = ids_K * _signed(_GOLDEN)
-    bits_K += _signed(key)
+    bits_K = ids_K * signed(_GOLDEN)
+    bits_K += signed(key)
     # torch shifts signed numbers, so that each of these steps clears the sign bit: 63 good bits are left in the end.
     for shift, factor in _MIX:
         bits_K ^= bits_K >> shift
-        bits_K *= _signed(factor)
+        bits_K *= signed(factor)
     bits_K ^= bits_K >> 31
     # Small numbers keep their relative precision, and the winners come from there; the factor keeps all below 1.
     uniform_K = bits_K.to(torch.float32).mul_(2.0**-63 * (1 - 2.0**-24))

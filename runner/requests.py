@@ -51,16 +51,21 @@ class Row(SequenceState):
     """What the decoder sees before the output; the prompt, or an encoder-decoder model's start token."""
     token_ids: list[int]
     """Prompt and output, the start token of an encoder-decoder model between them."""
-    num_begin_tokens: int = 0
-    """Tokens counted in the prompt that nobody sent: 1 for an encoder-decoder model."""
     banned_token_ids: tuple[int, ...]
     end_token_ids: frozenset[int]
     stream: TextStream | None
     arrival: float
     start: float | None = None
     """When its first prefill began."""
+    ended: bool = False
+    """Its last token has been delivered; it is `finished` as soon as that one is under way."""
     crashes: int = 0
     """How often workers failed while it was running."""
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens of the output that are known; `num_output_tokens` counts those under way, too."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

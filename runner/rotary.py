@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.select import Kernels
 from exeplan.model import ModelSpec
 
 
@@ -24,13 +25,11 @@ class Angles:
 
     cos: Tensor
     sin: Tensor
+    kernels: Kernels
 
     def rotate(self, x_NMD: Tensor) -> None:
         """Rotates the first D dimensions of every head, in place: dimension i pairs with i + D / 2."""
-        dim = self.cos.shape[-1]
-        x_NMD = x_NMD[..., :dim]
-        swapped_NMD = torch.cat((x_NMD[..., dim // 2 :], x_NMD[..., : dim // 2]), -1)
-        x_NMD.mul_(self.cos).addcmul_(swapped_NMD, self.sin)
+        self.kernels.rotate(x_NMD, self.cos, self.sin)
 
 
 class Rotary:
@@ -42,6 +41,7 @@ class Rotary:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
         dim: int | None = None,
         theta: float = 10000.0,
     ) -> None:
@@ -49,7 +49,7 @@ class Rotary:
         kind = parameters["rope_type"]
         if kind not in _SCALINGS:
             raise InputError(f"'{spec.name}': no rotary scaling '{kind}'; there are {', '.join(sorted(_SCALINGS))}")
-        self.dtype = dtype
+        self.dtype, self._kernels = dtype, kernels
         exponent = torch.arange(0, dim or spec.head_dim, 2, dtype=torch.float32, device=device) / (dim or spec.head_dim)
         try:
             self._scaling = _SCALINGS[kind](parameters, exponent, spec.max_context)
@@ -68,6 +68,7 @@ class Rotary:
         return Angles(
             torch.cat((cos_ND, cos_ND), -1)[:, None].to(self.dtype),
             torch.cat((-sin_ND, sin_ND), -1)[:, None].to(self.dtype),
+            self._kernels,
         )
 
 

@@ -46,6 +46,8 @@ class _UnderWay:
 class Workers:
     """Runs batches on the workers of one generation, until one of them is lost."""
 
+    foresees = False
+
     def __init__(
         self,
         spec: ModelSpec,

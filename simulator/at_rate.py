@@ -22,9 +22,10 @@ from exeplan.bounds import share_of_requests
 from exeplan.plan import Estimate
 from exeplan.policies import Floats
 from exeplan.queueing import Arrivals, residents
-from exeplan.simulator.closed_form import SteadyState, estimate, weighted_quantile
+from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
 
+_ALIKE = np.ones(1)
 _TURN_POINTS = 9
 """Points at which the wait for a turn is spread."""
 
@@ -63,7 +64,9 @@ def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: Co
         token_throughput=arrivals.rate * full.workload.mean_output,
         ttft=ttft,
         tpot=tpot,
-        latency=at_length if share is None else _quantile(points, mix, share),
+        latency=at_length
+        if share is None
+        else _quantile(points, mix, share, factors=deadline_factors(full.workload, about)),
         latency_p50=_quantile(points, mix, 0.5),
         latency_p99=_quantile(points, mix, 0.99),
     )
@@ -98,10 +101,11 @@ def _harmonic(values: Floats, weights: Floats) -> float:
     return float(1 / (weights @ (1 / values))) if (values > 0).all() else 0.0
 
 
-def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float) -> float:
-    """Over the length law, the batches and the waits; as if a batch lasted as long as a request."""
+def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float, *, factors: Floats = _ALIKE) -> float:
+    """Over the length law, the batches, the waits and what scales them; as if a batch lasted as long as a request."""
     law = points[0].workload.output_law
     spread = (np.arange(_TURN_POINTS) + 0.5) / _TURN_POINTS
     times = [np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.turn * spread) for p in points]
-    weights = [w * np.repeat(law.weights / _TURN_POINTS, _TURN_POINTS) for w in mix.aboard]
+    times = [np.multiply.outer(t, factors) for t in times]
+    weights = [w * np.repeat(law.weights / times[0][0].size, times[0][0].size) for w in mix.aboard]
     return weighted_quantile(np.concatenate([t.ravel() for t in times]), np.concatenate(weights), share)

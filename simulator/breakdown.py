@@ -125,8 +125,7 @@ class _Tokens:
     """What a batch computes: rows that decode, their context, prompt tokens, and pairs of tokens that attend."""
 
     def __init__(self, batch: Batch) -> None:
-        spans = [(chunk.start, chunk.end) for chunk in batch.chunks]
-        spans = spans or [(0, batch.pad_to or s.num_tokens) for s in batch.prefill]
+        spans = batch.spans
         self.rows = len(batch.decode)
         self.context = sum(s.num_tokens for s in batch.decode)
         self.prompts = sum(end - start for start, end in spans)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exeplan.bounds import share_of_requests
+from exeplan.bounds import is_deadline, share_of_requests
 from exeplan.plan import Estimate, Schedule
 from exeplan.policies import Cycle, Floats, Steady, load_policy
 from exeplan.queueing import Wait
@@ -15,6 +15,7 @@ from exeplan.workload import Workload
 KV_SIGMAS = 3.0
 """Standard deviations of the KV cache's occupancy that a plan leaves room for."""
 NO_WAIT = Wait()
+_ALIKE = np.ones(1)
 _TURN_POINTS = 9
 """Points at which the wait for a turn is spread."""
 
@@ -77,14 +78,23 @@ class SteadyState:
             return float(self.latency(np.array([length]))[0]) + wait.mean
         share = share_of_requests(about)
         assert share is not None
-        return self.quantile(share, wait)
+        return self.quantile(share, wait, factors=deadline_factors(self.workload, about))
 
-    def quantile(self, share: float, wait: Wait = NO_WAIT) -> float:
-        """The time that such a share of the requests does not exceed, over the length law and the wait."""
+    def quantile(self, share: float, wait: Wait = NO_WAIT, *, factors: Floats = _ALIKE) -> float:
+        """The time that such a share of the requests does not exceed, over the length law and the wait.
+
+        Each is scaled by one of the `factors`, all as likely.
+        """
         law = self.workload.output_law
         times, points = self.latency(law.tokens.astype(float)), _TURN_POINTS if wait.turn else 1
         waits = wait.queue + wait.turn * (np.arange(points) + 0.5) / points
-        return weighted_quantile(np.add.outer(times, waits).ravel(), np.repeat(law.weights, points), share)
+        scaled = np.multiply.outer(np.add.outer(times, waits), factors)
+        return weighted_quantile(scaled.ravel(), np.repeat(law.weights, points * len(factors)), share)
+
+
+def deadline_factors(workload: Workload, about: str) -> Floats:
+    """What scales the times of requests where a bound is about their deadlines."""
+    return workload.deadlines.factors if workload.deadlines and is_deadline(about) else _ALIKE
 
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:

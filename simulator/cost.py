@@ -133,7 +133,8 @@ class CostModel:
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
         """Axes on which the estimate of this cycle leaves what was measured, as sentences."""
         points = prompt_points(cycle.prompt_law)
-        prompts = cycle.num_prefill * points.mean() if cycle.prompt_tokens is None else cycle.prompt_tokens
+        prompts = (cycle.packed_slots or cycle.num_prefill) * points.mean()
+        prompts = prompts if cycle.prompt_tokens is None else cycle.prompt_tokens
         tokens = float(np.max(cycle.num_decode + prompts))
         context = float(np.max(cycle.context_tokens / np.maximum(cycle.num_decode, 1e-12)))
         shard = self.shards[min(self.shards)]
@@ -197,13 +198,13 @@ class CostModel:
 
     def _mixed_seconds(self, batch: Batch, kinds: Sequence[Kind], context: float) -> list[float]:
         rows, prefills = len(batch.decode), len(batch.prefill)
-        spans = [(chunk.start, chunk.end) for chunk in batch.chunks]
-        spans = spans or [(0, batch.pad_to or s.num_tokens) for s in batch.prefill]
+        spans = batch.spans
         prompts = float(sum(end - start for start, end in spans))
         prefill, decode = {}, {}
         for size, shard in self.shards.items():
-            curve = shard.prefill_curve(min(prefills, _MANY_PROMPTS))
-            prefill[size] = sum(_span(curve, *span) for span in spans) / min(prefills, _MANY_PROMPTS)
+            together = min(len(spans), _MANY_PROMPTS)
+            curve = shard.prefill_curve(together)
+            prefill[size] = sum(_span(curve, *span) for span in spans) / together
             decode[size] = shard.decode_curve(rows).at(context / rows) if rows else 0.0
         others = self._without_attention(kinds, prompts, rows, prefills)
         return [

@@ -26,7 +26,9 @@ class Passes:
         self.prompt_law = cycle.prompt_law
         self.some = np.flatnonzero(self.prefills > 0)
         """Passes with prefills."""
-        count = self.prefills[self.some]
+        self.spans = np.where(self.prefills > 0, cycle.packed_slots or self.prefills, 0.0)
+        """What the prompts are computed as: each on its own, or slots that several share."""
+        count = self.spans[self.some]
         points = prompt_points(cycle.prompt_law)
         mean = float(points.mean())
         self.cut = cycle.prompt_tokens is not None
@@ -104,7 +106,7 @@ class PassSeconds:
         p, surface = self.passes, self.shard.prefill_attention
         out = np.zeros(len(p.rows))
         if len(p.some):
-            prefills = p.prefills[p.some]
+            prefills = p.spans[p.some]
             whole = surface.blend(prefills, self.shard.prefill_shares(p.prompt_law)) * p.part
             # A chunk costs at least what it would alone, as in a real batch; whole prompts are above that.
             alone = surface(prefills, p.prompts[:, 0] / prefills) if p.cut else 0.0

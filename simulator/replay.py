@@ -36,7 +36,7 @@ class PassRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What happened: one record a request, in order of arrival, and one a pass."""
+    """What happened: one record a request, in order of arrival, expired ones too, and one a pass."""
 
     requests: tuple[RequestRecord, ...]
     passes: tuple[PassRecord, ...]
@@ -47,8 +47,14 @@ class Run:
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Request(Sequence):
     arrival: float
+    patience: float | None = None
+    """Seconds from arrival to deadline."""
     start: float | None = None
     token_times: list[float]
+
+    def arrive(self, now: float) -> None:
+        self.arrival = now
+        self.deadline = None if self.patience is None else now + self.patience
 
 
 def replay(
@@ -61,17 +67,20 @@ def replay(
     arrivals: Floats | None = None,
     concurrency: int | None = None,
     think_seconds: float = 0.0,
+    deadlines: Floats | None = None,
+    weights: Floats | None = None,
     seed: int = 0,
 ) -> Run:
     """Runs the requests in order; all are there at time 0 unless `arrivals` (seconds, rising) says otherwise.
 
     With `concurrency` only so many are under way at once (a closed loop): so many clients send the next one as soon as
-    they have an answer, or after a pause of `think_seconds` on average, exponential by `seed`. Raises InputError when a
-    request cannot fit the KV cache even alone.
+    they have an answer, or after a pause of `think_seconds` on average, exponential by `seed`. `deadlines` are seconds
+    from a request's arrival by which it has to begin, `weights` what it counts. Raises InputError when a request cannot
+    fit the KV cache even alone.
     """
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
-    requests = _requests(input_tokens, output_tokens, arrivals)
+    requests = _requests(input_tokens, output_tokens, arrivals, deadlines, weights)
     scheduler = Scheduler(
         schedule,
         num_blocks,
@@ -87,11 +96,15 @@ def replay(
     now, arrived, peak_blocks = 0.0, 0, 0
     while True:
         while (coming := _next_arrival(requests, arrived, clients)) <= now:
+            requests[arrived].arrive(requests[arrived].arrival if clients is None else coming)
             if clients is not None:
-                requests[arrived].arrival = coming
                 heappop(clients)
             scheduler.add(requests[arrived])
             arrived += 1
+        for expired in cast(list[_Request], scheduler.expire(now)):
+            expired.start = now
+            if clients is not None:
+                heappush(clients, now + next(pauses))
         for pipeline in pipelines:
             while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
                 records = pipeline.run(batch, now, coming, scheduler)
@@ -176,17 +189,29 @@ def _pauses(think_seconds: float, seed: int) -> Iterator[float]:
         yield float(rng.exponential(think_seconds))
 
 
-def _requests(inputs: np.ndarray, outputs: np.ndarray, arrivals: Floats | None) -> list[_Request]:
+def _requests(
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    arrivals: Floats | None,
+    deadlines: Floats | None,
+    weights: Floats | None,
+) -> list[_Request]:
     times = np.zeros(len(inputs)) if arrivals is None else arrivals
+    patience = [None] * len(inputs) if deadlines is None else deadlines.tolist()
+    worth = np.ones(len(inputs)) if weights is None else weights
     return [
         _Request(
             request_id=str(index),
             num_prompt_tokens=int(prompt),
             max_output_tokens=int(output),
+            weight=float(weight),
             arrival=float(time),
+            patience=patient,
             token_times=[],
         )
-        for index, (prompt, output, time) in enumerate(zip(inputs, outputs, times, strict=True))
+        for index, (prompt, output, time, patient, weight) in enumerate(
+            zip(inputs, outputs, times, patience, worth, strict=True)
+        )
     ]
 
 
@@ -234,4 +259,6 @@ def _record(request: _Request) -> RequestRecord:
         arrival=request.arrival,
         start=request.start,
         token_times=tuple(request.token_times),
+        deadline=request.deadline,
+        weight=request.weight,
     )

@@ -99,7 +99,7 @@ def test_programs_get_the_schedule_flat(tmp_path: Path) -> None:
         ("model: 5", "model must be text, found 5"),
         ("model:", "a plan needs 'model'"),
         ("schedule: rra", "schedule must name a policy and its control variables"),
-        ("schedule: {policy: best}", "no policy 'best'; there are chunked, orca, rra, static"),
+        ("schedule: {policy: best}", "no policy 'best'; there are chunked, concat, orca, rra, static"),
         ("schedule: {policy: static}", "policy static takes the control variables batch_size; found none"),
         ("schedule: {policy: static, batch_size: 0}", "static: batch_size must be a positive integer, found 0"),
         ("schedule: {policy: orca, max_num_seqs: 1.5}", "orca: max_num_seqs must be a positive integer, found 1.5"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from exeplan.drift import Rules
+    from exeplan.drift_state import Rules
     from exeplan.drift_trace import TraceLook
     from exeplan.plan import Plan
 
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{args.trace} is a law, not a trace: there is nothing to watch")
     rate = parse_rate(args.rate, "--rate") if args.rate else None
     arrivals = arrivals_of(workload.trace, problem, plan, rate)
-    watch = Watch(plan, problem, rules=_rules(args), policies=resolve_policies(args.policy, problem.cluster))
+    policies = None if args.policy == "auto" else resolve_policies(args.policy, problem.cluster)
+    watch = Watch(plan, problem, rules=_rules(args), policies=policies)
     looks = list(play_trace(watch, problem, workload.trace, arrivals))
     adopted = [look for look in looks if look.adopted]
     if args.output:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rules(args: argparse.Namespace) -> "Rules":
-    from exeplan.drift import Rules
+    from exeplan.drift_state import Rules
     from exeplan.errors import InputError
     from exeplan.units import seconds
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.errors import InputError
+from exeplan.orders import ETA, ORDERS, Das
 
 if TYPE_CHECKING:
     from exeplan.length_law import LengthLaw
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from exeplan.workload import Workload
 
 Floats = NDArray[np.float64]
+
+ORDER_VARIABLES = ("eta_percent", "q_percent", "lead_ms")
+"""What any schedule may say of its order: the parameters of DAS, and how long before its deadline a request has to
+start at the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class Cycle:
     prompt_law: "LengthLaw"
     padded: bool = False
     """All prompts of a pass are padded to one length, and `prompt_law` is the law of that length."""
+    packed_slots: float = 0.0
+    """Slots in which the prompts of a pass with prefills are packed, each computed like one of `prompt_law`."""
     prompt_tokens: Floats | None = None
     """Prompt tokens of the pass where they are known, as when prompts are cut: `num_prefill` counts the cut ones, too,
     and in all every token of a prompt from `prompt_law` is prefilled once."""
@@ -150,18 +157,34 @@ def policy_names() -> tuple[str, ...]:
     return tuple(sorted(name.replace("_", "-") for name in names if not name.startswith("_")))
 
 
-def require(schedule: "Schedule", *names: str, optional: tuple[str, ...] = ("micro_batches",)) -> None:
-    """Raises InputError unless the schedule's control variables are these, each a positive integer.
+def require(
+    schedule: "Schedule", *names: str, optional: tuple[str, ...] = ("micro_batches",), orders: tuple[str, ...] = ORDERS
+) -> None:
+    """Raises InputError unless the schedule's control variables are these, each a positive integer, and its order is
+    one of these.
 
-    An optional one may be missing, and is 1 then.
+    An optional one may be missing, and is 1 then; so may those of the order.
     """
     policy, values = schedule.policy, schedule.variables
-    if not set(names) <= set(values) <= {*names, *optional}:
+    if not set(names) <= set(values) <= {*names, *optional, *ORDER_VARIABLES}:
         found = ", ".join(sorted(values)) or "none"
         raise InputError(f"policy {policy} takes the control variables {', '.join(names)}; found {found}")
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{policy}: {name} must be a positive integer, found {value!r}")
+    if schedule.order not in orders:
+        raise InputError(f"{policy}: order must be one of {', '.join(orders)}, found {schedule.order!r}")
+    for name in {"eta_percent", "q_percent"} & set(values):
+        if "das" not in schedule.order:
+            raise InputError(f"{policy}: {name} is about the order das, found order {schedule.order}")
+        if values[name] > 99:
+            raise InputError(f"{policy}: {name} must lie between 1 and 99, found {values[name]}")
+
+
+def das_of(schedule: "Schedule") -> Das:
+    """The parameters of DAS; q is 1 - eta unless it is given."""
+    eta = schedule.variables.get("eta_percent", round(100 * ETA))
+    return Das(eta=eta / 100, q=schedule.variables.get("q_percent", 100 - eta) / 100)
 
 
 def micro_batch_counts(num_stages: int) -> tuple[int, ...]:

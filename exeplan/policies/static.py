@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 
 from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, micro_batch_counts, micro_batches, require
+from exeplan.policies import Clock, Cycle, Knob, Steady, micro_batch_counts, micro_batches, require
+from exeplan.policies._together import generated, latency
 from exeplan.scheduling import Batch, Scheduler
 from exeplan.workload import Workload
 
@@ -54,13 +55,11 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     still_going = law.max_survival(batch)
     steps = len(still_going)
-    # A finished row stays at its own length: its context is the prompt and min(k - 1, D) generated tokens.
-    generated = np.concatenate([[0.0], np.cumsum(law.survival)[:-1]])
     first = np.array([1.0])
     cycle = Cycle(
         num_prefill=np.concatenate([first * batch / prefills, np.zeros(steps)]),
         num_decode=np.concatenate([first * 0, np.full(steps, batch / groups)]),
-        context_tokens=np.concatenate([first * 0, batch / groups * (workload.mean_input + generated)]),
+        context_tokens=np.concatenate([first * 0, batch / groups * (workload.mean_input + generated(law))]),
         prompt_law=workload.input_law.longest_of(batch),
         padded=True,
         kv_tokens=batch * (workload.mean_input + workload.mean_output),
@@ -82,14 +81,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         cycle=cycle,
         seconds=seconds,
         throughput=batch / float(drained + still_going @ rounds + last @ tail),
-        latency=partial(_latency, own, ends, 1.0 if clock.first_token_from_prefill else 0.0),
+        latency=partial(latency, own, ends, 1.0 if clock.first_token_from_prefill else 0.0),
     )
-
-
-def _latency(own_prefill: float, ends: Floats, first_tokens: float, output_tokens: Floats) -> Floats:
-    """The prefill and one decode iteration for every further token."""
-    decodes = np.asarray(output_tokens, dtype=float) - first_tokens
-    return np.where(decodes > 0, np.interp(decodes, np.arange(1, len(ends) + 1), ends), own_prefill)
 
 
 def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:

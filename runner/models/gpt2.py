@@ -70,13 +70,13 @@ class Layer:
         mlp = MLP(
             _transposed(weights, f"{name}.mlp.c_fc", size, inner),
             _transposed(weights, f"{name}.mlp.c_proj", inner, size, bias=biased),
-            activation(config.get("activation_function", "gelu_new")),
+            activation(weights.kernels, config.get("activation_function", "gelu_new")),
         )
         self.mlp = summed(mlp, group)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.attention_norm(hidden_NE), angles, attend).add_(hidden_NE)
-        return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
+        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
 
 
 def _fused(heads: Part) -> list[Part]:

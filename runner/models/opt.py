@@ -85,11 +85,11 @@ class Layer:
         self.mlp_norm = LayerNorm(weights, f"{name}.final_layer_norm", size, affine=affine)
         up = linear(weights, {f"{name}.fc1": inner}, size, bias=bias)
         down = partial_linear(weights, f"{name}.fc2", size, inner, group, bias=bias)
-        self.mlp = summed(MLP(up, down, activation(config.get("activation_function", "relu"))), group)
+        self.mlp = summed(MLP(up, down, activation(weights.kernels, config.get("activation_function", "relu"))), group)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         if self.norm_first:
-            hidden_NE = self.attention(self.attention_norm(hidden_NE), angles, attend).add_(hidden_NE)
-            return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
-        hidden_NE = self.attention_norm(self.attention(hidden_NE, angles, attend).add_(hidden_NE))
-        return self.mlp_norm(self.mlp(hidden_NE).add_(hidden_NE))
+            attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
+            return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        hidden_NE = self.attention_norm.of_sum(self.attention(hidden_NE, angles, attend), hidden_NE)
+        return self.mlp_norm.of_sum(self.mlp(hidden_NE), hidden_NE)

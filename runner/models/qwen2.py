@@ -29,7 +29,7 @@ class Model:
         config, size = spec.config, spec.hidden_size
         head = EMBEDDING if config.get("tie_word_embeddings", False) else HEAD
         self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, size)
-        self.angles = Rotary(spec, dtype=weights.dtype, device=weights.device)
+        self.angles = Rotary(spec, dtype=weights.dtype, device=weights.device, kernels=weights.kernels)
         self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
         if shard.last:
             self.norm = RMSNorm(weights, NORM, size, config.get("rms_norm_eps", 1e-6))
@@ -53,5 +53,5 @@ class Layer:
         self.mlp = gated_mlp(weights, spec, shard.group, f"{name}.mlp")
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.input_norm(hidden_NE), angles, attend).add_(hidden_NE)
-        return self.mlp(self.post_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
+        return self.mlp(self.post_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)

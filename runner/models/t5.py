@@ -11,12 +11,14 @@ Source: Raffel et al. 2020, section 2.1; the buckets are Mesh TensorFlow's. Not 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.layers import (
@@ -24,11 +26,11 @@ from exeplan.runner.layers import (
     Attend,
     AttentionShape,
     Block,
-    GatedMLP,
     Layer,
     RMSNorm,
     SelfAttention,
     activation,
+    gated_activation,
     integer,
     linear,
     partial_linear,
@@ -95,6 +97,11 @@ class RelativeBias:
         self.max_distance = integer(spec.config, "relative_attention_max_distance", _MAX_DISTANCE)
         self.both_ways, self.num_buckets = both_ways, buckets // 2 if both_ways else buckets
 
+    @cached_property
+    def by_distance(self) -> DistanceBias:
+        """Up to where the last buckets begin."""
+        return DistanceBias(self(-self.max_distance, self.max_distance), self.max_distance)
+
     def __call__(self, first: int, last: int) -> Tensor:
         relative_X = torch.arange(first, last + 1, device=self.table_XH.device)
         return self.table_XH[self._buckets(relative_X)].t().contiguous()
@@ -115,8 +122,8 @@ class EncoderLayer:
         self.mlp_norm, self.mlp = _feed_forward(spec, weights, shard.group, BLOCK.format("encoder", index, 1))
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.attention_norm(hidden_NE), None, attend).add_(hidden_NE)
-        return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
+        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
 
 
 class DecoderLayer:
@@ -127,9 +134,9 @@ class DecoderLayer:
         self.mlp_norm, self.mlp = _feed_forward(spec, weights, shard.group, BLOCK.format("decoder", index, 2))
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        hidden_NE = self.attention(self.attention_norm(hidden_NE), None, attend).add_(hidden_NE)
-        hidden_NE = self.cross(self.cross_norm(hidden_NE), attend).add_(hidden_NE)
-        return self.mlp(self.mlp_norm(hidden_NE)).add_(hidden_NE)
+        attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
+        attended_NE = self.cross(self.cross_norm.of_sum(attended_NE, hidden_NE), attend)
+        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
 
 
 class CrossAttention:
@@ -167,12 +174,13 @@ def _self_attention(
 def _feed_forward(spec: ModelSpec, weights: Weights, group: Group, name: str) -> tuple[RMSNorm, Block]:
     inner, block = inner_part(spec, group, spec.intermediate_size), f"{name}.DenseReluDense"
     gate, _, kind = spec.config.get("feed_forward_proj", "relu").rpartition("-")
-    function = activation("gelu_new" if gate and kind == "gelu" else kind)
+    function = (gated_activation if gate else activation)(
+        weights.kernels, "gelu_new" if gate and kind == "gelu" else kind
+    )
     down = partial_linear(weights, f"{block}.wo", spec.hidden_size, inner, group, bias=False)
     names = ("wi_0", "wi_1") if gate else ("wi",)
     up = linear(weights, {f"{block}.{part}": inner for part in names}, spec.hidden_size, bias=False)
-    mlp = GatedMLP(up, down, function) if gate else MLP(up, down, function)
-    return _norm(spec, weights, f"{name}.layer_norm"), summed(mlp, group)
+    return _norm(spec, weights, f"{name}.layer_norm"), summed(MLP(up, down, function), group)
 
 
 def _output(spec: ModelSpec, weights: Weights, group: Group, name: str) -> Block:

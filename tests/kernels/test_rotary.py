@@ -1,4 +1,4 @@
-"""The rotation in place is that of the runner's angles, and touches queries and keys only."""
+"""The rotation in place equals its reference, and touches queries and keys only."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.kernels.rotary import rotate, rotate_reference
-from exeplan.runner.rotary import Angles
 
 from .conftest import DEVICE
 from .paged_cache import TOLERANCES
@@ -39,11 +38,3 @@ def test_equals_the_reference(head_dim, dim, dtype, device):
 @given(tokens=st.integers(0, 3), heads=st.integers(1, 5), dims=st.sampled_from([(8, 8), (24, 24), (24, 12), (6, 2)]))
 def test_equals_the_reference_on_any_shape(tokens, heads, dims):
     check(tokens, heads, *dims, torch.float32)
-
-
-def test_the_reference_is_the_runners_rotation():
-    x_NMD = torch.randn(4, 3, 16)
-    expected, (cos, sin) = x_NMD.clone(), (x.cpu() for x in angles_of(4, 16, torch.float32))
-    Angles(cos, sin).rotate(expected)
-    rotate_reference(x_NMD, cos, sin)
-    assert torch.equal(x_NMD, expected)

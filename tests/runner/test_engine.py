@@ -297,10 +297,10 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model):
 class FailingRunner(ModelRunner):
     """Cannot compute prompts that begin with 13."""
 
-    def forward(self, batch, token_ids, hidden_NE=None):
+    def forward(self, batch, token_ids, hidden_NE=None, **options):
         if any(token_ids[row.request_id][0] == 13 for row in batch.prefill + batch.decode):
             raise RuntimeError("unlucky")
-        return super().forward(batch, token_ids)
+        return super().forward(batch, token_ids, hidden_NE, **options)
 
 
 @every_policy

@@ -1,0 +1,215 @@
+"""ConcatBatching: prompts share rows, a batch runs to completion, and the order chooses who is in the next one.
+
+Source: TCB (ICPP 2022) sections 4 and 5; B is `rows`, L `row_tokens`, z `slot_tokens`. Without slots a row is one
+(pure ConcatBatching), and a batch keeps its memory until all of it is done; with slots each leaves when its requests
+are done, and attention computes the squares of the slots instead of those of the rows. The order `slotted-das` cuts
+slots by each batch (Algorithm 2).
+
+Nobody is too long: if the request that must not wait longer, the one of the earliest deadline (with `fcfs` the oldest),
+fits no slot, the batch is one of pure rows, and if it fits no row it runs alone in a row of its own. A batch computes
+no more rows, and none longer, than its requests need. Not here: early loading of the next batch; the engine keeps its
+weights and loads nothing.
+
+In the steady state under a backlog requests are taken as they come, whatever the order: one that prefers short ones
+has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (first
+fit, until one fits nowhere); n of them decode until the longest is done. A slot of m requests is still there in
+iteration k with probability 1 - (1 - F(k))^m.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from exeplan.errors import InputError
+from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw
+from exeplan.orders import (
+    ORDERS,
+    SLOTTED_DAS,
+    Das,
+    Packed,
+    Pick,
+    Queue,
+    in_rows,
+    in_slots,
+    in_slots_of_their_own,
+    queue_of,
+)
+from exeplan.plan import Schedule
+from exeplan.policies import Clock, Cycle, Knob, Steady, das_of, require
+from exeplan.policies._together import generated, latency
+from exeplan.scheduling import Batch, Scheduler
+from exeplan.workload import Workload
+
+KEEPS_FINISHED_ROWS = True
+SEPARATE_STAGES = False
+
+_SLOTS = (1, 4)
+"""Slots a row that the search tries: pure rows, and rows that are cut."""
+_SLOT_PROMPTS = (1, 2, 4)
+"""How many of the longest prompts a slot holds, in the search."""
+_COUNTED_BINS, _COUNTED_REQUESTS = 32, 1024
+"""Slots in which, and draws with which, it is counted how many requests a slot holds."""
+
+
+def check(schedule: Schedule) -> None:
+    require(schedule, "rows", "row_tokens", optional=("slot_tokens",), orders=(*ORDERS, SLOTTED_DAS))
+    if schedule.order == SLOTTED_DAS and "slot_tokens" in schedule.variables:
+        raise InputError(f"concat: order {SLOTTED_DAS} chooses slot_tokens itself; leave it out, or take order das")
+    if _slot_tokens(schedule) > schedule["row_tokens"]:
+        raise InputError(
+            f"concat: slot_tokens={_slot_tokens(schedule)} is more than row_tokens={schedule['row_tokens']}"
+        )
+
+
+def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
+    """More rows raise throughput and latency."""
+    return (Knob("rows", tuple(range(1, max_seqs + 1))),)
+
+
+def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """What a row is made of: which slot is best hangs on the lengths, not on the bound alone."""
+    return tuple({"slots": slots, "slot_prompts": prompts} for slots in _SLOTS for prompts in _SLOT_PROMPTS)
+
+
+def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+    """Rows and slots that hold the longest prompt, where they are not given."""
+    given = dict(variables)
+    slots, prompts = given.pop("slots", 1), given.pop("slot_prompts", 1)
+    if "row_tokens" not in given:
+        slot = prompts * workload.max_input
+        given |= {"row_tokens": slots * slot} | ({"slot_tokens": slot} if slots > 1 else {})
+    return Schedule("concat", given)
+
+
+def starts_together(schedule: Schedule) -> int:
+    """One a slot at least."""
+    return schedule["rows"] * (schedule["row_tokens"] // _slot_tokens(schedule))
+
+
+def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
+    """The prefill of all rows, then as many decode iterations as the longest output of the batch needs."""
+    slot = _slot_tokens(schedule)
+    slots_a_row = schedule["row_tokens"] // slot
+    slots = schedule["rows"] * slots_a_row
+    held = _held(workload.input_law, min(slots, _COUNTED_BINS), slot)
+    batch = slots * float(held.shares @ held.requests)
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
+    still_going = law.max_survival(batch)
+    rows, context = _kept(law, workload.mean_input, held if slots_a_row > 1 else None, batch)
+    first, steps = np.array([1.0]), len(still_going)
+    cycle = Cycle(
+        num_prefill=np.concatenate([first * batch, np.zeros(steps)]),
+        num_decode=np.concatenate([first * 0, rows]),
+        context_tokens=np.concatenate([first * 0, context]),
+        prompt_law=held.used,
+        padded=True,
+        packed_slots=float(slots),
+        kv_tokens=batch * (workload.mean_input + workload.mean_output),
+        kv_tokens_std=float(np.sqrt(batch) * workload.total_std),
+        num_seqs=batch,
+    )
+    seconds = clock.seconds(cycle)
+    through = seconds.sum(axis=0)
+    throughput = batch / float(through[0] + still_going @ through[1:])
+    return Steady(
+        cycle=cycle,
+        seconds=seconds,
+        throughput=throughput,
+        latency=partial(latency, through[0], np.cumsum(through)[1:], 1.0 if clock.first_token_from_prefill else 0.0),
+        turn=batch / throughput,
+    )
+
+
+class _Held(NamedTuple):
+    """How many requests a slot holds."""
+
+    requests: Floats
+    shares: Floats
+    """Of the slots that hold so many."""
+    used: LengthLaw
+    """Tokens of the fullest slot of a batch, which all of them compute."""
+
+
+@lru_cache(maxsize=1024)
+def _held(prompts: LengthLaw, bins: int, size: int) -> _Held:
+    """Of so many slots that are filled together, batch by batch."""
+    draws = (np.arange(_COUNTED_REQUESTS) + 0.5) / _COUNTED_REQUESTS
+    tokens = prompts.tokens[np.searchsorted(prompts.cdf, draws).clip(max=len(prompts.tokens) - 1)]
+    tokens = np.random.default_rng(0).permutation(np.minimum(tokens, size))
+    counts: list[Ints] = []
+    used: list[int] = []
+    at = 0
+    while True:
+        # All of the queue that could go in: twice around the draws, should a batch be larger than they are.
+        ahead = np.resize(np.roll(tokens, -at), int(bins * size / prompts.tokens[0]) + 1)
+        ahead = ahead[: int(np.searchsorted(np.cumsum(ahead), bins * size)) + 1]
+        picks = in_slots("fcfs", _alike(ahead), rows=bins, row_tokens=size, slot_tokens=size, das=Das()).picks
+        counts.append(np.bincount([pick.bin for pick in picks], minlength=bins))
+        used.append(max(pick.offset + int(ahead[pick.request]) for pick in picks))
+        at += len(picks)
+        if at >= _COUNTED_REQUESTS:
+            break
+    values, times = np.unique(np.concatenate(counts), return_counts=True)
+    lengths, batches = np.unique(used, return_counts=True)
+    return _Held(values.astype(float), times / times.sum(), LengthLaw(lengths, batches / batches.sum()))
+
+
+def _alike(tokens: Ints) -> Queue:
+    """A queue in which the order of arrival is all there is."""
+    return Queue(tokens, np.zeros(len(tokens)), np.ones(len(tokens)))
+
+
+def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -> tuple[Floats, Floats]:
+    """Rows that decode in each iteration, given that it occurs, and their context; all of the batch without slots."""
+    tokens = mean_input + generated(law)
+    if held is None:
+        return np.full(len(tokens), batch), batch * tokens
+    done, k = 1.0 - law.survival, np.arange(1, len(law.survival) + 1)
+    # What those hold who are done: E[(I + D); D < k].
+    of_done = mean_input - law.input_sum + generated(law) - (k - 1) * law.survival
+    weights = held.requests * held.shares / float(held.requests @ held.shares)
+    all_done = done[:, None] ** held.requests
+    others_done = done[:, None] ** np.maximum(held.requests - 1, 0)
+    occurs = np.maximum(law.max_survival(batch), 1e-300)
+    rows = batch * ((1 - all_done) @ weights) / occurs
+    context = batch * (tokens - of_done * (others_done @ weights)) / occurs
+    return np.minimum(rows, batch), np.minimum(context, batch * tokens)
+
+
+def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+    """The running batch to its end, then whoever the order packs into the rows."""
+    if state.running:
+        return None if state.busy else Batch(decode=tuple(state.running))
+    if not state.waiting:
+        return None
+    waiting = list(state.waiting)
+    queue = queue_of(waiting)
+    packed = _packed(schedule, queue)
+    chosen = [waiting[pick.request] for pick in packed.picks]
+    admitted = state.fitting(chosen, limit=len(chosen), reserve=True)
+    return Batch(prefill=admitted, packing=packed.packing(queue, len(admitted))) if admitted else None
+
+
+def _packed(schedule: Schedule, queue: Queue) -> Packed:
+    rows, row, slot, das = schedule["rows"], schedule["row_tokens"], _slot_tokens(schedule), das_of(schedule)
+    pressing = 0 if schedule.order == "fcfs" else int(np.argmin(queue.deadlines))
+    if queue.tokens[pressing] > row:
+        return Packed([Pick(pressing, 0, 0)])
+    own_slots = schedule.order == SLOTTED_DAS
+    if queue.tokens[pressing] > slot:
+        slot = row
+    fits = np.flatnonzero(queue.tokens <= slot)
+    some = Queue(queue.tokens[fits], queue.deadlines[fits], queue.utilities[fits])
+    if own_slots:
+        packed = in_slots_of_their_own(some, rows=rows, row_tokens=row, das=das)
+    elif slot < row:
+        packed = in_slots(schedule.order, some, rows=rows, row_tokens=row, slot_tokens=slot, das=das)
+    else:
+        packed = in_rows(schedule.order, some, rows=rows, row_tokens=row, das=das)
+    return Packed([pick._replace(request=int(fits[pick.request])) for pick in packed.picks], packed.bins_a_row)
+
+
+def _slot_tokens(schedule: Schedule) -> int:
+    return schedule.variables.get("slot_tokens", schedule["row_tokens"])

@@ -7,6 +7,7 @@ is computed by whoever re-plans, once a plan, in the background; the page shows 
 import asyncio
 import base64
 import hashlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from exeplan.runner.predicted import beside
 from exeplan.runner.service import Service
 from exeplan.scheduling import BLOCK_SIZE
 
+log = logging.getLogger(__name__)
 _MOST_POINTS = 400
 _DEFAULT_EDGES = (0, *(2**power for power in range(2, 15)))
 
@@ -80,7 +82,7 @@ class Live:
             "kv_share": 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
             "rejected": dict(service.metrics.rejected),
             "finished": dict(service.metrics.finished),
-            **beside(plan, observed.snapshot()),
+            **beside(plan, service.look_back()),
             "timeline": _timeline(list(observed.timeline), observed.now),
             "requests": _points(recent, observed.now, waiting=observed.waiting),
             "lengths": {
@@ -94,12 +96,17 @@ class Live:
     def _look_for_frontier(self, state: ReplanState | None) -> None:
         if state is None or self._asked == state.num_replans or (self._asking and not self._asking.done()):
             return
-        self._asked = state.num_replans
-        self._asking = asyncio.create_task(self._take_frontier())
+        self._asking = asyncio.create_task(self._take_frontier(state.num_replans))
 
-    async def _take_frontier(self) -> None:
+    async def _take_frontier(self, num_replans: int) -> None:
         assert self._service.replanner is not None
-        self._frontier = list(await self._service.replanner.frontier())
+        try:
+            rows = await self._service.replanner.frontier()
+        except (TimeoutError, EOFError, OSError) as error:
+            log.warning("the frontier is not shown: %s", error or type(error).__name__)
+            rows, self._asked = [], num_replans
+        if rows:  # There are none until enough requests are known.
+            self._frontier, self._asked = rows, num_replans
 
 
 def _timeline(ticks: Sequence[Tick], now: float) -> dict[str, Any]:

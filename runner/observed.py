@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from exeplan.bounds import Bound, share_of_requests
+from exeplan.bounds import Bound, is_deadline, share_of_requests
 from exeplan.plan import Plan
 from exeplan.runner.wire import Stats
 
@@ -24,6 +24,12 @@ WINDOW_SECONDS = 300.0
 MOST_REQUESTS = 4096
 TICK_SECONDS = 0.25
 TIMELINE_SECONDS = 60.0
+
+
+def bounds_of(plan: Plan) -> list[Bound]:
+    """The finite ones, the one on latency first; without those on deadlines, which every request has of its own."""
+    bounds = (plan.bound, *plan.more_bounds)
+    return [bound for bound in bounds if bound and math.isfinite(bound.seconds) and not is_deadline(bound.about)]
 
 
 class Finished(NamedTuple):
@@ -99,7 +105,7 @@ class Observed:
 
     def adopt(self, plan: Plan) -> None:
         """From now on by the bounds of this plan; what was seen stays. `waiting` says whether times hold the wait."""
-        self._bounds = [bound for bound in (plan.bound, *plan.more_bounds) if bound and math.isfinite(bound.seconds)]
+        self._bounds = bounds_of(plan)
         self._about = plan.bound.about if plan.bound else "p99-requests"
         self.waiting = plan.arrival_rate is not None or plan.trace_arrivals
 

@@ -8,16 +8,10 @@ import math
 from dataclasses import asdict, fields
 from typing import Any
 
-from exeplan.bounds import Bound
 from exeplan.plan import Estimate, Plan
-from exeplan.runner.observed import Snapshot
+from exeplan.runner.observed import Snapshot, bounds_of
 
 _BATCHES = ("prefill_batch", "decode_batch")
-
-
-def bounds_of(plan: Plan) -> list[Bound]:
-    """The finite ones, the one on latency first."""
-    return [bound for bound in (plan.bound, *plan.more_bounds) if bound and math.isfinite(bound.seconds)]
 
 
 def predictions(plan: Plan, *, empty: bool = False) -> dict[str, float]:

@@ -15,11 +15,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from exeplan import drift_state
+from exeplan.errors import InputError
 from exeplan.plan import as_json
 from exeplan.report import json_line
+from exeplan.runner.client import EngineError
 from exeplan.runner.connection import Gate, error_response, read_body
 from exeplan.runner.generation import Generation
 from exeplan.runner.live import Live, load_page
+from exeplan.runner.plan_control import control
 from exeplan.runner.predicted import beside
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError, parse
 from exeplan.runner.request_log import RequestLog
@@ -38,6 +41,7 @@ def build_app(service: Service, *, api_key: str | None = None, cors_origins: Seq
     app.post("/v1/chat/completions", response_model=None)(_generation(service, ChatRequest))
     _add_models(app, service)
     _add_views(app, service)
+    _add_control(app, service, allowed=api_key is not None)
     _add_page(app, service)
 
     @app.exception_handler(HTTPException)
@@ -101,18 +105,34 @@ def _add_views(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         replanning = drift_state.summary(service.replanner.state) if service.replanner else {}
-        page = service.metrics.render(
-            service.engine.stats, num_waiting=service.engine.num_waiting, replanning=replanning
-        )
+        stats, waiting = service.engine.stats, service.engine.num_waiting
+        page = service.metrics.render(stats, service.look_back(), num_waiting=waiting, replanning=replanning)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     @app.get("/plan", response_model=None)
     async def plan() -> Response:
         """The active plan, and beside it what became of it."""
-        body = {**as_json(service.plan), **beside(service.plan, service.observed.snapshot())}
+        body = {**as_json(service.plan), **beside(service.plan, service.look_back())}
         if service.replanner:
             body["replan"] = drift_state.as_json(service.replanner.state)
         return Response(json_line(body), media_type="application/json")
+
+
+def _add_control(app: FastAPI, service: Service, *, allowed: bool) -> None:
+    @app.post("/plan", response_model=None)
+    async def change_plan(request: Request) -> Response:
+        try:
+            if not allowed:
+                message = "changing the plan needs a server with an API key (--api-key), or SIGHUP"
+                raise RequestError(message, status=403)
+            return JSONResponse(await control(service, await read_body(request)))
+        except ClientDisconnect:
+            return Response()
+        except InputError as error:
+            known = error if isinstance(error, RequestError) else RequestError(str(error)[:500])
+            return error_response(known)
+        except EngineError as error:
+            return error_response(RequestError(str(error), status=error.status, code="unavailable"))
 
 
 def _add_page(app: FastAPI, service: Service) -> None:

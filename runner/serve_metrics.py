@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from exeplan.plan import Plan
-from exeplan.runner.observed import Observed
-from exeplan.runner.predicted import bounds_of, predictions
+from exeplan.runner.observed import Observed, Snapshot, bounds_of
+from exeplan.runner.predicted import predictions
 from exeplan.runner.wire import Event, Stats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -66,7 +66,7 @@ class ServeMetrics:
     def __init__(self, *, model_name: str, plan: Plan, observed: Observed) -> None:
         escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._label = f'model_name="{escaped}"'
-        self._plan, self._observed = plan, observed
+        self._plan, self.observed = plan, observed
         self._histograms = {name: Histogram(edges) for name, edges in _HISTOGRAMS.items()}
         self._open: dict[str, _Progress] = {}
         self.finished: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class ServeMetrics:
             self.finished["abort"] += 1
 
     def step(self, events: Sequence[Event], stats: Stats) -> None:
-        self._observed.step(stats)
+        self.observed.step(stats)
         if stats.iteration_tokens:
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
         for event in events:
@@ -115,7 +115,7 @@ class ServeMetrics:
         del self._open[last.request_id]
         self.finished[last.finish_reason or ""] += 1
         decode_seconds = last.time - progress.first.time
-        self._observed.finish(
+        self.observed.finish(
             start=last.start - last.arrival,
             first=progress.first.time - last.arrival,
             last=last.time - last.arrival,
@@ -132,7 +132,7 @@ class ServeMetrics:
     def _add(self, name: str, value: float) -> None:
         self._histograms[name].add(value)
 
-    def render(self, stats: Stats, *, num_waiting: int, replanning: Mapping[str, float]) -> str:
+    def render(self, stats: Stats, observed: Snapshot, *, num_waiting: int, replanning: Mapping[str, float]) -> str:
         """The whole page. `num_waiting` counts also what has not reached the engine; `replanning` adds gauges."""
         used = 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         lines = [
@@ -149,7 +149,7 @@ class ServeMetrics:
             lines += [f"# TYPE exeplan:{name} histogram", *histogram.lines(f"exeplan:{name}", self._label)]
         for name, value in replanning.items():
             lines += self._one(name, "counter" if name.endswith("_total") else "gauge", value)
-        return "\n".join([*lines, *self._beside()]) + "\n"
+        return "\n".join([*lines, *self._beside(observed)]) + "\n"
 
     def _one(self, name: str, kind: str, value: float) -> list[str]:
         return [f"# TYPE exeplan:{name} {kind}", f"exeplan:{name}{{{self._label}}} {value}"]
@@ -158,9 +158,8 @@ class ServeMetrics:
         rows = [f'exeplan:{name}{{{self._label},{by}="{key}"}} {count}' for key, count in sorted(counts.items())]
         return [f"# TYPE exeplan:{name} counter", *rows]
 
-    def _beside(self) -> Iterator[str]:
+    def _beside(self, snapshot: Snapshot) -> Iterator[str]:
         """The plan's promises, and what was observed of the same."""
-        snapshot = self._observed.snapshot()
         for name, value in predictions(self._plan).items():
             yield from self._one(f"plan_predicted_{_unit_name(name)}", "gauge", value)
         for name in ("num_requests", *predictions(self._plan, empty=True)):

@@ -12,37 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
 
-from exeplan.drift_state import Replanned, ReplanState
 from exeplan.model import ModelSpec
 from exeplan.plan import Plan
 from exeplan.runner.admission import Admission
 from exeplan.runner.answers import Answer, ChatAnswer, CompletionAnswer
 from exeplan.runner.client import EngineClient, Job
-from exeplan.runner.observed import Observed
+from exeplan.runner.observed import Observed, Snapshot
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
+from exeplan.runner.replan import Replanner
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.serve_metrics import ServeMetrics
 from exeplan.runner.tokenizer import Tokenizer
 from exeplan.scheduling import BLOCK_SIZE
-
-
-class Replanner(Protocol):
-    """What the service shows of re-planning (`exeplan.runner.replan`)."""
-
-    @property
-    def state(self) -> ReplanState:
-        """A fresh snapshot; cheap."""
-
-    async def frontier(self) -> Sequence[dict[str, Any]]:
-        """The best schedules under the observed lengths: policy, throughput, latency, label, active."""
-
-    async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
-        """Goes over to another plan. Raises InputError, and changes nothing, where that cannot be."""
-
-    async def load(self, path: Path, *, source: str = "signal") -> Replanned:
-        """Reads a plan and adopts it; raises as `adopt` does."""
 
 
 class Service:
@@ -58,10 +40,11 @@ class Service:
         spec: ModelSpec,
         model_name: str,
         request_seconds: float,
+        plan_file: Path | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
-        self.request_seconds = request_seconds
+        self.request_seconds, self.plan_file = request_seconds, plan_file
         self.max_context = min(spec.max_context, engine.num_blocks * BLOCK_SIZE)
         self.draining = False
         self.replanner: Replanner | None = None
@@ -89,6 +72,12 @@ class Service:
         self.admission.adopt(plan)
         self.observed.adopt(plan)
         self.metrics.adopt(plan)
+
+    def look_back(self) -> Snapshot:
+        """What the last minutes brought."""
+        if self.replanner and (planned := self.replanner.state.planned):
+            self.observed.p99_output = planned.outputs.p99
+        return self.observed.snapshot()
 
     @property
     def retry_after(self) -> int:

@@ -34,7 +34,7 @@ def values(metrics, stats=IDLE):
     """Every sample of the page without buckets and labels; each line must be a comment or a sample."""
     lines = [
         line
-        for line in metrics.render(stats, num_waiting=3, replanning={}).splitlines()
+        for line in metrics.render(stats, metrics.observed.snapshot(), num_waiting=3, replanning={}).splitlines()
         if not line.startswith("# TYPE ")
     ]
     found = [SAMPLE.match(line) for line in lines]

@@ -17,8 +17,9 @@ from typing import Any
 
 import aiohttp
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--disable-dev-shm-usage")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars")
 
 
 class Page:
@@ -46,7 +47,9 @@ class Page:
         return found["result"]
 
     async def value(self, expression: str) -> Any:
-        found = await self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """What an expression is in the page, under the page's own content security policy."""
+        options = {"returnByValue": True, "awaitPromise": True, "allowUnsafeEvalBlockedByCSP": False}
+        found = await self.ask("Runtime.evaluate", expression=expression, **options)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -57,7 +60,8 @@ class Page:
             await asyncio.sleep(0.02)
 
     async def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        await self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await self.ask("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.ask("Emulation.setEmulatedMedia", features=[feature])
 

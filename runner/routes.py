@@ -22,6 +22,7 @@ from exeplan.runner.client import EngineError
 from exeplan.runner.connection import Gate, error_response, read_body
 from exeplan.runner.generation import Generation
 from exeplan.runner.live import Live, load_page
+from exeplan.runner.openapi import describe
 from exeplan.runner.plan_control import control
 from exeplan.runner.predicted import beside
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError, parse
@@ -43,6 +44,7 @@ def build_app(service: Service, *, api_key: str | None = None, cors_origins: Seq
     _add_views(app, service)
     _add_control(app, service, allowed=api_key is not None)
     _add_page(app, service)
+    _add_description(app, service, keyed=api_key is not None)
 
     @app.exception_handler(HTTPException)
     async def routing_error(request: Request, error: HTTPException) -> Response:
@@ -133,6 +135,14 @@ def _add_control(app: FastAPI, service: Service, *, allowed: bool) -> None:
             return error_response(known)
         except EngineError as error:
             return error_response(RequestError(str(error), status=error.status, code="unavailable"))
+
+
+def _add_description(app: FastAPI, service: Service, *, keyed: bool) -> None:
+    body = describe(model=service.model_name, vocab_size=service.spec.vocab_size, keyed=keyed)
+
+    @app.get("/openapi.json", response_model=None)
+    async def description() -> Response:
+        return JSONResponse(body)
 
 
 def _add_page(app: FastAPI, service: Service) -> None:

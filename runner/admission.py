@@ -10,6 +10,7 @@ import math
 
 from exeplan.errors import InputError
 from exeplan.plan import Estimate, Plan
+from exeplan.runner.observed import bounds_of
 from exeplan.runner.protocol import RequestError
 
 MAX_RETRY_SECONDS = 60
@@ -24,7 +25,7 @@ class Admission:
 
     def adopt(self, plan: Plan) -> None:
         """From now on by this plan. Raises InputError where it cannot tell who is late, and should."""
-        bounds = [bound for bound in (plan.bound, *plan.more_bounds) if bound and math.isfinite(bound.seconds)]
+        bounds = bounds_of(plan)
         estimate: Estimate | None = plan.replay or plan.estimate
         if self.refuse_late and not (bounds and estimate):
             lacks = "an estimate; `exeplan simulate` adds one" if bounds else "a bound; give `exeplan optimize` one"

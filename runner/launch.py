@@ -4,6 +4,8 @@ A setup is a plan in plain values, as it goes to another process. One device nee
 workers. torch is imported where it is used: the server makes a setup without it.
 """
 
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from exeplan.inputs import engine_blocks
 from exeplan.model import ModelSpec, model_spec
 from exeplan.plan import Plan, Schedule, placement_from, stage_json
+from exeplan.progress import Progress
 
 if TYPE_CHECKING:
     from exeplan.runner.engine import Engine
@@ -147,6 +150,10 @@ def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> Non
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for index in range(num_requests):
         engine.add(Request(request_id=f"warm-up-{index}", prompt_token_ids=[0] * num_tokens, sampling=sampling))
-    while engine.has_work:
-        engine.step()
+    done, total, began = 0, num_requests * num_tokens, time.monotonic()
+    with Progress("warming up", shown=sys.stderr.isatty()) as bar:
+        while engine.has_work:
+            done += sum(len(output.token_ids) for output in engine.step())
+            left = (time.monotonic() - began) * (total / done - 1) if done else 0.0
+            bar.update(done / total, left, f"{done} of {total} tokens")
     engine.census()  # Nobody asked for these.

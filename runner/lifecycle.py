@@ -1,6 +1,7 @@
 """From listening to the end: signals, drain, and the end that an engine's failure brings.
 
-On SIGTERM or SIGINT new requests get 503 and running ones are finished; on the second one everything ends at once.
+On SIGTERM or SIGINT new requests get 503 and running ones are finished; on the second one everything ends at once. On
+SIGHUP the plan's file is read again.
 When the engine has failed for good, which is after its workers died again and again, whoever waits is told, and a
 moment later the server ends by itself with status 1: a supervisor such as systemd can do more than it can.
 """
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp
 from exeplan.runner.client import EngineError
 from exeplan.runner.connection import MAX_HEADER_BYTES, GuardedProtocol
 from exeplan.runner.listener import connection_limit
+from exeplan.runner.plan_control import reload
 from exeplan.runner.service import Service
 
 KEEP_ALIVE_SECONDS = 75
@@ -62,6 +64,14 @@ async def answer_until_told(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    loading: set[asyncio.Task[None]] = set()
+
+    def load() -> None:
+        task = asyncio.create_task(reload(service))
+        loading.add(task)
+        task.add_done_callback(loading.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, load)
     failing = asyncio.create_task(_end_after_failure(service, server))
     try:
         await server.serve(sockets=[listener])

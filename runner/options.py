@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from exeplan.drift_state import MODES
 from exeplan.errors import InputError
 
 ADMISSIONS = ("queue", "refuse-late")
@@ -40,8 +41,20 @@ class ServeOptions:
     """What `python -m exeplan.runner` knows of the hosts of the plan; None where all devices are on this one."""
     plan_file: Path | None = None
     """Where the plan was read, to be read again on SIGHUP."""
+    replan: str = "advise"
+    """Whether better plans are looked for, and adopted: off, advise, auto."""
+    replan_dwell_seconds: float = 60.0
+    """Between two re-plans, at least."""
+    replan_file: Path | None = None
+    """Where re-plans are written; None: beside the plan."""
     log_format: str = "text"
     log_level: str = "info"
+
+    @property
+    def written_to(self) -> Path | None:
+        """Where re-plans go: what was said, or beside the plan; None for a plan that is in no file."""
+        plan = self.plan_file
+        return self.replan_file or (plan and plan.with_name(f"{plan.stem}-replanned.yaml"))
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -54,6 +67,7 @@ class ServeOptions:
             raise InputError(f"--request-timeout must be a positive time, found {self.request_seconds:g} s")
         for name, value, known in (
             ("--admission", self.admission, ADMISSIONS),
+            ("--replan", self.replan, MODES),
             ("--log-format", self.log_format, LOG_FORMATS),
             ("--log-level", self.log_level, LOG_LEVELS),
         ):

@@ -220,13 +220,16 @@ def _logprobs(output: "Output") -> Sequence[Logprob]:
 
 
 def _stats(engine: "Engine", *, ran: bool) -> Stats:
+    step = engine.last_step if ran else None
     return Stats(
         num_waiting=engine.num_waiting,
         num_running=engine.num_running,
         free_blocks=engine.free_blocks,
         num_blocks=engine.num_blocks,
         num_preemptions=engine.num_preemptions,
-        iteration_tokens=engine.last_step.num_new_tokens if ran and engine.last_step else 0,
+        iteration_tokens=step.num_new_tokens if step else 0,
+        num_prefill=step.num_prefill if step else 0,
+        num_decode=step.num_decode if step else 0,
     )
 
 

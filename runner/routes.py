@@ -14,15 +14,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from exeplan import drift_state
+from exeplan.errors import InputError
 from exeplan.plan import as_json
+from exeplan.report import json_line
+from exeplan.runner.client import EngineError
 from exeplan.runner.connection import Gate, error_response, read_body
 from exeplan.runner.generation import Generation
+from exeplan.runner.live import Live, load_page
+from exeplan.runner.openapi import describe
+from exeplan.runner.plan_control import control
+from exeplan.runner.predicted import beside
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError, parse
 from exeplan.runner.request_log import RequestLog
 from exeplan.runner.service import Service
 
 _EXPOSED = ["x-request-id", "retry-after"]
 """Headers that a page of an allowed origin may read."""
+
+_SAFE = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
 def build_app(service: Service, *, api_key: str | None = None, cors_origins: Sequence[str] = ()) -> ASGIApp:
@@ -32,6 +42,9 @@ def build_app(service: Service, *, api_key: str | None = None, cors_origins: Seq
     app.post("/v1/chat/completions", response_model=None)(_generation(service, ChatRequest))
     _add_models(app, service)
     _add_views(app, service)
+    _add_control(app, service, allowed=api_key is not None)
+    _add_page(app, service)
+    _add_description(app, service, keyed=api_key is not None)
 
     @app.exception_handler(HTTPException)
     async def routing_error(request: Request, error: HTTPException) -> Response:
@@ -93,9 +106,53 @@ def _add_views(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        page = service.metrics.render(service.engine.stats, num_waiting=service.engine.num_waiting)
+        replanning = drift_state.summary(service.replanner.state) if service.replanner else {}
+        stats, waiting = service.engine.stats, service.engine.num_waiting
+        page = service.metrics.render(stats, service.look_back(), num_waiting=waiting, replanning=replanning)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     @app.get("/plan", response_model=None)
     async def plan() -> Response:
-        return JSONResponse(as_json(service.plan))
+        """The active plan, and beside it what became of it."""
+        body = {**as_json(service.plan), **beside(service.plan, service.look_back())}
+        if service.replanner:
+            body["replan"] = drift_state.as_json(service.replanner.state)
+        return Response(json_line(body), media_type="application/json")
+
+
+def _add_control(app: FastAPI, service: Service, *, allowed: bool) -> None:
+    @app.post("/plan", response_model=None)
+    async def change_plan(request: Request) -> Response:
+        try:
+            if not allowed:
+                message = "changing the plan needs a server with an API key (--api-key), or SIGHUP"
+                raise RequestError(message, status=403)
+            return JSONResponse(await control(service, await read_body(request)))
+        except ClientDisconnect:
+            return Response()
+        except InputError as error:
+            known = error if isinstance(error, RequestError) else RequestError(str(error)[:500])
+            return error_response(known)
+        except EngineError as error:
+            return error_response(RequestError(str(error), status=error.status, code="unavailable"))
+
+
+def _add_description(app: FastAPI, service: Service, *, keyed: bool) -> None:
+    body = describe(model=service.model_name, vocab_size=service.spec.vocab_size, keyed=keyed)
+
+    @app.get("/openapi.json", response_model=None)
+    async def description() -> Response:
+        return JSONResponse(body)
+
+
+def _add_page(app: FastAPI, service: Service) -> None:
+    page, values = load_page(), Live(service)
+    headers = {"content-security-policy": page.policy, "cache-control": "no-cache", **_SAFE}
+
+    @app.api_route("/", methods=["GET", "HEAD"], response_model=None)
+    async def show() -> Response:
+        return Response(page.body, media_type="text/html; charset=utf-8", headers=headers)
+
+    @app.get("/live", response_model=None)
+    async def live() -> Response:
+        return Response(values.body(), media_type="application/json", headers={"cache-control": "no-store", **_SAFE})

@@ -8,7 +8,10 @@ Not here: TLS and several models; put a proxy in front.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+from exeplan.drift_state import Rules
 from exeplan.model import ModelSpec
 from exeplan.plan import Plan
 from exeplan.runner import logs
@@ -18,6 +21,7 @@ from exeplan.runner.launch import engine_setup
 from exeplan.runner.lifecycle import answer_until_told
 from exeplan.runner.listener import open_listener
 from exeplan.runner.options import ServeOptions
+from exeplan.runner.replan import Replanner
 from exeplan.runner.routes import build_app
 from exeplan.runner.service import Service, summary
 from exeplan.runner.tokenizer import Tokenizer
@@ -37,21 +41,14 @@ def serve(
     logs.configure(options.log_format, options.log_level)
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
-    setup = engine_setup(
-        plan,
-        spec,
-        dummy_weights=options.dummy_weights,
-        timeline=options.timeline,
-        deadline_seconds=options.deadline_seconds,
-        hosts=options.hosts,
-    )
+    setup = partial(_setup, spec=spec, options=options)
     tokenizer = Tokenizer.load(spec)
     host = options.host
     with open_listener(host, options.port) as listener:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
-            engine = await EngineClient.start({"kind": "setup", **setup})
+            engine = await EngineClient.start(setup(plan))
             service = Service(
                 engine,
                 tokenizer,
@@ -60,7 +57,20 @@ def serve(
                 spec=spec,
                 model_name=options.served_model_name or spec.name,
                 request_seconds=options.request_seconds,
+                plan_file=options.plan_file,
             )
+            service.replanner = Replanner(
+                engine,
+                plan,
+                spec,
+                setup=setup,
+                mode=options.replan,
+                rules=Rules(dwell=options.replan_dwell_seconds),
+                file=options.written_to,
+                fixed_placement=options.hosts is not None,
+                on_adopted=service.switch_to,
+            )
+            service.replanner.start()
 
             def ready() -> None:
                 if options.log_format == "json":
@@ -74,6 +84,7 @@ def serve(
                 await answer_until_told(app, service, listener, drain_seconds=options.drain_seconds, on_ready=ready)
                 return 1 if engine.failure else 0
             finally:
+                await service.replanner.close()
                 await engine.close()
 
         try:
@@ -81,3 +92,16 @@ def serve(
         except EngineError as error:  # Its traceback is the engine process's own.
             log.error("%s", error)
             return 1
+
+
+def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> dict[str, Any]:
+    """What the engine's process is told of a plan, the first one or a later one."""
+    setup = engine_setup(
+        plan,
+        spec,
+        dummy_weights=options.dummy_weights,
+        timeline=options.timeline,
+        deadline_seconds=options.deadline_seconds,
+        hosts=options.hosts,
+    )
+    return {"kind": "setup", **setup}

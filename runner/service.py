@@ -6,17 +6,21 @@ Not here: HTTP (`server`), the wording of requests (`protocol`) and of answers (
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import lru_cache
+from pathlib import Path
 
 from exeplan.model import ModelSpec
 from exeplan.plan import Plan
 from exeplan.runner.admission import Admission
 from exeplan.runner.answers import Answer, ChatAnswer, CompletionAnswer
 from exeplan.runner.client import EngineClient, Job
+from exeplan.runner.observed import Observed, Snapshot
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
+from exeplan.runner.replan import Replanner
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.serve_metrics import ServeMetrics
 from exeplan.runner.tokenizer import Tokenizer
@@ -36,13 +40,16 @@ class Service:
         spec: ModelSpec,
         model_name: str,
         request_seconds: float,
+        plan_file: Path | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
-        self.request_seconds = request_seconds
+        self.request_seconds, self.plan_file = request_seconds, plan_file
         self.max_context = min(spec.max_context, engine.num_blocks * BLOCK_SIZE)
         self.draining = False
-        self.metrics = ServeMetrics(model_name=model_name, plan=plan)
+        self.replanner: Replanner | None = None
+        self.observed = Observed(plan, clock=time.monotonic)
+        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed)
         engine.on_step = self.metrics.step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
         # One thread: tokenization gives up the interpreter lock, and must not take the engine's cores.
@@ -57,6 +64,20 @@ class Service:
     def not_ready(self) -> str | None:
         """Why no traffic should be sent here, None when it may: also where the engine has work and gets nowhere."""
         return self.down or self.engine.stall
+
+    def switch_to(self, plan: Plan) -> None:
+        """The engine runs another plan: what is shown, promised and admitted goes by it from now on."""
+        self.plan = plan
+        self.max_context = min(self.spec.max_context, self.engine.num_blocks * BLOCK_SIZE)
+        self.admission.adopt(plan)
+        self.observed.adopt(plan)
+        self.metrics.adopt(plan)
+
+    def look_back(self) -> Snapshot:
+        """What the last minutes brought."""
+        if self.replanner and (planned := self.replanner.state.planned):
+            self.observed.p99_output = planned.outputs.p99
+        return self.observed.snapshot()
 
     @property
     def retry_after(self) -> int:

@@ -82,7 +82,7 @@ class Event(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """The engine after an iteration. `iteration_tokens` is 0 where nothing ran."""
+    """The engine after an iteration, and what it held: `iteration_tokens` and both numbers are 0 where nothing ran."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -90,3 +90,5 @@ class Stats(NamedTuple):
     num_blocks: int = 0
     num_preemptions: int = 0
     iteration_tokens: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0

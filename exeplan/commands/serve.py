@@ -1,8 +1,9 @@
 """serve a plan over an OpenAI-compatible HTTP API
 
 Completions, chat completions, models, health, metrics and the plan itself, and a page at / that shows it all live.
-Listens on 127.0.0.1 unless told otherwise. SIGTERM stops taking requests and finishes the running ones. When the engine
-fails for good the server ends with status 1.
+Listens on 127.0.0.1 unless told otherwise. SIGTERM stops taking requests and finishes the running ones. SIGHUP reads
+the plan's file again and goes over to it, as does POST /plan with an API key. When the engine fails for good the server
+ends with status 1.
 """
 
 import argparse
@@ -35,6 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ORIGIN",
         help="let pages of this origin, such as https://chat.example.org, use the server; may be repeated",
+    )
+    parser.add_argument(
+        "--replan",
+        default="advise",
+        metavar="MODE",
+        help="off; advise (default): look whether lengths drift and propose better plans; auto: adopt them",
+    )
+    parser.add_argument(
+        "--replan-dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default 60s)"
+    )
+    parser.add_argument(
+        "--replan-file", type=Path, metavar="PLAN", help="where re-plans are written (default: PLAN-replanned.yaml)"
     )
     parser.add_argument("--log-format", default="text", help="text (default) or json, one object a line")
     parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
@@ -69,6 +82,9 @@ def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
         hosts=hosts,
         plan_file=args.plan,
+        replan=args.replan,
+        replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
+        replan_file=args.replan_file,
         log_format=args.log_format,
         log_level=args.log_level,
     )

@@ -31,14 +31,15 @@ import json, sys
 from pathlib import Path
 from exeplan.errors import InputError
 from exeplan.model import load_model_spec
-from exeplan.plan import load_plan
+from exeplan.inputs import read_plan
 from exeplan.runner.options import ServeOptions
 from exeplan.runner.server import serve
 
-plan = load_plan(Path(sys.argv[1]))
+plan = read_plan(Path(sys.argv[1]))
 told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:
-    sys.exit(serve(plan, load_model_spec(plan.model), ServeOptions(**json.loads(sys.argv[2])), on_ready=told))
+    options = ServeOptions(plan_file=Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    sys.exit(serve(plan, load_model_spec(plan.model), options, on_ready=told))
 except InputError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -65,6 +66,7 @@ class Running:
     process: "subprocess.Popen[str]"
     url: str
     lines: list[str]
+    plan_file: Path
     api_key: str = "none"
 
     @property
@@ -196,7 +198,8 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
             "log_level": "info" if log else "warning",
             **options,
         }
-        command = [sys.executable, "-c", SERVE, str(plan_file(directory, schedule, placement)), json.dumps(given)]
+        plan = plan_file(directory, schedule, placement)
+        command = [sys.executable, "-c", SERVE, str(plan), json.dumps(given)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         errors = contextlib.nullcontext() if log is None else log.open("w")
         with (
@@ -208,7 +211,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
                 # A server with JSON logs prints no summary: it is in the log.
                 lines = [process.stdout.readline() for _ in range(1 if given.get("log_format") == "json" else 2)]
                 assert lines[-1].startswith("ready http"), lines
-                yield Running(process, lines[-1].split()[1], lines, given.get("api_key", "none"))
+                yield Running(process, lines[-1].split()[1], lines, plan, given.get("api_key", "none"))
             finally:
                 process.kill()
 

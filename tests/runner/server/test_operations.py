@@ -1,5 +1,6 @@
 """What an operator relies on: ids, logs without a user's words, probes that mean something, an end that is noticed."""
 
+import contextlib
 import json
 import os
 import re
@@ -96,6 +97,7 @@ def test_workers_that_keep_dying_end_the_server_with_status_1(launch):
         while server.process.poll() is None and time.monotonic() < deadline:
             for pid in set(server.worker_pids) - killed:
                 killed.add(pid)
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         assert server.process.returncode == 1

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exeplan.errors import InputError
-from exeplan.plan import Schedule
 from exeplan.runner.host_memory import keep_weights
+from exeplan.runner.room import schedule_of
 
 if TYPE_CHECKING:
     from exeplan.runner.engine import Engine, Output
@@ -91,6 +91,7 @@ class Adoption:
             and old == new
             and setup["num_threads"] == self._setup["num_threads"]
             and setup["engine"]["num_blocks"] <= self._engine.num_blocks
+            and self._engine.has_room_for(schedule_of(setup))
         )
 
     def _prepare(self, message: Mapping[str, Any]) -> None:
@@ -123,9 +124,7 @@ class Adoption:
     ) -> dict[str, Any]:
         setup, began = message["setup"], time.perf_counter()
         num_blocks = setup["engine"]["num_blocks"] if executor else None
-        switched = self._engine.adopt(
-            Schedule(**setup["schedule"]), executor=executor, restore=restore, num_blocks=num_blocks
-        )
+        switched = self._engine.adopt(schedule_of(setup), executor=executor, restore=restore, num_blocks=num_blocks)
         outputs += switched.outputs
         self._setup = setup
         return {

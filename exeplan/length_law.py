@@ -1,7 +1,8 @@
 """Laws of lengths, and the steady state that follows from them: the survival comb.
 
 Source: a renewal argument, exact for any law of the lengths and any correlation between them; Little's law gives
-sum_u active(u) = E[D]. Not the formula of ExeGPT section 6, which forgets that long requests stay longer.
+sum_u active(u) = E[D]. The formula of ExeGPT section 6, which forgets that long requests stay longer, is there to
+reproduce its figures (`PaperLaw`).
 
     symbol   name            meaning
     I, S     input, output   tokens of the prompt, tokens generated, of one request
@@ -137,3 +138,33 @@ class DecodeLaw:
         # After the iteration a request that decodes holds I + k tokens.
         kv_var = H + 2 * k * G + k * k * F - (G + k * F) ** 2
         return np.stack([F, G + (k - 1) * F, log_empty, F * (1 - F), np.maximum(kv_var, 0.0)])
+
+
+class PaperLaw(DecodeLaw):
+    """The steady state as ExeGPT section 6 has it.
+
+    A request of D steps is said to be completed in iteration U = 1 + (D - 1) mod N_D of a cycle with probability
+    1 / ceil(D / N_D), whatever share of those on board are long ones; B_D = B_E / sum_U P_D(U). Somebody always
+    decodes. What a row holds, and how much that varies, is not in the paper and taken from the comb.
+    """
+
+    def completions(self, steps: int) -> Floats:
+        """P_D(U) for U = 1..steps, of a request that decodes at all."""
+        chance = (self.survival - np.append(self.survival[1:], 0.0)) / self.survival[0]
+        k = np.arange(len(chance))
+        return added_up(k % steps, chance / (k // steps + 1), minlength=steps)
+
+    def comb(self, steps: int) -> Comb:
+        exact = super().comb(steps)
+        if steps == 1:  # The paper, too, sets B_D to B_E E[D] there.
+            return exact
+        completed = self.completions(steps)
+        active = self.survival[0] * (1 - np.cumsum(completed) + completed) / completed.sum()
+        ratio = np.divide(active, exact.active, out=np.ones_like(active), where=exact.active > 0)
+        return Comb(
+            active=active,
+            context=exact.context * ratio,
+            log_empty=np.full(steps, -np.inf),
+            active_var=exact.active_var,
+            kv_var=exact.kv_var,
+        )

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from exeplan.deadlines import Deadlines
 from exeplan.errors import InputError
-from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw, added_up
+from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw, PaperLaw, added_up
 
 _DENSE_CELLS = 1 << 22
 """Up to so many cells equal points are merged by counting, above by sorting."""
@@ -47,6 +47,8 @@ class Workload:
     """The requests themselves, where the workload is a trace."""
     deadlines: Deadlines | None = None
     """How long after its arrival a request's answer is of use; None for however late."""
+    as_paper: bool = False
+    """Steady states follow ExeGPT's formula instead of the exact one: to reproduce its figures."""
 
     @classmethod
     def of(
@@ -109,11 +111,15 @@ class Workload:
 
     @cached_property
     def _prefill_yields_first(self) -> DecodeLaw:
-        return DecodeLaw.of(self.outputs - 1, self.inputs, self.weights)
+        return self._law.of(self.outputs - 1, self.inputs, self.weights)
 
     @cached_property
     def _decode_yields_all(self) -> DecodeLaw:
-        return DecodeLaw.of(self.outputs, self.inputs, self.weights)
+        return self._law.of(self.outputs, self.inputs, self.weights)
+
+    @property
+    def _law(self) -> type[DecodeLaw]:
+        return PaperLaw if self.as_paper else DecodeLaw
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,5 +1,6 @@
 """A small made-up device whose times can be checked in the head, and a working folder with its profile."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,16 @@ import pytest
 from exeplan.model import load_model_spec
 from exeplan.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
+
+_MOST_PROCESSES = 4
+"""More would only start more engines side by side."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process a core for the whole suite; whoever runs a part of it waits less without any."""
+    whole = config.args == config.getini("testpaths")
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if whole else 0
 
 
 @pytest.fixture(scope="session")

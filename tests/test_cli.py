@@ -103,6 +103,17 @@ def test_simulate_keeps_its_contract_with_programs(folder: Path, capsys: pytest.
     assert set(body["estimate"]) == set(body["replay"]) == ESTIMATE  # type: ignore[call-overload]
 
 
+def test_the_papers_steady_state_changes_the_closed_form_and_not_the_replay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = strict(printed(capsys, [*simulate(), "--json"]))
+    paper = strict(printed(capsys, [*simulate(), "--steady-state", "paper", "--json"]))
+    assert paper["replay"] == exact["replay"]
+    assert paper["estimate"] != exact["estimate"]
+    assert "exact steady state" in answer(capsys, [*simulate(), "--steady-state", "paper", "-o", "x.yaml"])
+    assert not (folder / "x.yaml").exists()
+
+
 def test_a_plan_that_optimize_wrote_replays_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "plans").mkdir()
     printed(capsys, [*optimize(memory="30MiB"), "-o", "plans/plan.yaml"])

@@ -1,5 +1,7 @@
 """A workload's steady state is what requests do when they are simulated, for any law and any correlation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -63,9 +65,17 @@ def test_paper_overstates_completions() -> None:
     lengths = np.arange(1, 600)
     weights = np.exp(-0.5 * np.square((lengths - 128) / 68))
     workload = Workload.of("cut", inputs=np.ones_like(lengths), outputs=lengths, weights=weights)
-    comb = workload.decode_law(first_token_from_prefill=False).comb(16)
+    paper = replace(workload, as_paper=True)
+    combs = [w.decode_law(first_token_from_prefill=False).comb(16) for w in (paper, workload)]
     assert workload.weights @ (1 / np.ceil(workload.outputs / 16)) == pytest.approx(0.161, abs=5e-4)
-    assert 1 / comb.active[0] == pytest.approx(0.114, abs=5e-4)
+    assert [1 / comb.active[0] for comb in combs] == pytest.approx([0.161, 0.114], abs=5e-4)
+
+
+def test_the_papers_formula_is_exact_where_every_request_ends_in_its_first_cycle() -> None:
+    laws = [HAND.decode_law(), replace(HAND, as_paper=True).decode_law()]
+    exact, paper = (law.comb(4) for law in laws)
+    assert paper.active[:3] == pytest.approx(exact.active[:3])
+    assert paper.context[:3] == pytest.approx(exact.context[:3])
 
 
 HAND = Workload.of("hand", inputs=[10, 10, 20], outputs=[1, 3, 4], weights=[2, 1, 1])

@@ -94,11 +94,11 @@ JSON_LINES = (
     [
         ("t.csv", CSV),
         ("t.txt", CSV.replace("\n", "\r\n")),
-        ("t.csv.gz", gzip.compress(CSV.encode())),
+        ("t.csv.gz", gzip.compress(CSV.encode(), mtime=0)),
         ("t.csv", "\ufeff" + CSV + "\n\n"),
         ("t.csv", "user, output_tokens ,input_tokens,arrival_s\na,44,374,0\nb,109.0,396,4.5\nc,44,374,4.5\n"),
         ("t.jsonl", JSON_LINES),
-        ("t.jsonl.gz", gzip.compress(JSON_LINES.encode())),
+        ("t.jsonl.gz", gzip.compress(JSON_LINES.encode(), mtime=0)),
     ],
 )
 def test_a_trace_is_its_histogram_and_its_requests(tmp_path: Path, name: str, content: str | bytes) -> None:
@@ -172,7 +172,7 @@ def test_a_bad_trace_is_refused_with_file_and_row(tmp_path: Path, content: str |
 
 
 def test_a_broken_gzip_is_refused(tmp_path: Path) -> None:
-    whole = gzip.compress(CSV.encode())
+    whole = gzip.compress(CSV.encode(), mtime=0)
     for content in (whole[:-9], b"not gzip", whole[:12] + b"\0\0" + whole[14:]):
         assert "t.csv.gz is not a whole gzip file" in refusal(written(tmp_path, "t.csv.gz", content))
     assert "is not UTF-8 text" in refusal(written(tmp_path, "t.csv.gz", gzip.compress(b"\xff")))

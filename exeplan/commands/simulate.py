@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--steady-state",
+        choices=("comb", "paper"),
+        default="comb",
+        help="how the closed form fills a batch: exactly (default), or by ExeGPT's formula, to reproduce its figures",
+    )
+    parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the passes (.json for Perfetto; .png, .svg, .pdf)"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan with its estimate filled in")
@@ -39,8 +45,14 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--requests must be at least 1, found {args.requests}")
     if args.seed < 0:
         raise InputError(f"--seed must be at least 0, found {args.seed}")
+    if args.output and args.steady_state == "paper":
+        raise InputError(
+            "--steady-state paper reproduces figures; plans are written with the exact steady state (comb)"
+        )
     plan = read_plan(args.plan)
     problem = plan_problem(plan, profile=args.profile, workload=args.workload, cluster=args.cluster)
+    if args.steady_state == "paper":
+        problem = replace(problem, workload=replace(problem.workload, as_paper=True))
     schedule = plan.schedule
     run_, replayed = replay_estimate(
         problem, schedule, seed=args.seed, num_requests=args.requests, kv_tokens=plan.kv_cache_tokens

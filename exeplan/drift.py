@@ -37,6 +37,8 @@ from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload import Workload
 
+_ASKED = ("model", "profile", "cluster", "gpus", "bound", "more_bounds", "deadline")
+"""Of a plan: what was asked for, and on what."""
 _SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
 _SLOW_SHARE = 0.9
 """Of the longer requests, those that a corrected prediction covers."""
@@ -91,7 +93,7 @@ class Watch:
         self.policies = policies or _policies(problem)
         self._basis = _Basis.of(problem.workload)
         self._planned = self._basis
-        self._agreeing, self._last_replan = 0, -math.inf
+        self._agreeing, self._told, self._last_replan = 0, 0, -math.inf
         self._best_gain: float | None = None
         self._verdict = ""
         self.observed: Workload | None = None
@@ -100,7 +102,9 @@ class Watch:
     @property
     def problem(self) -> Problem:
         """What the active plan has to solve now, on its placement."""
-        return replace(self._problem, workload=_in_context(self.observed or self.planned, self._problem))
+        workload = _in_context(self.observed or self.planned, self._problem)
+        # Deadlines are part of what was asked for, not of what is observed.
+        return replace(self._problem, workload=replace(workload, deadlines=self._problem.workload.deadlines))
 
     @property
     def planned(self) -> Workload:
@@ -158,8 +162,10 @@ class Watch:
         """Whether there is reason to search, and time to move."""
         grown = not self._basis.planned and observed.size >= 2 * self._basis.size
         differs = grown or self._far(observed, self._basis) > 1
-        self._agreeing = self._agreeing + 1 if differs else 0
-        return self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
+        fresh, self._told = self.monitor.num_noted > self._told, self.monitor.num_noted
+        self._agreeing = self._agreeing + fresh if differs else 0  # The same requests agree with themselves.
+        enough = observed.size >= self.rules.least_for_search
+        return enough and self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
 
     def _search(
         self, observed: Observed, problem: Problem, kept: Estimate | None, share: float | None, now: float
@@ -263,7 +269,7 @@ def _best(
         except (Infeasible, InputError) as error:
             refusal = str(error)
             continue
-        kept = {name: getattr(plan, name) for name in ("model", "profile", "cluster", "gpus", "bound", "more_bounds")}
+        kept = {name: getattr(plan, name) for name in _ASKED}
         kept |= {"arrival_rate": problem.arrivals.rate if problem.arrivals else None, "trace_arrivals": False}
         return replace(found, **kept, workload=None, kv_cache_tokens=_room(plan, found, problem))
     return refusal
@@ -291,9 +297,10 @@ def cautious(observed: Observed, workload: Workload, *, share: float, confidence
     if not 0 < mass < beyond:
         return workload
     factors = np.where(in_tail, beyond / mass, (1 - beyond) / (1 - mass))
-    return Workload.of(
+    heavier = Workload.of(
         workload.name, inputs=workload.inputs, outputs=workload.outputs, weights=workload.weights * factors
     )
+    return replace(heavier, deadlines=workload.deadlines)
 
 
 def _in_context(workload: Workload, problem: Problem) -> Workload:

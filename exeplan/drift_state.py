@@ -28,6 +28,8 @@ class Rules:
     """Probability, at one look, that a law which has not changed counts as another."""
     least_requests: float = 64.0
     """Independent requests without which nothing is said."""
+    least_for_search: float = 160.0
+    """Such without which no plan is made: about ln(1 / (1 - confidence)) / 1 %, so that the tail is known at all."""
     looks: int = 2
     """Looks in a row that have to agree."""
     confidence: float = 0.8

@@ -72,10 +72,14 @@ class LengthMonitor:
         self._running: tuple[Seen, ...] = ()
         self._since = -np.inf
         self._most_kept = most_kept
+        self.num_noted = 0
+        """Requests that have ended, in all."""
 
     def note(self, ended: Iterable[Seen], running: Sequence[Seen]) -> None:
         """Takes those that have ended since the last call, and all that run now."""
-        self._ended.extend(ended)
+        before = tuple(ended)
+        self._ended.extend(before)
+        self.num_noted += len(before)
         self._running = tuple(running)
 
     @property

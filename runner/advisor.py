@@ -92,7 +92,7 @@ class Advisor:
 
         problem = self._watch.problem
         found = optimize(problem, policies=self._watch.policies, advise=False).candidates
-        results = {c.policy: with_frontier(problem, c) for c in found if c.search and c.placement}
+        results = {c.policy: with_frontier(problem, c, num_bounds=8) for c in found if c.search and c.placement}
         return {"kind": "frontier", "rows": [asdict(row) for row in frontier_rows(results)]}
 
 

@@ -68,7 +68,7 @@ class Replanner:
         self.state = ReplanState(mode=mode, plan=plan)
         self._engine, self._spec, self._setup = engine, spec, setup
         self._rules, self._file, self._fixed = rules or Rules(), file, fixed_placement
-        self._on_adopted, self._on_event = on_adopted, on_event
+        self._on_adopted, self.on_event = on_adopted, on_event
         self._advisor: _AdvisorProcess | None = None
         self._left: deque[Any] = deque(maxlen=_MOST_KEPT)
         self._adopting = asyncio.Lock()
@@ -117,7 +117,7 @@ class Replanner:
         self._set(proposed=None, veto=reason)
         log.info("re-plan %d was vetoed: %s", proposed.number, reason)
         self._vetoed = True
-        self._on_event("vetoed", proposed)
+        self.on_event("vetoed", proposed)
         return True
 
     async def frontier(self) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ class Replanner:
             except (InputError, EngineError) as error:
                 self._set(veto=f"the engine refused it: {error}", proposed=None)
                 log.warning("re-plan %d was not adopted: %s", replanned.number, error)
-                self._on_event("failed", str(error))
+                self.on_event("failed", str(error))
                 raise
             done = {"pause_seconds": answer["seconds"], "num_recomputed": answer["num_recomputed"]}
             replanned = replace(replanned, number=self.state.num_replans + 1, **done)
@@ -189,7 +189,7 @@ class Replanner:
                 replanned.num_recomputed,
                 replanned.diff,
             )
-            self._on_event("adopted", replanned)
+            self.on_event("adopted", replanned)
             return replanned
 
     async def _watch(self) -> None:
@@ -244,7 +244,7 @@ class Replanner:
         replanned = replace(replanned, file=found["file"])
         self._set(proposed=replanned)
         log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)
-        self._on_event("proposed", replanned)
+        self.on_event("proposed", replanned)
         if self.state.mode == "auto":
             with contextlib.suppress(InputError):  # It has been logged, and the old plan goes on.
                 await self.accept()

@@ -18,6 +18,8 @@ TOGETHER = [
     Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}),
     Schedule("rra", {"prefill_batch": 6, "decode_steps": 2, "micro_batches": 2}),
     Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 8}),
+    Schedule("concat", {"rows": 2, "row_tokens": 80}),
+    Schedule("concat", {"rows": 3, "row_tokens": 80, "slot_tokens": 80}, order="das"),
 ]
 APART = [
     Schedule("waa-c", {"decode_batch": 4, "prefill_batch": 2, "micro_batches": 2}),

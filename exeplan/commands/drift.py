@@ -67,8 +67,6 @@ def _rules(args: argparse.Namespace) -> "Rules":
     from exeplan.units import seconds
 
     dwell, every = seconds(args.dwell, "--dwell"), seconds(args.every, "--every")
-    if every <= 0:
-        raise InputError(f"--every must be above 0 s, found {args.every}")
     try:
         gain = float(args.gain.removesuffix("%")) / (100 if args.gain.endswith("%") else 1)
     except ValueError:

@@ -89,10 +89,11 @@ class GuardedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles the parser's exception, which knows the status that fits."""
-        status = getattr(sys.exception(), "error_status_hint", 400)
-        if status == 431:
-            msg = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
-        self._close_with(RequestError(msg, status=status))
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            message = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
+            self._close_with(RequestError(message, status=431))
+        else:  # Its other hints, such as 501 for an unknown transfer encoding, would blame us.
+            self._close_with(RequestError(msg, status=400))
 
     def _expect_header(self) -> None:
         if self._header_timer is None:
@@ -128,6 +129,9 @@ class GuardedProtocol(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.cycle and not self.cycle.response_complete:  # Whoever was to answer has nobody to answer to any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
 
 class Gate:

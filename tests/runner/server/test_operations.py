@@ -83,11 +83,11 @@ def test_an_engine_that_gets_nowhere_is_alive_but_not_ready(launch, eventually):
     with launch(deadline_seconds=0.5) as server, streaming(server):
         assert server.call("/ready").status == 200
         os.kill(server.engine_pid, signal.SIGSTOP)
-        eventually(lambda: server.call("/ready").status == 503, 3)
+        eventually(lambda: server.call("/ready").status == 503, 15)
         assert json.loads(server.call("/ready").text)["status"].startswith("no iteration for")
         assert server.call("/health").status == 200
         os.kill(server.engine_pid, signal.SIGCONT)
-        eventually(lambda: server.call("/ready").status == 200, 3)
+        eventually(lambda: server.call("/ready").status == 200, 15)
 
 
 def test_workers_that_keep_dying_end_the_server_with_status_1(launch):

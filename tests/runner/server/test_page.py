@@ -38,7 +38,7 @@ def test_it_loads_soon_updates_and_has_nothing_to_complain(busy):
         return loaded, page.complaints(), page.asked_for()
 
     loaded, complaints, asked = browse(f"{busy.url}/", look)
-    assert loaded < 1000  # Milliseconds.
+    assert loaded < 5000  # Milliseconds; on a quiet machine it takes a tenth of a second.
     assert complaints == []
     assert set(asked) <= {f"{busy.url}/", f"{busy.url}/live", "data:,"}
     assert asked.count(f"{busy.url}/live") >= 2

@@ -13,10 +13,7 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from record import write_record
+from serving import descendants, held, served
 
 from exeplan.report import table
 
@@ -46,16 +44,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.yaml"
         plan.write_text(PLAN)
-        command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--weights", "dummy"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout
-            url = re.search(r"http://\S+", server.stdout.readline()).group().rstrip(",.;")
-            try:
-                figures = _storm(server.pid, url, args)
-            finally:
-                server.send_signal(signal.SIGTERM)
-                server.wait(40)
-    figures["exit_status"] = server.returncode
+        with served(plan, "--weights", "dummy") as server:
+            figures = _storm(server.process.pid, server.url, args)
+    figures["exit_status"] = server.process.returncode
     rows = [[name, str(value)] for name, value in figures.items()]
     print(table(("", ""), rows))
     print(f"\nrecord: {write_record('kills', figures)}")
@@ -68,7 +59,7 @@ def _storm(pid: int, url: str, args: argparse.Namespace) -> dict:
         for _ in range(3 * args.clients)
     ]
     wanted = [_ask(url, body)[1] for body in bodies]
-    before, outcomes, stop = _held(pid), Counter(), threading.Event()
+    before, outcomes, stop = held(pid), Counter(), threading.Event()
 
     def client(number: int) -> None:
         turn = number
@@ -100,7 +91,7 @@ def _storm(pid: int, url: str, args: argparse.Namespace) -> dict:
         "all well after, median s": round(median(recovered), 3),
         "all well after, most s": round(max(recovered), 3),
         "held before": before,
-        "held after": _held(pid),
+        "held after": held(pid),
     }
 
 
@@ -126,51 +117,28 @@ def _ask(url: str, body: dict) -> tuple[int, str]:
 
 
 def _until(url: str, status: int, seconds: float = 30.0) -> float:
-    """When /health first has that status."""
+    """When /ready first has that status."""
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+            with urllib.request.urlopen(f"{url}/ready", timeout=10) as reply:
                 found = reply.status
         except urllib.error.HTTPError as error:
             found = error.code
         if found == status:
             return time.perf_counter()
-    raise SystemExit(f"/health did not say {status} within {seconds:g} s")
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [found for child in map(int, children) for found in (child, *_descendants(child))]
+    raise SystemExit(f"/ready did not say {status} within {seconds:g} s")
 
 
 def _workers(pid: int) -> list[int]:
     """Processes that a fork server has forked: they share its command line, as does their parent."""
-    family = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in _descendants(pid)}
+    family = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in descendants(pid)}
     forked = [child for child, line in family.items() if b"forkserver" in line]
     return [child for child in forked if _parent(child) in forked]
 
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _held(pid: int) -> dict[str, int]:
-    """What the server and all its processes hold."""
-    family = [pid, *_descendants(pid)]
-    status = [Path(f"/proc/{member}/status").read_text() for member in family]
-    inodes = {os.readlink(fd) for member in family for fd in Path(f"/proc/{member}/fd").iterdir() if fd.is_symlink()}
-    listening = [line for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
-    return {
-        "processes": len(family),
-        "MiB": round(sum(int(re.search(r"VmRSS:\s+(\d+)", text).group(1)) for text in status) / 1024),
-        "open files": sum(len(list(Path(f"/proc/{member}/fd").iterdir())) for member in family),
-        "ports": len([line for line in listening if f"socket:[{line.split()[9]}]" in inodes]),
-        "shared-memory files": len(list(Path("/dev/shm").iterdir())),
-    }
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import NoReturn
 from exeplan import __version__
 from exeplan.errors import InputError
 
-COMMANDS = ("profile", "optimize", "compare", "simulate", "diff", "serve", "bench", "demo")
+COMMANDS = ("profile", "optimize", "compare", "simulate", "diff", "drift", "serve", "bench", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

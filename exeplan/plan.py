@@ -28,6 +28,7 @@ __all__ = [
     "is_number",
     "load_plan",
     "placement_from",
+    "plan_from",
     "save_plan",
     "single_stage",
 ]
@@ -206,26 +207,31 @@ def load_plan(path: Path) -> Plan:
     body = read_yaml(path)
     if body.pop("exeplan", 1) != 1:
         raise InputError(f"{path} is a plan of a newer exeplan")
-    known = {f.name for f in fields(Plan)}
-    if unknown := sorted({str(name) for name in body} - known):
-        raise InputError(f"{path}: unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
-    body = {name: value for name, value in body.items() if value is not None}
-    for name in ("model", "schedule", "placement"):
-        if name not in body:
-            raise InputError(f"{path}: a plan needs '{name}'")
     try:
-        _check_values(body)
-        body.update(
-            schedule=_schedule(body["schedule"]),
-            placement=placement_from(body["placement"]),
-            bound=_bound(body["bound"]) if "bound" in body else None,
-            more_bounds=_more_bounds(body),
-        )
-        _check_deadline_bound(body["bound"], body)
-        body.update({name: _estimate(name, body[name]) for name in ("estimate", "replay") if name in body})
-        return Plan(**body)
+        return plan_from(body)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def plan_from(body: Mapping[str, Any]) -> Plan:
+    """The plan of `as_json` values. Raises InputError naming the field that is wrong."""
+    known = {f.name for f in fields(Plan)}
+    if unknown := sorted({str(name) for name in body} - known):
+        raise InputError(f"unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in ("model", "schedule", "placement"):
+        if name not in given:
+            raise InputError(f"a plan needs '{name}'")
+    _check_values(given)
+    given.update(
+        schedule=_schedule(given["schedule"]),
+        placement=placement_from(given["placement"]),
+        bound=_bound(given["bound"]) if "bound" in given else None,
+        more_bounds=_more_bounds(given),
+    )
+    _check_deadline_bound(given["bound"], given)
+    given.update({name: _estimate(name, given[name]) for name in ("estimate", "replay") if name in given})
+    return Plan(**given)
 
 
 def with_utilization(plan: Plan, share: float | None) -> Plan:

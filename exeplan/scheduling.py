@@ -112,18 +112,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
-        needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
-        if needed > self.num_blocks:
-            raise InputError(
-                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
-                f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
-            )
-        longest = sequence.num_prompt_tokens + sequence.max_output_tokens
-        if self.pass_tokens is not None and longest > self.pass_tokens:
-            raise InputError(
-                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens are more than the "
-                f"{self.pass_tokens} that the device's memory can prefill at once"
-            )
+        self.check(sequence)
         self.waiting.append(sequence)
         if sequence.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.deadline)
@@ -153,6 +142,21 @@ class Scheduler:
             gone.discard(id(self.waiting.popleft()))
         if gone:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises InputError when cache or device could not hold the sequence even alone."""
+        needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
+        if needed > self.num_blocks:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
+                f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
+            )
+        longest = sequence.num_prompt_tokens + sequence.max_output_tokens
+        if self.pass_tokens is not None and longest > self.pass_tokens:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens are more than the "
+                f"{self.pass_tokens} that the device's memory can prefill at once"
+            )
 
     def remove(self, sequence: Sequence) -> None:
         """Drops a sequence wherever it is and frees its blocks at once."""

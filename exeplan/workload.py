@@ -167,8 +167,10 @@ class Workload:
         )
         return replace(scaled, deadlines=self.deadlines)
 
-    def fit_context(self, max_context: int, *, scale: bool = True) -> "Workload":
+    def fit_context(self, max_context: int, *, scale: bool = True, like: "Workload | None" = None) -> "Workload":
         """The workload with input + output <= `max_context` for every request; itself where that holds already.
+
+        `like` is one whose factors it takes, so that both stay comparable.
 
         Scaled, each side by its own factor: outputs so that their 99th percentile takes at most half the context (or
         what the inputs leave, if more), inputs so that theirs takes at most the rest. What is still too long (all of
@@ -176,9 +178,12 @@ class Workload:
         """
         if max_context < 2:
             raise InputError(f"a context of {max_context} tokens cannot hold a prompt and an output; the least is 2")
-        if int((self.inputs + self.outputs).max()) <= max_context:
+        model = self if like is None else like
+        if int((model.inputs + model.outputs).max()) <= max_context:
+            scale = False
+        if not scale and int((self.inputs + self.outputs).max()) <= max_context:
             return self
-        factors = self._context_factors(max_context) if scale else (1.0, 1.0)
+        factors = model._context_factors(max_context) if scale else (1.0, 1.0)
         inputs, outputs, cut = _fitted(self.inputs, self.outputs, factors, max_context)
         done = f"inputs x{factors[0]:.3g}, outputs x{factors[1]:.3g}, " if scale else ""
         source = f"{self.source}; {done}{cut @ self.weights:.2%} cut, to fit {max_context} tokens".lstrip("; ")

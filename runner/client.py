@@ -7,9 +7,11 @@ as they come and wait in the job they belong to, so a slow HTTP client holds not
 import asyncio
 import itertools
 import json
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,8 @@ _FAULTS = {
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
+MAX_UNREAD = 65536
+"""Tokens and log-probabilities that wait for one streaming client; a reader who is further behind is given up."""
 
 
 class EngineError(Exception):
@@ -45,10 +49,18 @@ class Job:
     waiting: set[str]
     """Those of them whose prefill has not begun."""
     events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
+    streamed: bool = False
+    num_unread: int = 0
+    """Tokens and log-probabilities of the events that wait."""
+
+    def fail(self, error: Exception) -> None:
+        """Whoever reads the events gets this error after those that are there."""
+        self.events.put_nowait(error)
 
     async def next_events(self) -> list[Event]:
         """All events that are there, waiting for the first. Raises InputError or EngineError where one comes first."""
         events: list[Event] = []
+        self.num_unread = 0  # All that wait are taken below.
         while not events or not self.events.empty():
             found = await self.events.get()
             if isinstance(found, Event):
@@ -66,6 +78,8 @@ class EngineClient:
 
     def __init__(self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
         self.failure: str | None = None
+        self.ended = asyncio.Event()
+        """Set when there is a failure."""
         self.pause: str | None = None
         """Why nothing runs at the moment, though it soon will; None while all is well."""
         self.stats = Stats()
@@ -76,6 +90,10 @@ class EngineClient:
         self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
+        self._patience, self._progress = math.inf, time.monotonic()
+        self._asked: asyncio.Future[dict[str, Any]] | None = None
+        """The answer to a census or an adoption, of which one is under way at a time."""
+        self._asking = asyncio.Lock()
 
     @classmethod
     async def start(cls, setup: Mapping[str, Any]) -> "EngineClient":
@@ -97,6 +115,7 @@ class EngineClient:
             )
         client = cls(process, await asyncio.open_unix_connection(sock=ours))
         client._writer.write(frame(setup))
+        client._patience = setup.get("deadline_seconds") or math.inf
         try:
             await client._until_ready()
         except BaseException:
@@ -118,8 +137,16 @@ class EngineClient:
         """Sequences whose prefill has not begun, also those that are still being tokenized."""
         return sum(len(job.waiting) for job in self._jobs.values())
 
+    @property
+    def stall(self) -> str | None:
+        """Since when there is work and no iteration, where that is longer than any iteration may take; else None."""
+        silent = time.monotonic() - self._progress
+        return f"no iteration for {silent:.0f} s" if self._jobs and silent > self._patience else None
+
     def reserve(self, count: int) -> Job:
         """A job of so many sequences, which has its places in the queue from now on."""
+        if not self._jobs:
+            self._progress = time.monotonic()
         job_id = str(next(self._numbers))
         request_ids = tuple(f"{job_id}-{index}" for index in range(count))
         self._jobs[job_id] = Job(job_id, request_ids, set(request_ids), set(request_ids))
@@ -132,6 +159,7 @@ class EngineClient:
         """
         if self.failure:
             raise EngineError(self.failure)
+        job.streamed = stream
         rows = [{"request_id": name, **request} for name, request in zip(job.request_ids, requests, strict=True)]
         self._writer.write(frame({"kind": "submit", "job": job.job_id, "stream": stream, "requests": rows}))
 
@@ -140,10 +168,38 @@ class EngineClient:
         if self._jobs.pop(job.job_id, None) and job.open and not self.failure:
             self._writer.write(frame({"kind": "abort", "request_ids": sorted(job.open)}))
 
+    async def census(self) -> dict[str, Any]:
+        """Lengths of requests: `{now, left, running}`, as `wire` says. Raises EngineError when the engine is gone."""
+        return await self._ask({"kind": "census"})
+
+    async def adopt(self, setup: Mapping[str, Any]) -> dict[str, Any]:
+        """Goes on with the plan of a setup: `{num_blocks, seconds, num_recomputed}`.
+
+        Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
+        """
+        answer = await self._ask({"kind": "adopt", "number": next(self._numbers), "setup": setup})
+        if answer["kind"] == "not-adopted":
+            raise InputError(answer["message"])
+        self.num_blocks = answer["num_blocks"]
+        return answer
+
+    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._asking:
+            if self.failure:
+                raise EngineError(self.failure)
+            self._asked = asyncio.get_running_loop().create_future()
+            self._writer.write(frame(message))
+            try:
+                return await self._asked
+            finally:
+                self._asked = None
+
     def fail_all(self, error: Exception) -> None:
         """Ends every job with this error."""
         for job in self._jobs.values():
-            job.events.put_nowait(error)
+            job.fail(error)
+        if self._asked and not self._asked.done():
+            self._asked.set_exception(error)
 
     async def close(self) -> int | None:
         """Ends the engine process; returns its exit status."""
@@ -184,20 +240,25 @@ class EngineClient:
             reason = await self._how_it_ended()
         self.failure = self.failure or reason
         self.fail_all(EngineError(self.failure))
+        self.ended.set()
 
     def _take(self, message: Mapping[str, Any]) -> str | None:
         """Passes a message on; returns why the engine is ending, if it says so."""
         if message["kind"] == "broken":
             return message["message"]
+        if message["kind"] in ("census", "adopted", "not-adopted"):
+            if self._asked and not self._asked.done():
+                self._asked.set_result(dict(message))
+            return None
         if message["kind"] in ("down", "up"):
             self.pause = message.get("message")
             return None
         if message["kind"] == "refused":
             if job := self._jobs.get(message["job"]):
                 job.open.clear()
-                job.events.put_nowait(InputError(message["message"]))
+                job.fail(InputError(message["message"]))
             return None
-        self.stats = Stats(*message["stats"])
+        self.stats, self._progress = Stats(*message["stats"]), time.monotonic()
         events = [Event.of(values) for values in message["events"]]
         # An event may have been on its way when its job was released.
         self.on_step([event for event in events if self._deliver(event)], self.stats)
@@ -216,6 +277,10 @@ class EngineClient:
             return True
         fault = _FAULTS.get(event.finish_reason or "")
         job.events.put_nowait(EngineError(fault, status=500) if fault else event)
+        job.num_unread += len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
+        if job.streamed and job.num_unread > MAX_UNREAD and job.open:
+            job.fail(EngineError("the answer was not read as fast as it was generated, and is given up", status=408))
+            self.release(job)
         return True
 
     async def _how_it_ended(self) -> str:

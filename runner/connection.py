@@ -1,7 +1,9 @@
 """The border to the network: caps, timeouts and the key, before anything of a request is looked at.
 
 uvicorn takes headers and bodies of any size and waits for them for ever; here a header may have 16 KiB and 10 seconds,
-a body 2 MiB, 10 seconds between parts and 30 in all. Answers are OpenAI's error objects throughout.
+a body 2 MiB, 10 seconds between parts and 30 in all, and a client who takes nothing of an answer for 30 seconds is cut
+off. Bodies that are being read have a limit together, and so have connections. Answers are OpenAI's error objects
+throughout. A page of another web site cannot use a visitor's browser to send requests, unless its origin is allowed.
 Not here: TLS, which belongs to a proxy in front.
 """
 
@@ -9,8 +11,10 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import sys
 import time
+from collections.abc import Sequence
 
 import h11
 from starlette.requests import Request
@@ -18,7 +22,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from exeplan.runner.listener import MAX_CONNECTIONS, keep_watch
 from exeplan.runner.protocol import RequestError
+from exeplan.runner.request_log import new_request_id
 
 MAX_HEADER_BYTES = 16 * 1024
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -26,22 +32,53 @@ HEADER_SECONDS = 10.0
 BODY_PAUSE_SECONDS = 10.0
 BODY_SECONDS = 30.0
 LINGER_SECONDS = 2.0
-OPEN_PATHS = ("/health",)
-"""What needs no key: probes carry none."""
+STALL_SECONDS = 30.0
+"""How long a client may take nothing of an answer that is larger than the buffers on the way."""
+VANISHED_SECONDS = 60
+"""After so long the kernel ends a connection whose other end no longer answers."""
+MAX_BODIES_BYTES = 256 * 1024 * 1024
+"""Of all bodies that are being read."""
+OPEN_PATHS = ("/", "/health", "/ready")
+"""What needs no key: probes carry none, and the page at `/` has nothing but its own text."""
+log = logging.getLogger(__name__)
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with a limit on how long a header may take, and errors that say which limit it was."""
+    """uvicorn's HTTP/1.1 with a limit on how long either side may keep the other waiting, and errors that say which."""
 
+    max_connections = MAX_CONNECTIONS
     _header_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
-        self._expect_header()
+        if connection := transport.get_extra_info("socket"):
+            keep_watch(connection, VANISHED_SECONDS)
+        if len(self.connections) > self.max_connections:
+            message = f"{self.max_connections} connections are open already"
+            self._close_with(RequestError(message, status=503, code="busy", retry_after=1))
+        else:
+            self._expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_came()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(STALL_SECONDS, self._stalled)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    def _stalled(self) -> None:
+        log.info("a client took nothing of its answer for %g s and is cut off", STALL_SECONDS)
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -52,10 +89,11 @@ class GuardedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles the parser's exception, which knows the status that fits."""
-        status = getattr(sys.exception(), "error_status_hint", 400)
-        if status == 431:
-            msg = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
-        self._close_with(RequestError(msg, status=status))
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            message = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
+            self._close_with(RequestError(message, status=431))
+        else:  # Its other hints, such as 501 for an unknown transfer encoding, would blame us.
+            self._close_with(RequestError(msg, status=400))
 
     def _expect_header(self) -> None:
         if self._header_timer is None:
@@ -74,12 +112,16 @@ class GuardedProtocol(H11Protocol):
 
     def _close_with(self, error: RequestError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error.body()).encode()
+            body, request_id = json.dumps(error.body()).encode(), new_request_id()
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
+                ("x-request-id", request_id),
             ]
+            if error.retry_after is not None:
+                headers.append(("retry-after", str(error.retry_after)))
+            log.info("%s", error, extra={"request_id": request_id, "status": error.status})
             for event in (
                 h11.Response(status_code=error.status, headers=headers),
                 h11.Data(data=body),
@@ -87,13 +129,17 @@ class GuardedProtocol(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.cycle and not self.cycle.response_complete:  # Whoever was to answer has nobody to answer to any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
 
 class Gate:
-    """ASGI middleware: large headers get 431, and everything but `OPEN_PATHS` needs the key, if there is one."""
+    """ASGI middleware: large headers get 431, foreign pages 403, and all but `OPEN_PATHS` needs the key, if any."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, origins: Sequence[str] = ()) -> None:
         self.app = app
+        self._origins = {origin.encode() for origin in origins}
         self._digest = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,6 +155,8 @@ class Gate:
         )
         if size > MAX_HEADER_BYTES:
             return RequestError(f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB", status=431)
+        if self._is_foreign(headers):
+            return RequestError("pages of this origin may not use this server (--cors-origin allows one)", status=403)
         if self._digest is None or scope["path"] in OPEN_PATHS:
             return None
         given = [value for name, value in headers if name == b"authorization"]
@@ -118,13 +166,24 @@ class Gate:
             return None
         return RequestError("a valid API key is needed (Authorization: Bearer KEY)", status=401, code="invalid_api_key")
 
+    def _is_foreign(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether a browser says that a page of another site makes it send this. Others send no `Origin`."""
+        hosts = [value for name, value in headers if name == b"host"]
+        origins = [value for name, value in headers if name == b"origin"]
+        return any(o not in self._origins and o.partition(b"://")[2] not in hosts for o in origins)
+
+
+_num_body_bytes = 0
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that stays away."""
+    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that stays away, and
+    503 where the bodies of all requests together are too much."""
+    global _num_body_bytes
     if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
         raise _too_large()
     parts = bytearray()
@@ -133,13 +192,19 @@ async def read_body(request: Request) -> bytes:
     try:
         while True:
             pause = min(BODY_PAUSE_SECONDS, deadline - time.monotonic())
-            parts += await asyncio.wait_for(anext(stream), pause)
+            part = await asyncio.wait_for(anext(stream), pause)
+            parts += part
+            _num_body_bytes += len(part)
             if len(parts) > MAX_BODY_BYTES:
                 raise _too_large()
+            if _num_body_bytes > MAX_BODIES_BYTES:
+                raise RequestError("too many large requests at once", status=503, code="busy", retry_after=1)
     except StopAsyncIteration:
         return bytes(parts)
     except TimeoutError:
         raise RequestError("the body did not come in time", status=408) from None
+    finally:
+        _num_body_bytes -= len(parts)
 
 
 def _too_large() -> RequestError:
@@ -171,7 +236,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413, 431):
+    if error.status in (408, 413, 431) or error.code == "busy":
         headers["connection"] = "close"
     kind = ClosingResponse if error.status in (413, 431) else JSONResponse
     return kind(error.body(), status_code=error.status, headers=headers)

@@ -12,20 +12,24 @@ batch runs on (`execution`).
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from exeplan.errors import InputError
+from exeplan.length_monitor import MOST_KEPT, Seen
 from exeplan.plan import Schedule
 from exeplan.runner.device_sampling import needs_tokens
-from exeplan.runner.execution import Arrived, Done, Executor, producing_rows
+from exeplan.runner.execution import Arrived, Done, Executor, WorkerError, producing_rows
 from exeplan.runner.requests import Output, Request, Row, as_rows
+from exeplan.runner.room import pass_limit
 from exeplan.runner.sampling import GREEDY, SampledToken
 from exeplan.runner.text_stream import TextStream
 from exeplan.runner.tokenizer import Tokenizer, decoder_start_token_id, eos_token_ids
 from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler
 from exeplan.scheduling import Sequence as SequenceState
+from exeplan.switching import take_over
 
 MAX_CRASHES = 2
 """A request that was running when workers died so often is not tried again: it may be the reason."""
@@ -46,6 +50,26 @@ class StepRecord:
     """Tokens that the decode rows attend to."""
 
 
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Lengths of the requests that left since the last census, and of all that have begun and are still here."""
+
+    now: float
+    left: tuple[Seen, ...]
+    running: tuple[Seen, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """What adopting another schedule brought."""
+
+    outputs: list[Output]
+    seconds: float
+    """In which nothing new was begun."""
+    num_recomputed: int
+    """Requests that go on from their tokens, but without their keys and values."""
+
+
 class Engine:
     """Runs one schedule on one executor. `last_step` tells about the latest batch that was finished."""
 
@@ -56,19 +80,19 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         num_blocks: int,
-        pass_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.num_blocks, self._pass_tokens = num_blocks, pass_tokens
+        self.num_blocks = num_blocks
         self.last_step: StepRecord | None = None
         self._executor, self._schedule, self._clock = executor, schedule, clock
         self._spec = executor.spec
         self._tokenizer = tokenizer or Tokenizer(None)
         self._eos_token_ids = eos_token_ids(self._spec) or self._tokenizer.eos_token_ids
         self._rows: dict[str, Row] = {}
-        self._scheduler = self._new_scheduler()
+        self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """What is under way, by the identity of the batch, the first one first."""
+        self._left: deque[Seen] = deque(maxlen=MOST_KEPT)
 
     @property
     def has_work(self) -> bool:
@@ -104,6 +128,8 @@ class Engine:
         row = self._rows.get(request_id)
         if row is None or row.ended:
             return
+        if row.start is not None:
+            self._left.append(self._seen(row, self._clock()))
         self._drop(row)
         self._dismiss_kept()
 
@@ -117,12 +143,47 @@ class Engine:
         for phase in self._executor.phases:
             while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
                 self._start(batch)
-        for result in self._executor.results() if self._executor.pending else ():
-            if isinstance(result, Arrived):
-                self._scheduler.hand_over(result.batch)
-            else:
-                outputs += self._finish(result)
-        return outputs
+        return outputs + (self._results() if self._executor.pending else [])
+
+    def adopt(
+        self,
+        schedule: Schedule,
+        *,
+        executor: Callable[[], Executor] | None = None,
+        restore: Callable[[], Executor] | None = None,
+        num_blocks: int | None = None,
+    ) -> Switched:
+        """Goes on with another schedule when what is under way is done; no request is lost, none gets a token twice.
+
+        Keys and values stay as far as the schedule lets them (`exeplan.switching`). Another `executor`, which has as
+        many blocks as said, takes the place of this one, which is closed first, and everybody's are computed again.
+        Raises InputError where a request does not fit, and whatever the executor raises, and then goes on as before,
+        in the latter case on the one that `restore` makes.
+        """
+        began, outputs, before = self._clock(), self._come_to_rest(), self._scheduler
+        after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
+        for row in (*before.running, *before.waiting):
+            after.check(row)
+        if executor is not None:
+            self._exchange(executor, restore)
+            room = self._executor.room
+            after = self._new_scheduler(schedule, room.num_blocks if room else after.num_blocks)
+        self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
+        left = take_over(after, before, keep=executor is None)
+        self._dismiss(left)
+        return Switched(outputs, self._clock() - began, sum(not row.finished for row in left))
+
+    def has_room_for(self, schedule: Schedule) -> bool:
+        """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
+        room = self._executor.room
+        return room is None or schedule.variables.get("max_num_batched_tokens", 0) <= room.pass_tokens
+
+    def census(self) -> Census:
+        """What is known of lengths; who left is told once."""
+        now, left = self._clock(), tuple(self._left)
+        self._left.clear()
+        here = (row for row in self._rows.values() if row.start is not None and not row.ended)
+        return Census(now, left, tuple(self._seen(row, now) for row in here))
 
     def _expire(self) -> list[Output]:
         """Drops whoever has not begun by its deadline."""
@@ -143,7 +204,7 @@ class Engine:
         Raises WorkerError when no new workers can be had.
         """
         self._executor.restart()
-        before, self._scheduler = self._scheduler, self._new_scheduler()
+        before, self._scheduler = self._scheduler, self._same_scheduler()
         self._begun.clear()
         outputs = []
         for row in cast(list[Row], before.running):
@@ -168,14 +229,52 @@ class Engine:
         """Ends the processes that belong to the engine."""
         self._executor.close()
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> Scheduler:
         return Scheduler(
-            self._schedule,
-            self.num_blocks,
+            schedule,
+            num_blocks,
             num_prefill_stages=self._executor.num_prefill_stages,
             whole_prompts=self._spec.is_encoder_decoder,
-            pass_tokens=self._pass_tokens,
+            pass_tokens=pass_limit(schedule, self._executor.room),
         )
+
+    def _same_scheduler(self) -> Scheduler:
+        return self._new_scheduler(self._schedule, self.num_blocks)
+
+    def _results(self) -> list[Output]:
+        outputs: list[Output] = []
+        for result in self._executor.results():
+            if isinstance(result, Arrived):
+                self._scheduler.hand_over(result.batch)
+            else:
+                outputs += self._finish(result)
+        return outputs
+
+    def _come_to_rest(self) -> list[Output]:
+        """Waits for all that is under way; where workers die meanwhile, they begin again with nothing."""
+        outputs: list[Output] = []
+        try:
+            while self._executor.pending:
+                outputs += self._results()
+        except WorkerError:
+            outputs += self.restart()
+        return outputs
+
+    def _exchange(self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None) -> None:
+        self._executor.close()
+        try:
+            self._executor = executor()
+        except BaseException:
+            if restore is not None:
+                self._executor = restore()
+                before, self._scheduler = self._scheduler, self._same_scheduler()
+                self._dismiss(take_over(self._scheduler, before, keep=False))
+            raise
+
+    def _seen(self, row: Row, now: float) -> Seen:
+        assert row.start is not None
+        num_prompt_tokens = row.num_prompt_tokens - row.num_begin_tokens
+        return Seen(row.start, num_prompt_tokens, row.num_delivered, row.ended, now - row.start)
 
     @property
     def _may_schedule(self) -> bool:
@@ -229,7 +328,7 @@ class Engine:
                 row.finished = row.num_output_tokens >= row.max_output_tokens
 
     def _dismiss(self, left: Iterable[SequenceState]) -> None:
-        """Those that have left the scheduler are forgotten, as soon as their last token has been delivered."""
+        """Those that have left the cache are forgotten, as soon as their last token has been delivered."""
         for row in cast(Iterable[Row], left):
             self._executor.release(row.request_id)
             if row.ended:
@@ -258,6 +357,7 @@ class Engine:
         if reason:
             text += row.stream.finish() if row.stream else ""
             self._end(row)
+            self._left.append(self._seen(row, now))
         return _output(row, now, token=token, text=text, reason=reason)
 
     def _end(self, row: Row) -> None:

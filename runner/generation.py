@@ -18,6 +18,7 @@ from exeplan.runner.answers import Answer
 from exeplan.runner.client import EngineError, Job
 from exeplan.runner.connection import error_response
 from exeplan.runner.protocol import GenerationRequest, RequestError
+from exeplan.runner.request_log import note
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.service import Service
 from exeplan.runner.wire import Event
@@ -31,13 +32,20 @@ class Generation(Response):
         self._service, self._job, self._request, self._params = service, job, request, params
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note(job=self._job.job_id)
+        seconds = self._service.request_seconds
+        late = EngineError(f"the request was not done within {seconds:g} s", status=504)
+        timer = asyncio.get_running_loop().call_later(seconds, self._job.fail, late)
         answering = asyncio.create_task(self._respond(scope, receive, send))
         leaving = asyncio.create_task(_client_leaves(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
+            else:
+                note(ended="left")
         finally:
+            timer.cancel()
             answering.cancel()
             leaving.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
@@ -50,8 +58,10 @@ class Generation(Response):
             first = await self._job.next_events()
             answer = self._service.answer(self._request, prompts)
             if self._request.stream:
-                return await self._stream(answer, first, send)
+                await self._stream(answer, first, send)
+                return note(**answer.usage())
             await self._collect(answer, first)
+            note(**answer.usage())
             response = JSONResponse(answer.whole())
         except (InputError, EngineError) as error:
             response = error_response(_as_request_error(error))
@@ -73,6 +83,7 @@ class Generation(Response):
                 body = b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except (InputError, EngineError) as error:
+            note(ended=str(error)[:200])
             body = b"data: " + _json(_as_request_error(error).body()) + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})

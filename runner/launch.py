@@ -4,7 +4,10 @@ A setup is a plan in plain values, as it goes to another process. One device nee
 workers. torch is imported where it is used: the server makes a setup without it.
 """
 
+import sys
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +16,7 @@ from exeplan.inputs import engine_blocks
 from exeplan.model import ModelSpec, model_spec
 from exeplan.plan import Plan, placement_from, stage_json
 from exeplan.problem import MEMORY_UTILIZATION
+from exeplan.progress import Progress
 
 if TYPE_CHECKING:
     from exeplan.runner.engine import Engine
@@ -40,7 +44,7 @@ def engine_setup(
     """
     return {
         "model": {"name": spec.name, "directory": spec.directory and str(spec.directory), "config": dict(spec.config)},
-        "schedule": {"policy": plan.schedule.policy, "variables": dict(plan.schedule.variables)},
+        "schedule": asdict(plan.schedule),
         "placement": [stage_json(stage) for stage in plan.placement],
         "engine": {
             "device": plan.device or "cpu",
@@ -90,14 +94,11 @@ def build_engine(
     import torch
 
     from exeplan.runner.engine import Engine
-    from exeplan.runner.room import pass_limit, schedule_of, warn_of_shortage, with_finite_context
+    from exeplan.runner.room import schedule_of, warn_of_shortage
     from exeplan.runner.tokenizer import Tokenizer
 
-    model = setup["model"]
-    spec = model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
+    spec = _spec(setup)
     torch.set_num_threads(setup["num_threads"])
-    if setup["gpu_memory_utilization"]:
-        spec = with_finite_context(spec)
     executor, schedule = _executor(setup, spec, hosts, on_loss), schedule_of(setup)
     room, planned = executor.room, setup["engine"]["num_blocks"]
     if room:
@@ -107,7 +108,6 @@ def build_engine(
         schedule,
         tokenizer=Tokenizer.load(spec),
         num_blocks=room.num_blocks if room else planned,
-        pass_tokens=pass_limit(schedule, room),
     )
     try:
         warm_up(engine)
@@ -115,6 +115,21 @@ def build_engine(
         engine.close()
         raise
     return engine
+
+
+def build_executor(
+    setup: Mapping[str, Any], *, hosts: "Hosts | None" = None, on_loss: Callable[[], None] = lambda: None
+) -> "Executor":
+    """What `build_engine` runs batches on, without a timeline: for an engine that goes on with another plan."""
+    return _executor({**setup, "timeline": None}, _spec(setup), hosts, on_loss)
+
+
+def _spec(setup: Mapping[str, Any]) -> ModelSpec:
+    from exeplan.runner.room import with_finite_context
+
+    model = setup["model"]
+    spec = model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
+    return with_finite_context(spec) if setup["gpu_memory_utilization"] else spec
 
 
 def _executor(
@@ -162,5 +177,10 @@ def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> Non
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for index in range(num_requests):
         engine.add(Request(request_id=f"warm-up-{index}", prompt_token_ids=[0] * num_tokens, sampling=sampling))
-    while engine.has_work:
-        engine.step()
+    done, total, began = 0, num_requests * num_tokens, time.monotonic()
+    with Progress("warming up", shown=sys.stderr.isatty()) as bar:
+        while engine.has_work:
+            done += sum(len(output.token_ids) for output in engine.step())
+            left = (time.monotonic() - began) * (total / done - 1) if done else 0.0
+            bar.update(done / total, left, f"{done} of {total} tokens")
+    engine.census()  # Nobody asked for these.

@@ -13,15 +13,17 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exeplan.errors import InputError
+from exeplan.runner import logs
 from exeplan.runner.wire import Event, Logprob, Stats, frame, read_frame
 
 if TYPE_CHECKING:
+    from exeplan.runner.adoption import Adoption
     from exeplan.runner.engine import Engine, Output, Request
 
 Command = tuple[float, dict[str, Any]]
@@ -34,25 +36,34 @@ def main(descriptor: int) -> int:
     """Runs until the server is gone, which ends the process at once, or the engine fails. Returns an exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    logs.configure_child()
     connection = socket.socket(fileno=descriptor)
     inbox = _Inbox()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     try:
-        from exeplan.runner.launch import build_engine, hosts_from
+        from exeplan.runner.adoption import Adoption
+        from exeplan.runner.launch import build_engine, build_executor, hosts_from
 
         setup = inbox.commands.get()[1]
         if hosts := hosts_from(setup):
             inbox.leave = hosts.close
-        engine = build_engine(setup, hosts=hosts, on_loss=lambda: inbox.put({"kind": "lost"}))
+
+        def lost() -> None:
+            inbox.put({"kind": "lost"})
+
+        engine = build_engine(setup, hosts=hosts, on_loss=lost)
+        build = partial(build_executor, hosts=hosts, on_loss=lost)
         inbox.wake = engine.wake
         connection.sendall(frame({"kind": "ready", "num_blocks": engine.num_blocks}))
-        _run(engine, connection, inbox.commands)
+        _run(engine, connection, inbox.commands, Adoption(engine, setup, build=build, put=inbox.put))
     except InputError as error:
         connection.sendall(frame({"kind": "refused", "job": None, "message": str(error)}))
         return 2
     except Exception as error:
-        traceback.print_exc()
-        connection.sendall(frame({"kind": "broken", "message": f"the engine failed: {type(error).__name__}: {error}"}))
+        # Clients get to see the message, so that details stay in the log.
+        log.exception("the engine failed")
+        message = f"the engine failed ({type(error).__name__}); the server's log says more"
+        connection.sendall(frame({"kind": "broken", "message": message}))
         return 1
 
 
@@ -90,14 +101,23 @@ class _Open:
     held: list[Event] = field(default_factory=list)
 
 
-def _run(engine: "Engine", connection: socket.socket, commands: "queue.SimpleQueue[Command]") -> NoReturn:
+def _run(
+    engine: "Engine", connection: socket.socket, commands: "queue.SimpleQueue[Command]", adoption: "Adoption"
+) -> NoReturn:
     under_way: dict[str, _Open] = {}
     while True:
+        outputs: list[Output] = []
         for arrival, message in _pending(commands, wait=not engine.has_work):
-            if refusal := _apply(engine, message, arrival, under_way):
-                connection.sendall(frame(refusal))
-        outputs = _step(engine, connection)
-        events = [event for output in outputs if (event := _due(output, under_way))]
+            if message["kind"] in ("census", "adopt", "built"):
+                answer = adoption.take(message, outputs)
+            else:
+                answer = _apply(engine, message, arrival, under_way)
+            if answer:
+                connection.sendall(frame(answer))
+        outputs += _step(engine, connection)
+        # Who got something while a plan was adopted may have been dropped since.
+        due = [output for output in outputs if output.request_id in under_way]
+        events = [event for output in due if (event := _due(output, under_way))]
         connection.sendall(frame({"kind": "step", "events": events, "stats": _stats(engine, ran=bool(outputs))}))
 
 
@@ -202,13 +222,16 @@ def _logprobs(output: "Output") -> Sequence[Logprob]:
 
 
 def _stats(engine: "Engine", *, ran: bool) -> Stats:
+    step = engine.last_step if ran else None
     return Stats(
         num_waiting=engine.num_waiting,
         num_running=engine.num_running,
         free_blocks=engine.free_blocks,
         num_blocks=engine.num_blocks,
         num_preemptions=engine.num_preemptions,
-        iteration_tokens=engine.last_step.num_new_tokens if ran and engine.last_step else 0,
+        iteration_tokens=step.num_new_tokens if step else 0,
+        num_prefill=step.num_prefill if step else 0,
+        num_decode=step.num_decode if step else 0,
     )
 
 

@@ -173,7 +173,7 @@ Request = TypeVar("Request", bound=GenerationRequest)
 
 def parse(kind: type[Request], body: bytes) -> tuple[Request, SamplingParams]:
     """The request in this body, and how to sample. Raises RequestError that names field, value and limit."""
-    given = {name: value for name, value in _read_object(body).items() if value is not None}
+    given = {name: value for name, value in read_object(body).items() if value is not None}
     _drop_harmless(given)
     sampling = {name: given.pop(name) for name in _SAMPLING_FIELDS & set(given)}
     if kind is ChatRequest and "max_completion_tokens" in given:
@@ -201,7 +201,8 @@ def _sampling_params(request: GenerationRequest, given: dict[str, Any]) -> Sampl
         raise RequestError(str(error), param=param) from None
 
 
-def _read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body: strict JSON, no field twice. Raises RequestError saying what is wrong."""
     try:
         value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         if b"\\u" in body:  # The only way a lone surrogate gets through the decoder.

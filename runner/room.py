@@ -99,7 +99,7 @@ def with_finite_context(spec: ModelSpec) -> ModelSpec:
 
 def schedule_of(setup: Mapping[str, Any]) -> Schedule:
     """The schedule of an engine's setup."""
-    return Schedule(setup["schedule"]["policy"], setup["schedule"]["variables"])
+    return Schedule(**setup["schedule"])
 
 
 def own_engine(setup: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from exeplan.runner.noise import log_exponential_noise, noise_key
 if TYPE_CHECKING:
     from torch import Tensor
 
-_INT_LIMITS = {
+INT_LIMITS = {
     "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 20),
 }
-_FLOAT_LIMITS = {
+FLOAT_LIMITS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -38,7 +38,7 @@ _FLOAT_LIMITS = {
     "frequency_penalty": (-2.0, 2.0),
 }
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
-_MAX_STOPS, _MAX_STOP_CHARS, _MAX_STOP_IDS, _MAX_BIASES = 16, 1024, 256, 300
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_BIASES = 16, 1024, 256, 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +79,9 @@ class SamplingParams:
     """Added to the logits of these token ids, -100 to 100."""
 
     def __post_init__(self) -> None:
-        for name, limits in _FLOAT_LIMITS.items():
+        for name, limits in FLOAT_LIMITS.items():
             _check_number(name, getattr(self, name), limits, (int, float))
-        for name, limits in _INT_LIMITS.items():
+        for name, limits in INT_LIMITS.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 _check_number(name, value, limits, (int,))
@@ -93,7 +93,7 @@ class SamplingParams:
         self._check_bias()
 
     def _check_stops(self) -> None:
-        for name, limit in (("stop", _MAX_STOPS), ("stop_token_ids", _MAX_STOP_IDS)):
+        for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_IDS)):
             values = getattr(self, name)
             if not isinstance(values, (list, tuple)):
                 raise InputError(f"{name} must be a list, found {_show(values)}")
@@ -101,16 +101,16 @@ class SamplingParams:
                 raise InputError(f"{name} takes at most {limit} entries, found {len(values)}")
             object.__setattr__(self, name, tuple(values))
         for text in self.stop:
-            if not isinstance(text, str) or not 1 <= len(text) <= _MAX_STOP_CHARS:
-                raise InputError(f"each stop string must have 1 to {_MAX_STOP_CHARS} characters, found {_show(text)}")
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise InputError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters, found {_show(text)}")
         for token in self.stop_token_ids:
             _check_number("each of stop_token_ids", token, (0, 2**31 - 1), (int,))
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise InputError(f"logit_bias must map token ids to numbers, found {_show(self.logit_bias)}")
-        if len(self.logit_bias) > _MAX_BIASES:
-            raise InputError(f"logit_bias takes at most {_MAX_BIASES} entries, found {len(self.logit_bias)}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InputError(f"logit_bias takes at most {MAX_BIASES} entries, found {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             _check_number("each token id of logit_bias", token, (0, 2**31 - 1), (int,))
             _check_number(f"logit_bias of token {token}", bias, (-100.0, 100.0), (int, float))

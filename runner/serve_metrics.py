@@ -1,4 +1,5 @@
-"""What `/metrics` shows, in Prometheus' text format: vLLM's names with the prefix `exeplan:`, and the plan's promises.
+"""What `/metrics` shows, in Prometheus' text format: vLLM's names with the prefix `exeplan:`, and the plan's promises
+beside what the last minutes brought (`observed`).
 
 Times are taken from the engine's clock. `inter_token_latency_seconds` has one sample for each gap between two
 successive deliveries of a sequence; `request_time_per_output_token_seconds` one mean a request.
@@ -7,10 +8,12 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/ and vLLM's 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from exeplan.plan import Plan
+from exeplan.runner.observed import Observed, Snapshot, bounds_of
+from exeplan.runner.predicted import predictions
 from exeplan.runner.wire import Event, Stats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -60,10 +63,10 @@ class _Progress:
 class ServeMetrics:
     """Counts what the engine reports: `step` for every iteration, `dropped` for what is aborted."""
 
-    def __init__(self, *, model_name: str, plan: Plan) -> None:
+    def __init__(self, *, model_name: str, plan: Plan, observed: Observed) -> None:
         escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._label = f'model_name="{escaped}"'
-        self._plan = plan
+        self._plan, self.observed = plan, observed
         self._histograms = {name: Histogram(edges) for name, edges in _HISTOGRAMS.items()}
         self._open: dict[str, _Progress] = {}
         self.finished: Counter[str] = Counter()
@@ -71,12 +74,17 @@ class ServeMetrics:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
 
+    def adopt(self, plan: Plan) -> None:
+        """From now on the promises of this plan."""
+        self._plan = plan
+
     def dropped(self, request_id: str) -> None:
         """A sequence that will not be finished; those that never ran or have finished are let pass."""
         if self._open.pop(request_id, None):
             self.finished["abort"] += 1
 
     def step(self, events: Sequence[Event], stats: Stats) -> None:
+        self.observed.step(stats)
         if stats.iteration_tokens:
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
         for event in events:
@@ -110,6 +118,13 @@ class ServeMetrics:
         del self._open[last.request_id]
         self.finished[last.finish_reason or ""] += 1
         decode_seconds = last.time - progress.first.time
+        self.observed.finish(
+            start=last.start - last.arrival,
+            first=progress.first.time - last.arrival,
+            last=last.time - last.arrival,
+            input_tokens=last.num_prompt_tokens,
+            output_tokens=progress.num_tokens,
+        )
         self._add("e2e_request_latency_seconds", last.time - last.arrival)
         self._add("request_decode_time_seconds", decode_seconds)
         self._add("request_prompt_tokens", last.num_prompt_tokens)
@@ -120,8 +135,8 @@ class ServeMetrics:
     def _add(self, name: str, value: float) -> None:
         self._histograms[name].add(value)
 
-    def render(self, stats: Stats, *, num_waiting: int) -> str:
-        """The whole page. `num_waiting` counts also what has not reached the engine."""
+    def render(self, stats: Stats, observed: Snapshot, *, num_waiting: int, replanning: Mapping[str, float]) -> str:
+        """The whole page. `num_waiting` counts also what has not reached the engine; `replanning` adds gauges."""
         used = 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         lines = [
             *self._one("num_requests_running", "gauge", stats.num_running),
@@ -135,7 +150,9 @@ class ServeMetrics:
         ]
         for name, histogram in self._histograms.items():
             lines += [f"# TYPE exeplan:{name} histogram", *histogram.lines(f"exeplan:{name}", self._label)]
-        return "\n".join([*lines, *self._predicted()]) + "\n"
+        for name, value in replanning.items():
+            lines += self._one(name, "counter" if name.endswith("_total") else "gauge", value)
+        return "\n".join([*lines, *self._beside(observed)]) + "\n"
 
     def _one(self, name: str, kind: str, value: float) -> list[str]:
         return [f"# TYPE exeplan:{name} {kind}", f"exeplan:{name}{{{self._label}}} {value}"]
@@ -144,15 +161,25 @@ class ServeMetrics:
         rows = [f'exeplan:{name}{{{self._label},{by}="{key}"}} {count}' for key, count in sorted(counts.items())]
         return [f"# TYPE exeplan:{name} counter", *rows]
 
-    def _predicted(self) -> Iterator[str]:
-        """The plan's estimate (the replay's, where there is one), and its bound."""
-        estimate = self._plan.replay or self._plan.estimate
-        for field in fields(estimate) if estimate else ():
-            value = getattr(estimate, field.name)
-            if value is not None:
-                yield from self._one(f"plan_predicted_{_unit_name(field.name)}", "gauge", value)
-        if self._plan.bound:
-            yield from self._one("plan_latency_bound_seconds", "gauge", self._plan.bound.seconds)
+    def _beside(self, snapshot: Snapshot) -> Iterator[str]:
+        """The plan's promises, and what was observed of the same."""
+        for name, value in predictions(self._plan).items():
+            yield from self._one(f"plan_predicted_{_unit_name(name)}", "gauge", value)
+        for name in ("num_requests", *predictions(self._plan, empty=True)):
+            seen = getattr(snapshot, name, None)
+            if seen is not None:
+                yield from self._one(f"observed_{_unit_name(name)}", "gauge", seen)
+        bounds = bounds_of(self._plan)
+        if bounds and bounds[0].on_latency:
+            yield from self._one("plan_latency_bound_seconds", "gauge", bounds[0].seconds)
+        rows = {
+            "plan_bound_seconds": {bound.about: bound.seconds for bound in bounds},
+            "observed_share_within_bound": snapshot.within,
+        }
+        for name, values in rows.items():
+            yield f"# TYPE exeplan:{name} gauge"
+            for about, value in values.items():
+                yield f'exeplan:{name}{{{self._label},bound="{about}"}} {value}'
 
 
 def _unit_name(name: str) -> str:

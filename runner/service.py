@@ -1,22 +1,26 @@
 """Service: one plan being served. Who is let in, with how many tokens, and what the engine is asked to do.
 
-In this order, cheapest first: is the server up, is the model the one, is there room in the queue; then tokenization;
-the engine checks the rest. A batch of prompts is admitted or refused as one.
+In this order, cheapest first: is the server up, is the model the one, is there room in the queue (`admission`); then
+tokenization; the engine checks the rest. A batch of prompts is admitted or refused as one.
 Not here: HTTP (`server`), the wording of requests (`protocol`) and of answers (`answers`).
 """
 
 import asyncio
-import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import lru_cache
+from pathlib import Path
 
 from exeplan.model import ModelSpec
 from exeplan.plan import Plan
+from exeplan.runner.admission import Admission
 from exeplan.runner.answers import Answer, ChatAnswer, CompletionAnswer
 from exeplan.runner.client import EngineClient, Job
+from exeplan.runner.observed import Observed, Snapshot
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
+from exeplan.runner.replan import Replanner
 from exeplan.runner.sampling import SamplingParams
 from exeplan.runner.serve_metrics import ServeMetrics
 from exeplan.runner.tokenizer import Tokenizer
@@ -30,17 +34,22 @@ class Service:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
+        admission: Admission,
         *,
         plan: Plan,
         spec: ModelSpec,
         model_name: str,
-        max_queue: int,
+        request_seconds: float,
+        plan_file: Path | None = None,
     ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.plan, self.spec, self.model_name, self.max_queue = plan, spec, model_name, max_queue
+        self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
+        self.plan, self.spec, self.model_name = plan, spec, model_name
+        self.request_seconds, self.plan_file = request_seconds, plan_file
         self.max_context = min(spec.max_context, engine.num_blocks * BLOCK_SIZE)
         self.draining = False
-        self.metrics = ServeMetrics(model_name=model_name, plan=plan)
+        self.replanner: Replanner | None = None
+        self.observed = Observed(plan, clock=time.monotonic)
+        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed)
         engine.on_step = self.metrics.step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
         # One thread: tokenization gives up the interpreter lock, and must not take the engine's cores.
@@ -52,32 +61,49 @@ class Service:
         return self.engine.failure or ("the server is shutting down" if self.draining else self.engine.pause)
 
     @property
-    def retry_after(self) -> int:
-        """Seconds in which the plan expects to work off what is waiting, 1 to 60."""
-        estimate = self.plan.replay or self.plan.estimate
-        throughput = estimate.throughput if estimate else 1.0
-        return min(max(math.ceil(self.engine.num_waiting / throughput) if throughput > 0 else 60, 1), 60)
+    def not_ready(self) -> str | None:
+        """Why no traffic should be sent here, None when it may: also where the engine has work and gets nowhere."""
+        return self.down or self.engine.stall
 
-    def admit(self, request: GenerationRequest) -> Job:
+    def switch_to(self, plan: Plan) -> None:
+        """The engine runs another plan: what is shown, promised and admitted goes by it from now on."""
+        self.plan = plan
+        self.max_context = min(self.spec.max_context, self.engine.num_blocks * BLOCK_SIZE)
+        self.admission.adopt(plan)
+        self.observed.adopt(plan)
+        self.metrics.adopt(plan)
+
+    def look_back(self) -> Snapshot:
+        """What the last minutes brought."""
+        if self.replanner and (planned := self.replanner.state.planned):
+            self.observed.p99_output = planned.outputs.p99
+        return self.observed.snapshot()
+
+    @property
+    def retry_after(self) -> int:
+        return self.admission.retry_after(self.engine.num_waiting)
+
+    def admit(self, request: GenerationRequest, params: SamplingParams) -> Job:
         """Places in the queue for all of a request's sequences, to be given back with `release`.
 
-        Raises RequestError 404 for another model, 429 when the queue is full, 503 when the server is going or broken.
+        Raises RequestError 404 for another model, 429 when it is not let in, 503 when the server is going or broken.
         """
         if self.down:
             raise RequestError(self.down, status=503, code="unavailable", retry_after=self.retry_after)
         if request.model not in (None, self.model_name):
-            message = f"no model '{request.model:.80}'; this server has '{self.model_name}'"
-            raise RequestError(message, status=404, param="model", code="model_not_found")
+            raise self.unknown_model(request.model)
         count = request.n * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
-        if count > self.max_queue:
-            raise RequestError(f"{count} sequences in one request, the queue holds {self.max_queue}", param="n")
-        if self.engine.num_waiting + count > self.max_queue:
-            self.metrics.rejected["queue_full"] += 1
-            message = (
-                f"{self.engine.num_waiting} sequences are waiting, the queue holds {self.max_queue}; try again later"
-            )
-            raise RequestError(message, status=429, code="queue_full", retry_after=self.retry_after)
+        refusal = self.admission.refusal(count, num_waiting=self.engine.num_waiting, max_tokens=params.max_tokens)
+        if refusal:
+            if refusal.status == 429:
+                self.metrics.rejected[refusal.code or ""] += 1
+            raise refusal
         return self.engine.reserve(count)
+
+    def unknown_model(self, name: str | None) -> RequestError:
+        """404 for every name but that of the model that is served."""
+        message = f"no model '{name:.80}'; this server has '{self.model_name}'"
+        return RequestError(message, status=404, param="model", code="model_not_found")
 
     async def start(self, job: Job, request: GenerationRequest, params: SamplingParams) -> list[list[int]]:
         """Tokenizes, and hands the job to the engine, which checks it. Returns the prompts as token ids.
@@ -128,14 +154,6 @@ class Service:
     def _encode(self, prompt: str) -> list[int]:
         self.tokenizer.check_length(prompt, self.max_context)
         return self.tokenizer.encode(prompt)
-
-
-def default_max_queue(plan: Plan) -> int:
-    """Four times the residents that the plan expects (by Little's law, where it does not say), and never below 64."""
-    residents = plan.max_seqs or 0
-    if plan.estimate and not residents:
-        residents = math.ceil(plan.estimate.throughput * plan.estimate.latency_p50)
-    return max(64, 4 * residents)
 
 
 def summary(service: Service, url: str) -> str:

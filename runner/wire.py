@@ -7,7 +7,12 @@ whoever could write into the channel could at most send a request.
                           submit   {job, requests: [{request_id, prompt_token_ids, sampling, deadline, weight}]}, all or
                                    none; deadline is None or seconds from now
                           abort    {request_ids}
+                          census   {}: asks for the lengths of requests
+                          adopt    {number, setup}: go on with another plan, whose setup this is
     engine -> front end   ready    {num_blocks}
+                          census   {now, left, running}: `Seen` each, those that left since the last census first
+                          adopted  {number, num_blocks, seconds, num_recomputed}: from here on the other plan
+                          not-adopted {number, message}: nothing has changed
                           refused  {job | None, message}: bad input, in the setup or in a submit
                           step     {events, stats}: what one iteration brought
                           down     {message}: workers died, and new ones are being started
@@ -78,7 +83,7 @@ class Event(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """The engine after an iteration. `iteration_tokens` is 0 where nothing ran."""
+    """The engine after an iteration, and what it held: `iteration_tokens` and both numbers are 0 where nothing ran."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -86,3 +91,5 @@ class Stats(NamedTuple):
     num_blocks: int = 0
     num_preemptions: int = 0
     iteration_tokens: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0

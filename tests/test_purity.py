@@ -53,7 +53,9 @@ def test_planning_and_replaying_need_no_torch(profile: Profile, tmp_path: Path) 
         "-o",
         "a.yaml",
     ]
-    loaded = loaded_after("\n".join([command(plan), command(["simulate", "a.yaml", "--timeline", "t.json"])]), tmp_path)
+    (tmp_path / "t.csv").write_text("input_tokens,output_tokens\n" + "10,5\n" * 100)
+    replay = command(["simulate", "a.yaml", "--timeline", "t.json"])
+    loaded = loaded_after("\n".join([command(plan), replay, command(["drift", "--plan", "a.yaml", "t.csv"])]), tmp_path)
     assert (tmp_path / "t.json").exists()
     assert "numpy" in loaded
     assert not loaded & {"torch", "pandas", "optuna", "matplotlib", "fastapi", "transformers", "safetensors"}

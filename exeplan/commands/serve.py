@@ -1,7 +1,9 @@
 """serve a plan over an OpenAI-compatible HTTP API
 
-Completions, chat completions, models, health, metrics and the plan itself. Listens on 127.0.0.1 unless told otherwise.
-SIGTERM stops taking requests and finishes the running ones.
+Completions, chat completions, models, health, metrics and the plan itself, and a page at / that shows it all live.
+Listens on 127.0.0.1 unless told otherwise. SIGTERM stops taking requests and finishes the running ones. SIGHUP reads
+the plan's file again and goes over to it, as does POST /plan with an API key. When the engine fails for good the server
+ends with status 1.
 """
 
 import argparse
@@ -19,6 +21,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-queue", type=int, metavar="N", help="waiting requests before 429 (default: from the plan)"
     )
+    parser.add_argument(
+        "--admission",
+        default="queue",
+        help="refuse-late: also turn away at once (429) who cannot be served within the plan's bounds any more, the "
+        "wait included (default: queue)",
+    )
+    parser.add_argument(
+        "--request-timeout", default="10min", metavar="TIME", help="give a request up after so long (default 10min)"
+    )
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin, such as https://chat.example.org, use the server; may be repeated",
+    )
+    parser.add_argument(
+        "--replan",
+        default="advise",
+        metavar="MODE",
+        help="off; advise (default): look whether lengths drift and propose better plans; auto: adopt them",
+    )
+    parser.add_argument(
+        "--replan-dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default 60s)"
+    )
+    parser.add_argument(
+        "--replan-file", type=Path, metavar="PLAN", help="where re-plans are written (default: PLAN-replanned.yaml)"
+    )
+    parser.add_argument("--log-format", default="text", help="text (default) or json, one object a line")
+    parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write what runs when, for Perfetto")
@@ -36,27 +68,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
     """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
-    from exeplan.errors import InputError
     from exeplan.inputs import plan_model, read_plan
     from exeplan.plan import with_utilization
+    from exeplan.runner.options import ServeOptions
     from exeplan.runner.server import serve
     from exeplan.units import seconds
 
-    if not 0 <= args.port <= 65535:
-        raise InputError(f"--port must lie between 0 and 65535, found {args.port}")
-    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
-    spec = plan_model(plan)
-    return serve(
-        plan,
-        spec,
+    options = ServeOptions(
         host=args.host,
         port=args.port,
-        api_key=args.api_key or os.environ.get("EXEPLAN_API_KEY"),
+        api_key=args.api_key if args.api_key is not None else os.environ.get("EXEPLAN_API_KEY") or None,
         max_queue=args.max_queue,
+        admission=args.admission,
+        request_seconds=seconds(args.request_timeout, "--request-timeout"),
+        cors_origins=tuple(args.cors_origin),
         served_model_name=args.served_model_name,
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
         hosts=hosts,
+        plan_file=args.plan,
+        replan=args.replan,
+        replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
+        replan_file=args.replan_file,
+        log_format=args.log_format,
+        log_level=args.log_level,
     )
+    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
+    return serve(plan, plan_model(plan), options)

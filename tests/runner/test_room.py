@@ -174,7 +174,7 @@ def test_no_prefill_outgrows_the_memory_that_was_measured():
 def test_a_limited_engine_answers_everybody(runner, policy):
     variables = {"static": {"batch_size": 4}, "rra": {"prefill_batch": 4, "decode_steps": 2}, "orca": ORCA.variables}
     runner.use_blocks(40)
-    engine = Engine(Local(runner), Schedule(policy, variables[policy]), num_blocks=40, pass_tokens=50)
+    engine = Engine(Local(runner, room=Room(40, 50)), Schedule(policy, variables[policy]), num_blocks=40)
     for number in range(7):
         sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         engine.add(Request(request_id=str(number), prompt_token_ids=[5] * (10 + 5 * number), sampling=sampling))

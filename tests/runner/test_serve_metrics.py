@@ -5,6 +5,7 @@ import re
 import pytest
 
 from exeplan.plan import Bound, Plan, Schedule, Stage
+from exeplan.runner.observed import Observed
 from exeplan.runner.serve_metrics import Histogram, ServeMetrics
 from exeplan.runner.wire import Event, Stats
 
@@ -26,12 +27,16 @@ def metrics():
         placement=(Stage(layers=(0, 1)),),
         bound=Bound(seconds=2.0),
     )
-    return ServeMetrics(model_name='m"x', plan=plan)
+    return ServeMetrics(model_name='m"x', plan=plan, observed=Observed(plan, clock=lambda: 10.0))
 
 
 def values(metrics, stats=IDLE):
     """Every sample of the page without buckets and labels; each line must be a comment or a sample."""
-    lines = [line for line in metrics.render(stats, num_waiting=3).splitlines() if not line.startswith("# TYPE ")]
+    lines = [
+        line
+        for line in metrics.render(stats, metrics.observed.snapshot(), num_waiting=3, replanning={}).splitlines()
+        if not line.startswith("# TYPE ")
+    ]
     found = [SAMPLE.match(line) for line in lines]
     assert all(found)
     return {match[1].removeprefix("exeplan:"): float(match[2]) for match in found if "_bucket" not in match[1]}

@@ -31,13 +31,15 @@ import json, sys
 from pathlib import Path
 from exeplan.errors import InputError
 from exeplan.model import load_model_spec
-from exeplan.plan import load_plan
+from exeplan.inputs import read_plan
+from exeplan.runner.options import ServeOptions
 from exeplan.runner.server import serve
 
-plan = load_plan(Path(sys.argv[1]))
+plan = read_plan(Path(sys.argv[1]))
 told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:
-    sys.exit(serve(plan, load_model_spec(plan.model), on_ready=told, **json.loads(sys.argv[2])))
+    options = ServeOptions(plan_file=Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    sys.exit(serve(plan, load_model_spec(plan.model), options, on_ready=told))
 except InputError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
@@ -64,6 +66,7 @@ class Running:
     process: "subprocess.Popen[str]"
     url: str
     lines: list[str]
+    plan_file: Path
     api_key: str = "none"
 
     @property
@@ -78,18 +81,20 @@ class Running:
     @property
     def worker_pids(self) -> list[int]:
         """The processes that a fork server of the engine has forked."""
-        return [pid for pid in descendants(self.engine_pid) if _forked(pid) and _forked(_parent(pid))]
+        return [pid for pid in descendants(self.process.pid) if _forked(pid) and _forked(_parent(pid))]
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
 
-    def call(self, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> Reply:
-        """One request with the server's key: a POST where there is a body, else a GET."""
+    def call(
+        self, path: str, body: bytes | dict[str, Any] | None = None, method: str | None = None, **headers: str
+    ) -> Reply:
+        """One request with the server's key: a POST where there is a body, else a GET; `x_a` is the header `x-a`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        headers = {"authorization": f"Bearer {self.api_key}", **headers}
+        headers = {"authorization": f"Bearer {self.api_key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
         with contextlib.closing(connection):
-            connection.request("GET" if content is None else "POST", path, body=content, headers=headers)
+            connection.request(method or ("GET" if content is None else "POST"), path, body=content, headers=headers)
             response = connection.getresponse()
             return Reply(response.status, response.read().decode(), dict(response.getheaders()))
 
@@ -120,11 +125,17 @@ def is_alive(pid: int) -> bool:
 
 
 def _forked(pid: int) -> bool:
-    return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # Gone meanwhile.
+        return False
 
 
 def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")
@@ -152,12 +163,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launch(checkpoint: Path) -> Callable[..., Any]:
-    """`launch(schedule, placement, **options)` starts a server; leaving the context ends it."""
+    """`launch(schedule, placement, **options)` starts a server; leaving the context ends it.
 
-    def plan_file(schedule: str, placement: str) -> Path:
-        path = checkpoint / f"{schedule.partition(',')[0].rpartition(' ')[2]}.yaml"
+    `directory` has another checkpoint, `log` is a file for its standard error.
+    """
+
+    def plan_file(directory: Path, schedule: str, placement: str) -> Path:
+        path = directory / f"{schedule.partition(',')[0].rpartition(' ')[2]}.yaml"
         lines = [
-            f"model: {checkpoint}",
+            f"model: {directory}",
             f"schedule: {{{schedule}}}",
             f"placement: {placement}",
             f"kv_cache_tokens: {KV_TOKENS}",
@@ -170,22 +184,34 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def run(
-        schedule: str = "policy: rra, prefill_batch: 4, decode_steps: 4", placement: str = ONE_DEVICE, **options: Any
+        schedule: str = "policy: rra, prefill_batch: 4, decode_steps: 4",
+        placement: str = ONE_DEVICE,
+        *,
+        directory: Path = checkpoint,
+        log: Path | None = None,
+        **options: Any,
     ) -> Iterator[Running]:
         given = {
             "port": 0,
             "dummy_weights": True,
             "served_model_name": "tiny",
+            "log_level": "info" if log else "warning",
             **options,
         }
-        command = [sys.executable, "-c", SERVE, str(plan_file(schedule, placement)), json.dumps(given)]
+        plan = plan_file(directory, schedule, placement)
+        command = [sys.executable, "-c", SERVE, str(plan), json.dumps(given)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        errors = contextlib.nullcontext() if log is None else log.open("w")
+        with (
+            errors as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as process,
+        ):
             assert process.stdout
             try:
-                lines = [process.stdout.readline(), process.stdout.readline()]
-                assert lines[1].startswith("ready http"), lines
-                yield Running(process, lines[1].split()[1], lines, given.get("api_key", "none"))
+                # A server with JSON logs prints no summary: it is in the log.
+                lines = [process.stdout.readline() for _ in range(1 if given.get("log_format") == "json" else 2)]
+                assert lines[-1].startswith("ready http"), lines
+                yield Running(process, lines[-1].split()[1], lines, plan, given.get("api_key", "none"))
             finally:
                 process.kill()
 

@@ -122,7 +122,8 @@ def test_everything_but_health_needs_the_key(guarded):
             reply = guarded.call(path, authorization=header)
             assert reply.status == 401
             assert reply.error["code"] == "invalid_api_key"
-    assert guarded.call("/health", authorization="").status == 200
+    for path in ("/health", "/ready"):
+        assert guarded.call(path, authorization="").status == 200
     assert guarded.call("/v1/models").status == 200
 
 
@@ -158,7 +159,8 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(guarded):
         refused = guarded.complete({"prompt": "a"})
         assert refused.status == 503
         assert int(refused.headers["retry-after"]) >= 1
-        assert guarded.call("/health").status == 503
+        assert guarded.call("/ready").status == 503
+        assert guarded.call("/health").status == 200  # Alive, and not to be killed for going.
         rest = response.read()
     assert rest.endswith(b"data: [DONE]\n\n")
     assert rest.count(b"data: {") == 1499
@@ -177,16 +179,16 @@ def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, 
         assert server.process.wait(5) == 0
 
 
-def test_killed_engine_turns_health_to_503_and_fails_what_was_pending(launch):
+def test_a_killed_engine_fails_what_was_pending_and_ends_the_server_with_1(launch):
     reason = "the engine process ended unexpectedly (signal 9)"
     with launch() as server, streaming(server) as response:
         os.kill(server.engine_pid, signal.SIGKILL)
         assert reason in response.read().decode()
         health = server.call("/health")
         assert (health.status, json.loads(health.text)["status"]) == (503, reason)
+        assert server.call("/ready").status == 503
         assert server.complete({"prompt": "a"}).error["message"] == reason
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 1
+        assert server.process.wait(10) == 1
 
 
 def test_engine_does_not_outlive_a_killed_server(launch, eventually):

@@ -65,7 +65,7 @@ def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, eventua
     eventually(lambda: pipeline.metric("num_requests_running") > 3)
     os.kill(before[stage], signal.SIGKILL)
     assert [tokens(reply) for reply in wait()] == undisturbed
-    assert pipeline.call("/health").status == 200
+    assert pipeline.call("/ready").status == 200
     assert not set(before) & set(pipeline.worker_pids)
     assert not any(map(is_alive, before))
 
@@ -73,21 +73,21 @@ def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, eventua
 def test_a_killed_worker_is_noticed_while_nothing_runs(pipeline, eventually):
     before = pipeline.worker_pids
     os.kill(before[0], signal.SIGKILL)
-    eventually(lambda: pipeline.call("/health").status == 503, 2)
-    eventually(lambda: pipeline.call("/health").status == 200)
+    eventually(lambda: pipeline.call("/ready").status == 503, 2)
+    eventually(lambda: pipeline.call("/ready").status == 200)
     assert tokens(pipeline.complete({**BODIES[0], "max_tokens": 3, "logprobs": 0}))
 
 
 def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline, eventually):
     wait = answers(pipeline, [{**BODIES[0], "max_tokens": 4000}])
     for _ in range(2):
-        eventually(lambda: pipeline.metric("num_requests_running") == 1 and pipeline.call("/health").status == 200)
+        eventually(lambda: pipeline.metric("num_requests_running") == 1 and pipeline.call("/ready").status == 200)
         os.kill(pipeline.worker_pids[0], signal.SIGKILL)
-        eventually(lambda: pipeline.call("/health").status == 503, 2)
+        eventually(lambda: pipeline.call("/ready").status == 503, 2)
     (reply,) = wait()
     assert reply.status == 500
     assert "worker" in json.loads(reply.text)["error"]["message"]
-    eventually(lambda: pipeline.call("/health").status == 200)
+    eventually(lambda: pipeline.call("/ready").status == 200)
 
 
 def test_a_worker_that_hangs_is_noticed_within_the_deadline(launch, undisturbed, eventually):
@@ -97,7 +97,7 @@ def test_a_worker_that_hangs_is_noticed_within_the_deadline(launch, undisturbed,
         eventually(lambda: server.metric("num_requests_running") == 3)
         os.kill(before[1], signal.SIGSTOP)
         started = time.monotonic()
-        eventually(lambda: server.call("/health").status == 503, 10)
+        eventually(lambda: server.call("/ready").status == 503, 10)
         assert time.monotonic() - started < 5
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))

@@ -1,0 +1,97 @@
+"""A server under test: a plan for it, the server itself in a process of its own, and what it holds while it runs."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Server:
+    """`process` answers at `url`; `held` and `metric` look at it."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    key: str = ""
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels, 0 where there is none."""
+        request = urllib.request.Request(f"{self.url}/metrics", headers={"authorization": f"Bearer {self.key}"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            page = reply.read().decode()
+        rows = re.findall(rf"^exeplan:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+        return sum(map(float, rows))
+
+    def idle(self) -> bool:
+        """Nobody waits or runs, and every block of the KV cache is free."""
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return all(self.metric(name) == 0 for name in names)
+
+    def held(self) -> dict[str, int]:
+        return held(self.process.pid)
+
+
+@contextlib.contextmanager
+def served(plan: Path, *options: str, key: str = "") -> Iterator[Server]:
+    """`exeplan serve` of a plan on a free port, ended by SIGTERM; fails where it does not end well."""
+    command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--log-level", "warning", *options]
+    command += ["--api-key", key] if key else []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        found = re.search(r"http://\S+", process.stdout.readline())
+        if not found:
+            raise SystemExit(process.wait() or 1)
+        try:
+            yield Server(process, found.group().rstrip(",.;"), key)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            if process.wait(60):
+                print(f"the server ended with status {process.returncode}", file=sys.stderr)
+
+
+def demo_plan(folder: Path, *, budget: str = "40s", bound: str = "3s", policy: str = "rra") -> Path:
+    """A plan of the demo model for this machine, made as a user would."""
+    profile, plan = folder / "demo.profile.json", folder / f"{policy}.yaml"
+    workload = ("--workload", "alpaca", "--fit-context", "--latency-bound", bound, "--policy", policy)
+    for arguments in (
+        ("profile", "demo", "-o", str(profile), "--budget", budget),
+        ("optimize", "--profile", str(profile), *workload, "-o", str(plan)),
+    ):
+        if status := subprocess.run([sys.executable, "-m", "exeplan", *arguments], check=False).returncode:
+            raise SystemExit(status)
+    return plan
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that they did."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in map(int, children) for found in (child, *descendants(child))]
+
+
+def held(pid: int) -> dict[str, int]:
+    """What a process and all that it started hold."""
+    family = [pid, *descendants(pid)]
+    status = [Path(f"/proc/{member}/status").read_text() for member in family]
+    inodes = {os.readlink(fd) for member in family for fd in Path(f"/proc/{member}/fd").iterdir() if fd.is_symlink()}
+    listening = [line for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    return {
+        "processes": len(family),
+        "threads": sum(int(re.search(r"Threads:\s+(\d+)", text).group(1)) for text in status),
+        "MiB": round(sum(int(re.search(r"VmRSS:\s+(\d+)", text).group(1)) for text in status) / 1024),
+        "open files": sum(len(list(Path(f"/proc/{member}/fd").iterdir())) for member in family),
+        "ports": len([line for line in listening if f"socket:[{line.split()[9]}]" in inodes]),
+        "shared-memory files": len(list(Path("/dev/shm").iterdir())),
+    }

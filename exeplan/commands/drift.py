@@ -1,0 +1,125 @@
+"""watch a trace as a running service would: when it would have re-planned, and what that would have gained
+
+TRACE is a CSV or JSON lines with input_tokens, output_tokens and optionally arrival_s. It is compared with the workload
+that the plan was made for, and scaled to the context as that was. Exit status 0 whether or not a re-plan is found.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exeplan.drift_state import Rules
+    from exeplan.drift_trace import TraceLook
+    from exeplan.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE")
+    parser.add_argument("--plan", type=Path, required=True, metavar="PLAN", help="the plan that serves it")
+    parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
+    parser.add_argument("--workload", metavar="W", help="what the plan was made for, instead of the plan's own")
+    parser.add_argument("--rate", metavar="R", help="requests/s, instead of the trace's own; its pattern stays")
+    parser.add_argument("--dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default: 60s)")
+    parser.add_argument("--every", default="5s", metavar="TIME", help="between two looks (default: 5s)")
+    parser.add_argument("--gain", default="3%", metavar="SHARE", help="throughput worth a re-plan (default: 3%%)")
+    parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
+    parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the last plan that was adopted")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from exeplan.drift import Watch
+    from exeplan.drift_files import save_proposal
+    from exeplan.drift_trace import arrivals_of, play_trace
+    from exeplan.errors import InputError
+    from exeplan.inputs import plan_problem, read_plan
+    from exeplan.optimize import resolve_policies
+    from exeplan.queueing import parse_rate
+    from exeplan.report import json_line
+    from exeplan.workload_files import load_workload
+
+    plan = read_plan(args.plan)
+    problem = plan_problem(plan, profile=args.profile, workload=args.workload)
+    workload = load_workload(args.trace)
+    if plan.fit_context:
+        reference = args.workload or plan.workload or ""
+        workload = workload.fit_context(problem.profile.model.max_context, like=load_workload(reference))
+    if workload.trace is None:
+        raise InputError(f"{args.trace} is a law, not a trace: there is nothing to watch")
+    rate = parse_rate(args.rate, "--rate") if args.rate else None
+    arrivals = arrivals_of(workload.trace, problem, plan, rate)
+    policies = None if args.policy == "auto" else resolve_policies(args.policy, problem.cluster)
+    watch = Watch(plan, problem, rules=_rules(args), policies=policies)
+    looks = list(play_trace(watch, problem, workload.trace, arrivals))
+    adopted = [look for look in looks if look.adopted]
+    if args.output:
+        if not adopted:
+            raise InputError(f"nothing to write to {args.output}: no other plan would have been adopted")
+        save_proposal(watch.plan, watch.planned, args.output)
+    print(json_line(_as_json(plan, looks)) if args.json else _text(plan, looks))
+    return 0
+
+
+def _rules(args: argparse.Namespace) -> "Rules":
+    from exeplan.drift_state import Rules
+    from exeplan.errors import InputError
+    from exeplan.units import seconds
+
+    dwell, every = seconds(args.dwell, "--dwell"), seconds(args.every, "--every")
+    try:
+        gain = float(args.gain.removesuffix("%")) / (100 if args.gain.endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"--gain must be a share such as 5% or 0.05, found '{args.gain}'") from None
+    if not 0 <= gain < 10:
+        raise InputError(f"--gain must lie between 0 % and 1000 %, found {args.gain}")
+    return Rules(dwell=dwell, every=every, gain=gain)
+
+
+def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
+    from exeplan.report import table
+    from exeplan.units import show_seconds
+
+    last = looks[-1].state if looks else None
+    lines = [f"{looks[-1].num_arrived if looks else 0} requests under {plan.schedule}"]
+    rows = []
+    for look in looks:
+        if (found := look.adopted) is None:
+            continue
+        gain = f"{100 * (found.new.throughput / found.old.throughput - 1):+.1f} %" if found.old else "-"
+        latencies = [show_seconds(e.latency) if e else "-" for e in (found.old, found.new)]
+        when = show_seconds(look.state.seconds)
+        rows.append((when, str(look.num_arrived), str(found.plan.schedule), gain, *latencies, found.reason))
+    if rows:
+        header = ("when", "requests", "new plan", "gain", "latency as was", "anew", "why")
+        lines += ["", table(header, rows)]
+    else:
+        lines.append("no re-plan")
+    furthest = max((look.state.measure for look in looks), default=0.0)
+    lines += ["", f"largest drift measure {furthest:.2f} (above 1 the lengths have changed)"]
+    if last:
+        lines.append(f"at the end: {last.verdict}")
+    return "\n".join(lines)
+
+
+def _as_json(plan: "Plan", looks: "list[TraceLook]") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from exeplan.plan import as_json
+
+    replans = [
+        {
+            "seconds": look.state.seconds,
+            "requests": look.num_arrived,
+            "reason": found.reason,
+            "plan": as_json(found.plan),
+            "old": asdict(found.old) if found.old else None,
+            "new": asdict(found.new),
+            "gain": found.new.throughput / found.old.throughput - 1 if found.old else None,
+            "moving_seconds": found.moving_seconds,
+        }
+        for look in looks
+        if (found := look.adopted)
+    ]
+    states = [{**asdict(look.state), "requests": look.num_arrived} for look in looks]
+    return {"plan": as_json(plan), "replans": replans, "looks": states}

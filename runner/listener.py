@@ -1,0 +1,53 @@
+"""The listening socket of the server, and how many connections it can hold."""
+
+import resource
+import socket
+
+from exeplan.errors import InputError
+
+MAX_CONNECTIONS = 4096
+_SPARE_FILES = 256
+"""Open files that are kept for everything but connections."""
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises InputError when the address cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # A name such as localhost may have both; clients try 127.0.0.1 more surely than ::1.
+        family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise InputError(f"cannot serve on {host}:{port}: {error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot serve on {host}:{port}: {reason}; another --port may be free") from None
+    return listener
+
+
+def connection_limit() -> int:
+    """Connections to hold at once, after asking for as many open files as this process may have.
+
+    A process that runs out of files can no longer accept anybody, and tries again and again.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(min(MAX_CONNECTIONS, soft - _SPARE_FILES), 16)
+
+
+def keep_watch(connection: socket.socket, seconds: int) -> None:
+    """Lets the kernel end a connection whose other end has vanished, or takes nothing, for about so long."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Named differently, or not at all, on systems other than Linux.
+    for name, value in (("TCP_KEEPIDLE", seconds // 2), ("TCP_KEEPINTVL", seconds // 6), ("TCP_KEEPCNT", 3)):
+        if option := getattr(socket, name, None):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if option := getattr(socket, "TCP_USER_TIMEOUT", None):
+        connection.setsockopt(socket.IPPROTO_TCP, option, seconds * 1000)

@@ -1,0 +1,79 @@
+"""Logs of the server and its engine, on standard error: one line a record for people, or one JSON object a line.
+
+Every record made while a request is answered carries its id. What users write or get is never logged: a record has
+counts of tokens, never their text.
+"""
+
+import contextvars
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
+_ENVIRONMENT = "EXEPLAN_LOG"
+"""How the engine's process learns what the server was told: FORMAT,LEVEL."""
+_STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure(log_format: str, level: str) -> None:
+    """Sets up this process, and those that it will start."""
+    os.environ[_ENVIRONMENT] = f"{log_format},{level}"
+    _install(log_format, level)
+
+
+def configure_child() -> None:
+    """Sets up a process that a configured one has started; without one, as if it were `text` and `info`."""
+    log_format, _, level = os.environ.get(_ENVIRONMENT, "text,info").partition(",")
+    _install(log_format, level)
+
+
+def _install(log_format: str, level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if log_format == "json" else Text())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    # What uvicorn says of a connection, the access log says better.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was given as `extra`, and the request that is being answered."""
+    found = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    request_id = found.pop("request_id", None) or REQUEST_ID.get()
+    return {"request_id": request_id, **found} if request_id else found
+
+
+def _when(record: logging.LogRecord) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{whole}.{int(record.msecs):03d}Z"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a record: time (UTC), level, logger, message, request_id, further fields, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        body = {
+            "time": _when(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            body["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(body, ensure_ascii=False, default=str)
+
+
+class Text(logging.Formatter):
+    """Time, level, message, fields; a line break in a message, which could pass for a record, is shown as such."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        message = f"{record.getMessage()}{fields}".replace("\r", "\\r").replace("\n", "\\n")
+        lines = [f"{_when(record)} {record.levelname.lower()} {message}"]
+        if record.exc_info:
+            lines.append(self.formatException(record.exc_info))
+        return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""What an operator relies on: ids, logs without a user's words, probes that mean something, an end that is noticed."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from .test_lifecycle import streaming
+
+SECRET = "xyzzy-a-user-secret"
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def logged(launch, tmp_path_factory):
+    """What a server logged about one request of each kind, as records, and the ids that the answers carried."""
+    path, ids = tmp_path_factory.mktemp("logs") / "log", {}
+    with launch(log=path, log_format="json", api_key=SECRET) as server:
+        for name, body in {
+            "answered": {"prompt": SECRET, "max_tokens": 3, "ignore_eos": True},
+            "refused": {"prompt": SECRET, "max_tokens": -1},
+            "unknown field": {SECRET: 1, "prompt": "a"},
+        }.items():
+            ids[name] = server.complete(body).headers["x-request-id"]
+        ids["wrong key"] = server.call("/v1/models", authorization="Bearer wrong-key").headers["x-request-id"]
+        ids["named"] = server.call("/v1/models", x_request_id="job-7.a_B").headers["x-request-id"]
+        ids["forged"] = server.call("/v1/models", x_request_id='a"} forged').headers["x-request-id"]
+        ids["probe"] = server.call("/health").headers["x-request-id"]
+        with streaming(server) as response:
+            ids["left"] = response.headers["x-request-id"]
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(10)
+    return records(path), ids
+
+
+def of(logged, name):
+    (found,) = [record for record in logged[0] if record.get("request_id") == logged[1][name]]
+    return found
+
+
+def test_every_line_is_one_object_with_time_and_level(logged):
+    assert len(logged[0]) >= 8
+    for record in logged[0]:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
+        assert {"level", "logger", "message"} <= set(record)
+    assert logged[0][0]["message"].startswith("serving tiny with rra(")
+
+
+def test_an_answer_is_logged_with_its_counts(logged):
+    record = of(logged, "answered")
+    assert (record["message"], record["status"]) == ("POST /v1/completions", 200)
+    assert (record["prompt_tokens"] > 3, record["completion_tokens"]) == (True, 3)
+    assert 0 < record["seconds"] < 10
+
+
+def test_errors_and_who_left_are_logged_as_such(logged):
+    assert [of(logged, name)["status"] for name in ("refused", "unknown field", "wrong key")] == [400, 400, 401]
+    assert of(logged, "left")["ended"] == "left"
+
+
+def test_no_words_of_a_user_and_no_key_are_logged(logged):
+    assert SECRET not in json.dumps(logged[0])
+
+
+def test_a_client_may_name_its_request_but_not_forge_a_line(logged):
+    assert logged[1]["named"] == "job-7.a_B"
+    assert re.fullmatch("[0-9a-f]{32}", logged[1]["forged"])
+
+
+def test_probes_are_not_logged(logged):
+    assert logged[1]["probe"] not in json.dumps(logged[0])
+
+
+def test_an_engine_that_gets_nowhere_is_alive_but_not_ready(launch, eventually):
+    with launch(deadline_seconds=0.5) as server, streaming(server):
+        assert server.call("/ready").status == 200
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        eventually(lambda: server.call("/ready").status == 503, 15)
+        assert json.loads(server.call("/ready").text)["status"].startswith("no iteration for")
+        assert server.call("/health").status == 200
+        os.kill(server.engine_pid, signal.SIGCONT)
+        eventually(lambda: server.call("/ready").status == 200, 15)
+
+
+def test_workers_that_keep_dying_end_the_server_with_status_1(launch):
+    stages = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
+    with launch("policy: orca, max_num_seqs: 4, micro_batches: 2", stages) as server:
+        deadline, killed = time.monotonic() + 60, set()
+        while server.process.poll() is None and time.monotonic() < deadline:
+            for pid in set(server.worker_pids) - killed:
+                killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        assert server.process.returncode == 1

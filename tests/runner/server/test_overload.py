@@ -1,0 +1,186 @@
+"""Whoever asks for too much, too fast or too slowly is turned away or given up, in the open; nobody else notices."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from exeplan.runner import connection
+from exeplan.runner.connection import GuardedProtocol
+
+from .test_lifecycle import is_idle, request, streaming
+
+
+@pytest.fixture(scope="module")
+def hurried(launch):
+    """A server that gives every request a second, runs one at a time, and turns away who would come late."""
+    options = {"request_seconds": 1.0, "admission": "refuse-late", "cors_origins": ["https://chat.example.org"]}
+    with launch("policy: orca, max_num_seqs: 1", **options) as running:
+        yield running
+
+
+def test_a_request_that_takes_too_long_gets_504(hurried, eventually):
+    began = time.monotonic()
+    reply = hurried.complete({"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
+    assert reply.status == 504
+    assert reply.error["message"] == "the request was not done within 1 s"
+    assert 0.9 < time.monotonic() - began < 10
+    eventually(lambda: is_idle(hurried))
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(hurried):
+    with streaming(hurried) as response:
+        last, done = response.read().decode().split("\n\n")[-3:-1]
+    assert "not done within 1 s" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert done == "data: [DONE]"
+
+
+def test_who_would_come_late_is_refused_early(hurried, eventually):
+    with streaming(hurried), request(hurried):
+        eventually(lambda: hurried.metric("num_requests_waiting") == 1)
+        began = time.monotonic()
+        refused = hurried.complete({"prompt": "a"})  # 2 s of waiting, for a bound of 2 s.
+        assert time.monotonic() - began < 2  # It did not wait for anybody.
+        assert (refused.status, refused.error["code"]) == (429, "late")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert 'reason="late"' in hurried.call("/metrics").text
+
+
+def test_a_reader_who_is_too_slow_loses_the_answer_and_nothing_else(server, eventually):
+    body = {"prompt": "the quick", "max_tokens": 1500, "ignore_eos": True, "n": 8, "logprobs": 20, "stream": True}
+    data = json.dumps(body).encode()
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", server.port))
+        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        eventually(lambda: server.metric("num_requests_running") == 8)
+        before = server.metric("generation_tokens_total")
+        eventually(lambda: is_idle(server), 30)
+        assert server.metric("generation_tokens_total") - before < 8 * 1300  # Not run to its end for nobody.
+
+
+def test_a_connection_that_is_reset_frees_everything(server, eventually):
+    for _ in range(5):
+        with request(server, n=2) as connection:
+            eventually(lambda: server.metric("num_requests_running") == 2)
+            linger = struct.pack("ii", 1, 0)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        eventually(lambda: is_idle(server), 3)
+
+
+def test_pages_of_other_sites_are_refused_unless_allowed(hurried, server):
+    def ask(target, origin, **headers):
+        return target.call("/v1/models", origin=origin, **headers)
+
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        refused = ask(server, origin)
+        assert refused.status == 403
+        assert "access-control-allow-origin" not in refused.headers
+    assert ask(server, server.url).status == 200  # Its own page.
+    assert ask(hurried, "https://evil.example").status == 403
+    allowed = ask(hurried, "https://chat.example.org")
+    assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example.org")
+
+
+def test_an_allowed_page_may_ask_first(hurried):
+    headers = {"origin": "https://chat.example.org", "access_control_request_method": "POST"}
+    headers["access_control_request_headers"] = "authorization,content-type"
+    preflight = hurried.call("/v1/completions", method="OPTIONS", **headers)
+    assert preflight.status == 200
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert hurried.call("/v1/completions", method="OPTIONS", **headers | {"origin": "https://x.org"}).status == 400
+
+
+@contextlib.contextmanager
+def guarded(app):
+    """The port of an application behind `GuardedProtocol`, in a thread of this process."""
+    config = uvicorn.Config(app, port=0, http=GuardedProtocol, ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+def test_a_client_who_takes_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+    left = threading.Event()
+
+    async def endless(send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)  # Sending to nobody returns at once.
+
+    async def app(scope, receive, send):
+        sending = asyncio.create_task(endless(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sending.cancel()
+        left.set()
+
+    with guarded(app) as port, socket.create_connection(("127.0.0.1", port)) as stuck:
+        stuck.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert left.wait(5)
+
+
+def test_too_many_connections_are_told_so(monkeypatch):
+    monkeypatch.setattr(GuardedProtocol, "max_connections", 3)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    def status(port):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as client:
+            client.request("GET", "/")
+            return client.getresponse().status
+
+    with guarded(app) as port:
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        with socket.create_connection(("127.0.0.1", port)) as one_more:
+            assert one_more.recv(1000).startswith(b"HTTP/1.1 503")
+        for entry in held:
+            entry.close()
+        deadline = time.monotonic() + 5
+        while status(port) != 204:
+            assert time.monotonic() < deadline
+
+
+def test_bodies_have_a_limit_together(monkeypatch):
+    monkeypatch.setattr(connection, "MAX_BODIES_BYTES", 10_000)
+    answers = []
+
+    class Request:
+        def __init__(self, size):
+            self.headers, self.size = {}, size
+
+        async def stream(self):
+            for _ in range(self.size // 1000):
+                yield b"x" * 1000
+                await asyncio.sleep(0)
+
+    async def read(size):
+        try:
+            answers.append(len(await connection.read_body(Request(size))))
+        except connection.RequestError as error:
+            answers.append(error.status)
+
+    async def together():
+        await asyncio.gather(*(read(6000) for _ in range(2)))
+        await read(9000)
+
+    asyncio.run(together())
+    assert sorted(answers) == [503, 6000, 9000]  # And all is given back.

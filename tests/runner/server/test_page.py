@@ -1,0 +1,136 @@
+"""The page at `/` in a real browser: soon there, alive, quiet, readable at both widths, asking only its own server."""
+
+import asyncio
+import re
+
+import pytest
+
+from .chromium import CHROMIUM, opened
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+KEY = "the key"
+SHOWN = "document.querySelectorAll('svg').length === 6 && document.querySelectorAll('#figures td').length > 20"
+
+
+@pytest.fixture(scope="module")
+def busy(server):
+    """A server that has answered a few requests."""
+    for prompt in ("a", "b c d", "the quick brown fox"):
+        assert server.complete({"prompt": prompt, "max_tokens": 20, "n": 2, "ignore_eos": True}).status == 200
+    return server
+
+
+def browse(url, look, **size):
+    async def visit():
+        async with opened(url, **size) as page:
+            return await look(page)
+
+    return asyncio.run(visit())
+
+
+def test_it_loads_soon_updates_and_has_nothing_to_complain(busy):
+    async def look(page):
+        await page.until(SHOWN)
+        loaded = await page.value("performance.getEntriesByType('navigation')[0].loadEventEnd")
+        before = await page.value("document.getElementById('span').textContent")
+        await asyncio.to_thread(busy.complete, {"prompt": "a", "max_tokens": 5})
+        await page.until(f"document.getElementById('span').textContent !== {before!r}")
+        return loaded, page.complaints(), page.asked_for()
+
+    loaded, complaints, asked = browse(f"{busy.url}/", look)
+    assert loaded < 5000  # Milliseconds; on a quiet machine it takes a tenth of a second.
+    assert complaints == []
+    assert set(asked) <= {f"{busy.url}/", f"{busy.url}/live", "data:,"}
+    assert asked.count(f"{busy.url}/live") >= 2
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_is_readable(busy, width, dark, tmp_path):
+    async def look(page):
+        await page.resize(width, 900, dark=dark)
+        await page.until(SHOWN)
+        await page.value("draw()")
+        await page.screenshot(tmp_path / "page.png")
+        return await page.value(
+            """({
+            wide: document.documentElement.scrollWidth,
+            table: document.querySelector('.scroll').scrollWidth - document.querySelector('.scroll').clientWidth,
+            cut: [...document.querySelectorAll('svg text')].filter((t) => {
+                const b = t.getBoundingClientRect(), s = t.ownerSVGElement.getBoundingClientRect();
+                return b.left < s.left - 6 || b.right > s.right + 6;
+            }).map((t) => t.textContent),
+            small: [...document.querySelectorAll('svg text, td, p')]
+                .filter((t) => parseFloat(getComputedStyle(t).fontSize) < 12).length,
+            labels: [...document.querySelectorAll('svg')].map((s) => s.getAttribute('aria-label')),
+            colours: [getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor],
+        })"""
+        )
+
+    found = browse(f"{busy.url}/", look, width=width)
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    assert (found["wide"], found["table"], found["cut"], found["small"]) == (width, 0, [], 0)
+    assert len(found["labels"]) == 6
+    assert all(len(label) > 20 for label in found["labels"])
+    assert contrast(*found["colours"]) > 7
+
+
+def contrast(one, other):
+    """By the definition of WCAG 2."""
+
+    def luminance(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_it_asks_for_the_key_where_there_is_one(launch):
+    async def look(page):
+        await page.until("!document.getElementById('ask').hidden")
+        assert await page.value("document.getElementById('main').hidden")
+        for key in ("wrong", KEY):
+            await page.value(
+                f"document.getElementById('key').value = {key!r}; document.getElementById('ask').requestSubmit()"
+            )
+            expected = SHOWN if key == KEY else "document.getElementById('wrong').textContent !== ''"
+            await page.until(expected)
+        return await page.value("document.getElementById('main').hidden"), await page.value("location.search")
+
+    with launch(api_key=KEY) as server:
+        hidden, search = browse(f"{server.url}/", look)
+        assert (hidden, search) == (False, "")
+
+
+def test_the_page_may_run_nothing_but_its_own_script(busy):
+    policy = busy.call("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+    async def look(page):
+        await page.until(SHOWN)
+        await page.value(
+            "document.body.append(Object.assign(document.createElement('script'), {text: 'window.bad = 1'}))"
+        )
+        evaluated = await page.value(
+            "(() => { try { return new Function('return 1')(); } catch (e) { return e.name; } })()"
+        )
+        foreign = await page.value("fetch('https://example.org/').then(() => 'sent', () => 'refused')")
+        return await page.value("window.bad"), evaluated, foreign
+
+    assert browse(f"{busy.url}/", look) == (None, "EvalError", "refused")
+
+
+def test_names_of_a_user_are_text_and_nothing_else(launch):
+    name = "<img src=x onerror=alert(1)>"
+
+    async def look(page):
+        await page.until(SHOWN)
+        return await page.value("document.querySelectorAll('img').length"), await page.value(
+            "document.getElementById('title').textContent"
+        )
+
+    with launch(served_model_name=name) as server:
+        assert browse(f"{server.url}/", look) == (0, name)

@@ -1,0 +1,95 @@
+"""Another plan is loaded into a running server, by signal or by a key's holder, and no request notices."""
+
+import json
+import re
+import signal
+
+import pytest
+
+from .test_lifecycle import streaming
+
+KEY = "the key"
+
+
+@pytest.fixture(scope="module")
+def served(launch, tmp_path_factory):
+    """A server whose plan file may be changed; `served.plan_file` is its path, `served.log` what it logs."""
+    log = tmp_path_factory.mktemp("plans") / "log"
+    with launch(api_key=KEY, log=log, replan="off") as running:
+        running.log = log
+        yield running
+
+
+def shown(server):
+    return json.loads(server.call("/plan").text)
+
+
+def adopted(server):
+    return server.metric("replans_total")
+
+
+def test_sighup_reads_the_file_again(served, eventually):
+    before, text = adopted(served), served.plan_file.read_text()
+    with streaming(served, max_tokens=600) as response:
+        served.plan_file.write_text(re.sub("decode_steps: 4", "decode_steps: 7", text))
+        served.process.send_signal(signal.SIGHUP)
+        eventually(lambda: adopted(served) == before + 1)
+        assert shown(served)["schedule"] == {"policy": "rra", "prefill_batch": 4, "decode_steps": 7}
+        assert response.read().count(b"data: {") == 599
+    assert "decode_steps" in served.log.read_text()
+
+
+def test_a_broken_file_changes_nothing(served, eventually):
+    before, text, plan = adopted(served), served.plan_file.read_text(), shown(served)["schedule"]
+    for broken in ("schedule: [", text.replace("prefill_batch", "prefill_patch"), text.replace("[0, 2]", "[0, 3]")):
+        length = len(served.log.read_text())
+        served.plan_file.write_text(broken)
+        served.process.send_signal(signal.SIGHUP)
+        eventually(lambda length=length: "the plan was not loaded" in served.log.read_text()[length:])
+    served.plan_file.write_text(text)
+    assert (adopted(served), shown(served)["schedule"]) == (before, plan)
+    assert served.complete({"prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_what_get_shows_can_be_changed_and_posted(served):
+    plan = shown(served)
+    plan["schedule"]["prefill_batch"] = 3
+    reply = served.call("/plan", plan)
+    assert reply.status == 200, reply.text
+    assert json.loads(reply.text)["adopted"] is True
+    assert shown(served)["schedule"]["prefill_batch"] == 3
+    assert served.complete({"prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_an_empty_body_reads_the_file_again(served):
+    assert served.call("/plan", b"").status == 200
+    assert shown(served)["schedule"]["prefill_batch"] == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"schedule": {"policy": "nothing"}}, 400, "a plan needs 'placement'"),
+        ({"schedule": {"policy": "nothing"}, "placement": [{"devices": [0], "layers": [0, 2]}]}, 400, "no policy"),
+        ({"model": "/etc/passwd"}, 400, "keeps the server's model"),
+        ({"workload": "/etc/passwd"}, 400, "keeps the server's workload"),
+        ({"accept": True}, 409, "no plan is proposed"),
+        ({"accept": 1, "schedule": {}}, 400, "accept"),
+        ({"veto": 5}, 400, "veto"),
+        (b"[1]", 400, "JSON object"),
+        (b"{", 400, "not valid JSON"),
+    ],
+)
+def test_what_is_wrong_is_said_and_changes_nothing(served, body, status, words):
+    before = shown(served)["schedule"]
+    reply = served.call("/plan", body)
+    assert (reply.status, words in reply.error["message"]) == (status, True), reply.text
+    assert shown(served)["schedule"] == before
+
+
+def test_a_veto_without_a_proposal_says_so(served):
+    assert json.loads(served.call("/plan", {"veto": "no"}).text) == {"vetoed": False}
+
+
+def test_without_a_key_nobody_changes_the_plan_over_the_network(server):
+    assert server.call("/plan", b"").status == 403

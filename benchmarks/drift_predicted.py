@@ -28,6 +28,7 @@ class PredictedDevice:
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = 1
     foresees = False
+    room = None
 
     def __init__(self, spec: ModelSpec, cost: CostModel, slowdown: float) -> None:
         self.spec, self._cost, self._slowdown = spec, cost, slowdown

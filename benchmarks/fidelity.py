@@ -1,6 +1,6 @@
 """Predicted against measured on this device: workloads x policies, each planned under one bound and run by the engine.
 
-    python benchmarks/fidelity.py [--model demo] [--duration 20] [--rounds 3] [--profile FILE]
+    python benchmarks/fidelity.py [--model demo] [--duration 20] [--rounds 3] [--profile FILE] [--policies rra ...]
 
 Profiles the model first (unless given a profile), plans every pair, and runs them in rounds; figures are medians over
 the rounds. A run lasts --duration or three times the planned latency, whichever is longer: a shorter one has no steady
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--profile", type=Path, help="instead of measuring one now")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--policies", nargs="+", default=list(resolve_policies("auto")))
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of each run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slack", type=float, default=3.0, help="bound over what one request alone needs")
@@ -50,7 +51,7 @@ def main() -> None:
         rows = [
             {"case": f"{name} {plan.schedule}", "plan": plan, "name": name, "runs": []}
             for name in args.workloads
-            for plan in _plans(load_profile(path), name, slack=args.slack)
+            for plan in _plans(load_profile(path), name, args.policies, slack=args.slack)
         ]
         run_rounds(rows, path, rounds=args.rounds, speed=speed, least=args.duration)
         report(rows, load_profile(path), record=f"fidelity-{args.model}")
@@ -86,12 +87,12 @@ def report(rows: list[dict], profile: Profile, *, record: str) -> None:
 _HEADER = ("", "plan", "replay", "measured", "error", "machine's speed", "error at equal speed")
 
 
-def _plans(profile: Profile, workload: str, *, slack: float) -> list[Plan]:
+def _plans(profile: Profile, workload: str, policies: list[str], *, slack: float) -> list[Plan]:
     law = fitted(load_workload(workload), profile.model, fit=True)
     problem = make_problem(profile, law, Bound(seconds=float("inf")))
     alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
     problem = replace(problem, bound=Bound(seconds=float(f"{slack * alone:.2g}")))
-    return [optimize(problem, policies=(policy,)).plan for policy in resolve_policies("auto")]
+    return [optimize(problem, policies=(policy,)).plan for policy in policies]
 
 
 def _run(row: dict, profile: Path, file: Path, seed: int, *, speed: float, least: float) -> dict:

@@ -13,20 +13,20 @@ from typing import Any
 RECORDS = Path(__file__).parent / "records"
 
 
-def write_record(name: str, figures: dict[str, Any]) -> Path:
-    """Writes `records/<name>.json` and returns its path."""
-    RECORDS.mkdir(exist_ok=True)
+def write_record(name: str, figures: dict[str, Any], path: Path | None = None) -> Path:
+    """Writes `records/<name>.json`, or to another path, and returns where."""
+    path = path or RECORDS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     body = {
         "benchmark": name,
         "command": " ".join(["python", *("PATH" if os.path.isabs(word) else word for word in sys.argv)]),
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},
-        "versions": {package: _version(package) for package in ("exeplan", "torch", "numpy", "transformers")},
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), **_gpu()},
+        "versions": {package: _version(package) for package in ("exeplan", "torch", "triton", "numpy", "transformers")},
         "python": platform.python_version(),
         **figures,
     }
-    path = RECORDS / f"{name}.json"
     path.write_text(json.dumps(body, indent=1) + "\n")
     return path
 
@@ -42,6 +42,14 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpu() -> dict[str, str]:
+    """Where the benchmark has imported torch, and there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
 
 
 def _version(package: str) -> str:

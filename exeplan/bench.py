@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 _CYCLES = 12
 _ATTEMPTS = 20
+_EXPIRED = 504
+"""The status of a request that had not begun by its deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,12 @@ class Load:
     arrivals: Floats | None = None
     """Seconds from the start; None: all at once, or as `concurrency` lets them."""
     concurrency: int | None = None
+    deadlines: Floats | None = None
+    """Seconds from a request's arrival by which it has to begin; None: none has one."""
     seed: int = 0
+
+    def deadline(self, index: int) -> float | None:
+        return None if self.deadlines is None else float(self.deadlines[index])
 
     @property
     def backlog(self) -> bool:
@@ -65,7 +72,8 @@ def draw_load(
 ) -> Load:
     """A stratified sample of the workload; with `trace_arrivals`, the first requests of its trace when they came.
 
-    Raises InputError when the workload has no such times.
+    The workload's deadlines count unless all requests come at once. Raises InputError when the workload has no such
+    times.
     """
     if trace_arrivals:
         trace = workload.trace
@@ -73,12 +81,23 @@ def draw_load(
             raise InputError(f"workload '{workload.name}' has no arrival times; give a rate or a concurrency instead")
         n = min(num_requests, len(trace.inputs))
         times = trace.arrival_s[:n] - trace.arrival_s[0]
-        return Load(input_tokens=trace.inputs[:n], output_tokens=trace.outputs[:n], arrivals=times, seed=seed)
+        due = workload.deadlines.draw(n, seed=seed) if workload.deadlines else None
+        return Load(
+            input_tokens=trace.inputs[:n], output_tokens=trace.outputs[:n], arrivals=times, deadlines=due, seed=seed
+        )
     inputs, outputs = _sample_with_tail(workload, num_requests, seed=seed)
     arrivals = None
     if rate is not None:
         arrivals = np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, num_requests))
-    return Load(input_tokens=inputs, output_tokens=outputs, arrivals=arrivals, concurrency=concurrency, seed=seed)
+    timely = workload.deadlines if rate is not None or concurrency is not None else None
+    return Load(
+        input_tokens=inputs,
+        output_tokens=outputs,
+        arrivals=arrivals,
+        concurrency=concurrency,
+        deadlines=timely.draw(num_requests, seed=seed) if timely else None,
+        seed=seed,
+    )
 
 
 def _sample_with_tail(workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints]:
@@ -156,7 +175,9 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
         while arrived < len(requests) and _may_arrive(load, arrived, now, len(under_way)):
             due = now if load.arrivals is None else float(load.arrivals[arrived])
             under_way[str(arrived)] = _Open(arrival=due)
-            engine.add(requests[arrived])
+            patience = load.deadline(arrived)
+            deadline = None if patience is None else began + due + patience
+            engine.add(replace(requests[arrived], deadline=deadline))
             arrived += 1
         if not engine.has_work and load.arrivals is not None:
             time.sleep(max(0.0, float(load.arrivals[arrived]) - (time.perf_counter() - began)))
@@ -166,7 +187,8 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
             request.start = output.start - began
             request.token_times += [output.time - began] * len(output.token_ids)
             if output.finish_reason is not None:
-                done[int(output.request_id)] = _record(load, int(output.request_id), under_way.pop(output.request_id))
+                index, expired = int(output.request_id), output.finish_reason == "expired"
+                done[index] = _record(load, index, under_way.pop(output.request_id), expired=expired)
         clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
     wall, cpu = np.array(clocks).T
     return EngineRun(records=[done[index] for index in range(len(requests))], wall=wall, cpu=cpu)
@@ -220,6 +242,7 @@ def _completion(load: Load, index: int, *, model: str, vocab_size: int) -> dict[
         "max_tokens": int(load.output_tokens[index]),
         "temperature": 0,
         "ignore_eos": True,
+        **({} if load.deadlines is None else {"deadline": load.deadline(index)}),
     }
 
 
@@ -229,6 +252,8 @@ async def _whole(
     request = _Open(arrival=time.perf_counter() - began)
     async with client.post(url, json=body) as response:
         answer = await response.json(content_type=None)
+        if response.status == _EXPIRED and load.deadlines is not None:
+            return _record(load, index, request, expired=True)
         if response.status != 200:
             raise InputError(f"request {index} was answered {response.status}: {str(answer)[:200]}")
     now, timing = time.perf_counter() - began, answer.get("timing")
@@ -246,6 +271,8 @@ async def _stream(
     request = _Open(arrival=time.perf_counter() - began)
     prefill_seconds: float | None = None
     async with client.post(url, json=body) as response:
+        if response.status == _EXPIRED and load.deadlines is not None:
+            return _record(load, index, request, expired=True)
         if response.status != 200:
             raise InputError(f"request {index} was answered {response.status}: {(await response.text())[:200]}")
         async for line in response.content:
@@ -264,12 +291,15 @@ async def _stream(
     return _record(load, index, request)
 
 
-def _record(load: Load, index: int, request: _Open) -> RequestRecord:
+def _record(load: Load, index: int, request: _Open, *, expired: bool = False) -> RequestRecord:
+    patience = load.deadline(index)
+    spread = () if expired else _spread(request.token_times, int(load.output_tokens[index]))
     return RequestRecord(
         input_tokens=int(load.input_tokens[index]),
         arrival=request.arrival,
         start=request.start,
-        token_times=tuple(_spread(request.token_times, int(load.output_tokens[index]))),
+        token_times=tuple(spread),
+        deadline=None if patience is None else request.arrival + patience,
     )
 
 

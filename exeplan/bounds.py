@@ -61,19 +61,43 @@ class Bound:
 
 
 def parse_bounds(
-    latency: str | None, about: str, *, ttft: str | None = None, tpot: str | None = None
+    latency: str | None,
+    about: str,
+    *,
+    ttft: str | None = None,
+    tpot: str | None = None,
+    due: Bound | None = None,
 ) -> tuple[Bound, ...]:
-    """The bounds of a command line, the first one infinite where only others are given. Raises InputError for none."""
-    if latency is None and ttft is None and tpot is None:
-        raise InputError("give --latency-bound (inf for none), --ttft or --tpot")
+    """The bounds of a command line, the first one infinite where only others are given. Raises InputError for none.
+
+    `due` is the one on deadlines, in the place of that on latency.
+    """
+    if due and latency is not None:
+        raise InputError(
+            "give --deadline or --latency-bound, not both: either says when a whole answer has to be there"
+        )
+    if latency is None and ttft is None and tpot is None and due is None:
+        raise InputError("give --latency-bound (inf for none), --deadline, --ttft or --tpot")
     if (share_of_requests(about) is None or is_deadline(about)) and about != "p99-length":
         raise InputError(f"--bound-on must be {LATENCY_ABOUT} or p50-requests, found '{about}'")
-    first = Bound(seconds=seconds(latency, "--latency-bound") if latency is not None else math.inf, about=about)
+    latest = seconds(latency, "--latency-bound") if latency is not None else math.inf
+    first = due or Bound(seconds=latest, about=about)
     given = {"ttft": ttft, "tpot": tpot}
     more = [Bound(seconds=seconds(text, f"--{name}"), about=name) for name, text in given.items() if text is not None]
     bounds = (first, *(bound for bound in more if math.isfinite(bound.seconds)))
     check_together(bounds)
     return bounds
+
+
+def deadline_bound(mean: float, share: str) -> Bound:
+    """That a share of the requests such as `99%` keeps deadlines of this mean. Raises InputError for what is none."""
+    try:
+        percent = float(share.removesuffix("%")) * (1 if share.endswith("%") else 100)
+    except ValueError:
+        percent = 0.0
+    if not 0 < percent < 100:
+        raise InputError(f"--deadline-share must be a share between 0 % and 100 %, such as 99%, found '{share}'")
+    return Bound(seconds=mean, about=f"p{percent:.6g}-deadline")
 
 
 def share_of_requests(about: object) -> float | None:

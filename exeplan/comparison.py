@@ -15,7 +15,7 @@ from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible, InputError
 from exeplan.optimize import optimize, resolve_policies
 from exeplan.placement_text import show_placement
-from exeplan.plan import Estimate, Placement, Schedule, stage_json
+from exeplan.plan import Estimate, Placement, Schedule, estimate_json, stage_json
 from exeplan.problem import make_problem
 from exeplan.profile import Profile
 from exeplan.report import table
@@ -130,8 +130,8 @@ def as_json(row: Comparison) -> dict[str, Any]:
         "bound": asdict(row.bound),
         "schedule": {"policy": row.schedule.policy, **row.schedule.variables} if row.schedule else None,
         "placement": [stage_json(stage) for stage in row.placement] if row.placement else None,
-        "estimate": asdict(row.estimate) if row.estimate else None,
-        "replay": asdict(row.replay) if row.replay else None,
+        "estimate": estimate_json(asdict(row.estimate)) if row.estimate else None,
+        "replay": estimate_json(asdict(row.replay)) if row.replay else None,
         "throughput_per_gpu": row.throughput_per_gpu,
         "refusal": row.refusal or None,
         "nearest": row.nearest or None,

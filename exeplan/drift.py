@@ -11,7 +11,8 @@ A law is expected to last as long again as it has lasted, a dwell time at least;
 there is no other. Moving costs the load of weights that a device lacks and the prefill of requests whose keys and
 values cannot stay (ExeGPT, ASPLOS 2024, Table 4).
 The new plan is made for a law whose tail is as heavy as the sample leaves room for, so that chance does not make it
-look better than it is, and with the margin by which requests took longer than predicted.
+look better than it is. Where requests took longer than predicted, both plans are judged with that margin: it is no
+reason to look for another plan, as the traffic is what it was, but one that is looked for shall keep the bound.
 
 Pure: times come in as arguments. Not here: what carries a plan out (`runner/replan.py`), traces (`drift_trace.py`).
 """
@@ -172,7 +173,8 @@ class Watch:
     ) -> Proposal | None:
         self._agreeing = 0
         self._basis = _Basis(observed.known, observed.size, planned=False)
-        found = _best(problem, observed, self.plan, self.policies, self.rules.confidence, self._slowdown(problem))
+        slowdown = self._slowdown(problem)
+        found = _best(problem, observed, self.plan, self.policies, self.rules.confidence, slowdown)
         if isinstance(found, str):
             self._best_gain, self._verdict = None, f"no other plan: {found}"
             return None
@@ -180,8 +182,8 @@ class Watch:
         self._best_gain = new.throughput / kept.throughput - 1 if kept else math.inf
         cost = moving_seconds(problem, self.plan, found)
         lasts = max(now - observed.since, self.rules.dwell)
-        broken = share is None or share > 1
-        reason = self._reason(broken, share, kept, new, cost=cost, lasts=lasts)
+        real = None if share is None else share * slowdown
+        reason = self._reason(real, kept, new, cost=cost, lasts=lasts)
         if found.schedule == self.plan.schedule and found.placement == self.plan.placement:
             reason, self._verdict = "", "the active plan is the best there is"
         if not reason:
@@ -190,19 +192,10 @@ class Watch:
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
 
-    def _reason(
-        self,
-        broken: bool,
-        share: float | None,
-        kept: Estimate | None,
-        new: Estimate,
-        *,
-        cost: float,
-        lasts: float,
-    ) -> str:
-        """Why to move; empty where it does not pay, and the verdict says so."""
+    def _reason(self, share: float | None, kept: Estimate | None, new: Estimate, *, cost: float, lasts: float) -> str:
+        """Why to move; empty where it does not pay, and the verdict says so. `share` is how full the bound is."""
         gain = self._best_gain or 0.0
-        if broken:
+        if share is None or share > 1:
             if cost >= lasts:
                 self._verdict = f"moving takes {cost:.3g} s, the law may last {lasts:.3g} s"
                 return ""

@@ -18,8 +18,8 @@ MODES = ("off", "advise", "auto")
 class Rules:
     """When to re-plan."""
 
-    gain: float = 0.05
-    """Relative gain in throughput from which moving is worth thinking of; below it closed form and engine differ."""
+    gain: float = 0.03
+    """Relative gain in throughput from which moving is worth thinking of: predictions are not better than that."""
     dwell: float = 60.0
     """Seconds from one re-plan to the next, at least."""
     every: float = 5.0

@@ -148,8 +148,9 @@ def _placed(plan: Plan, measured: Profile, requests: Workload, gpus: Cluster | N
     """The problem on the plan's placement, checked to have room for it."""
     bound = plan.bound or Bound(seconds=math.inf)
     if len(plan.placement) == 1 and gpus is None and plan.placement[0].tensor_parallel_size == 1:
-        return make_problem(measured, requests, bound, max_seqs=plan.max_seqs)
-    memory = (gpus.memory_bytes if gpus else measured.device.memory_bytes) * MEMORY_UTILIZATION
+        return make_problem(measured, requests, bound, utilization=plan.gpu_memory_utilization, max_seqs=plan.max_seqs)
+    share = plan.gpu_memory_utilization or MEMORY_UTILIZATION
+    memory = (gpus.memory_bytes if gpus else measured.device.memory_bytes) * share
     # Whether the model fits one device or could fit the cluster says nothing about this placement.
     unplaced = make_problem(measured, requests, bound, cluster=gpus, memory=math.inf, max_seqs=plan.max_seqs)
     problem = replace(unplaced, memory=memory).at(plan.placement)

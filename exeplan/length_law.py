@@ -116,6 +116,13 @@ class DecodeLaw:
         """E[D]."""
         return float(self.survival.sum())
 
+    @property
+    def std_steps(self) -> float:
+        """Standard deviation of D."""
+        k = np.arange(1, len(self.survival) + 1)
+        square = float((2 * k - 1) @ self.survival)
+        return float(np.sqrt(max(square - self.mean_steps**2, 0.0)))
+
     def max_survival(self, batch: float) -> Floats:
         """Pr(the longest of `batch` independent requests decodes for >= k steps), over k."""
         return 1.0 - (1.0 - self.survival) ** batch

@@ -16,12 +16,13 @@ from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 """Of weights, keys and values. With fp8 the activations between layers are kept in bfloat16."""
-RUN_DTYPES = ("float32", "bfloat16", "float16")
-"""Those that the engine runs, and that a device is profiled in."""
+FP8 = "fp8"
+RUN_DTYPES = ("float32", "bfloat16", "float16", FP8)
+"""Those that the engine runs, and that a device is profiled in; fp8 needs a GPU that has it."""
 
 # Hugging Face configs spell the same numbers differently; the first spelling present is taken.
 _SPELLINGS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
     "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "vocab_size": ("vocab_size",),

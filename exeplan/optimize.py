@@ -20,7 +20,7 @@ from exeplan.bounds import fullest, scaled, shares
 from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible
 from exeplan.margins import Margins, Risk, expected_margins, margins
-from exeplan.plan import Estimate, Placement, Plan, Schedule
+from exeplan.plan import Estimate, Placement, Plan, Schedule, estimate_json
 from exeplan.plan import as_json as plan_json
 from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
@@ -157,7 +157,7 @@ def _refuse_rate(
     most = max(candidates.values(), key=_sustained)
     if most.search is None or most.search.best is None or most.placement is None:
         return
-    schedule = load_policy(most.policy).schedule(most.search.best.point, problem.workload)
+    schedule = problem.schedule(most.policy, most.search.best.point)
 
     def search_again(other: Problem) -> tuple[float, Placement | None]:
         found = _candidate(other, most.policy, method)
@@ -184,7 +184,7 @@ def _last_resort(
     best = min(fitting, key=lambda c: gentlest[c.policy].outcome.latency)
     assert best.placement is not None
     placed = problem.at(best.placement)
-    schedule = load_policy(best.policy).schedule(gentlest[best.policy].point, problem.workload)
+    schedule = problem.schedule(best.policy, gentlest[best.policy].point)
     run, replayed = replay_estimate(placed, schedule, seed=seed)
     estimate = placed.estimate(schedule)
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
@@ -223,9 +223,11 @@ def _optimum(
         trace_arrivals=problem.arrivals is not None and problem.arrivals.of_trace,
         deadline=str(problem.workload.deadlines) if problem.workload.deadlines else None,
         dtype=problem.profile.dtype,
+        kv_dtype=problem.profile.kv_dtype,
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
         kv_cache_tokens=kv_cache_tokens(problem, schedule),
+        gpu_memory_utilization=problem.utilization,
         max_seqs=problem.max_seqs,
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
@@ -295,7 +297,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         {
             "policy": c.policy,
             "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
-            "estimate": asdict(c.estimate) if c.estimate else None,
+            "estimate": estimate_json(asdict(c.estimate)) if c.estimate else None,
             "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
         }
@@ -359,7 +361,7 @@ def _candidate(
         )
     # Without a cluster to choose from it is the problem's own placement, and the problem knows its links.
     placed = problem.at(placement) if problem.cluster else problem
-    schedule = load_policy(policy).schedule(result.best.point, problem.workload)
+    schedule = problem.schedule(policy, result.best.point)
     schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
         estimate = placed.estimate(schedule)

@@ -21,6 +21,7 @@ fits nowhere; das goes on to smaller ones. Not here: expiry and memory (`exeplan
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ from exeplan.length_law import Floats, Ints
 ORDERS = ("fcfs", "sjf", "edf", "das")
 SLOTTED_DAS = "slotted-das"
 ETA = 0.5
+_WIDER = (1.0, 1.02, 1.05)
+"""How much longer slots may become, so that requests of like lengths share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +71,53 @@ class Packed:
     bins_a_row: int = 1
 
     def packing(self, queue: Queue, count: int | None = None) -> Packing:
-        """The first `count` picks as they lie, bins and rows no longer than these need."""
+        """The first `count` picks, dealt out anew where that makes their rows shorter; no more rows than now."""
         picks = self.picks[:count]
-        used = max(pick.offset + int(queue.tokens[pick.request]) for pick in picks)
-        last = max(pick.bin for pick in picks)
-        bins = min(self.bins_a_row, last + 1)
-        places = [Place(p.bin // self.bins_a_row, p.bin % self.bins_a_row * used + p.offset) for p in picks]
-        return Packing(bins * used, used, tuple(places))
+        tokens = [int(queue.tokens[pick.request]) for pick in picks]
+        rows = 1 + max(pick.bin for pick in picks) // self.bins_a_row
+        bins = rows * self.bins_a_row if rows > 1 else 1 + max(pick.bin for pick in picks)
+        size, lying = _laid([(pick.bin, pick.offset) for pick in picks], tokens, bins, alike=self.bins_a_row > 1)
+        per_row = bins // rows
+        places = (Place(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
+        return Packing(per_row * size, size, tuple(places))
+
+
+Lying = list[tuple[int, int]]
+"""Bin and offset of each."""
+
+
+def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[int, Lying]:
+    """How long the bins have to be, and where each request lies then.
+
+    Like ones lie together where that needs hardly more: slots leave when all of theirs are done.
+    """
+    even = dealt(tokens, bins)
+    size, best = min((_longest(where, tokens), where) for where in (lying, even))
+    if alike:
+        lengths = np.array(tokens)
+        rank = np.argsort(-lengths, kind="stable")
+        for more in _WIDER:
+            wider = min(int(size * more), _longest(lying, tokens))
+            picks = _first_fit(rank, lengths, bins=bins, size=wider, strict=True)
+            if len(picks) == len(tokens):
+                together = {pick.request: (pick.bin, pick.offset) for pick in picks}
+                return wider, [together[number] for number in range(len(tokens))]
+    return size, best
+
+
+def dealt(tokens: list[int], bins: int) -> Lying:
+    """Bin and offset of each, longest first, each into the emptiest bin."""
+    fill = [(0, number) for number in range(bins)]
+    where = [(0, 0)] * len(tokens)
+    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
+        used, number = fill[0]
+        where[index] = (number, used)
+        heapreplace(fill, (used + tokens[index], number))
+    return where
+
+
+def _longest(where: Lying, tokens: list[int]) -> int:
+    return max(offset + length for (_, offset), length in zip(where, tokens, strict=True))
 
 
 def queue_of(sequences: Iterable[Sequence]) -> Queue:

@@ -6,7 +6,7 @@ rest.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ _TEXTS = (
     "cluster",
     "device",
     "dtype",
+    "kv_dtype",
     "deadline",
     *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
 )
@@ -140,10 +141,14 @@ class Plan:
     trace_arrivals: bool = False
     """Requests come as in the workload's own trace."""
     dtype: str | None = None
+    kv_dtype: str | None = None
+    """Of keys and values, where it is not the same."""
     device: str | None = None
     num_threads: int = 1
     """Compute threads on a CPU."""
     kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    """The share of a GPU's memory that may be in use, where it is not the usual one."""
     max_seqs: int | None = None
     model_fingerprint: str | None = None
     workload_fingerprint: str | None = None
@@ -229,6 +234,22 @@ def plan_from(body: Mapping[str, Any]) -> Plan:
     return Plan(**given)
 
 
+def with_utilization(plan: Plan, share: float | None) -> Plan:
+    """The plan with another share of its GPUs' memory, where one is given. Raises InputError for a plan for a CPU."""
+    if share is None:
+        return plan
+    check_utilization(share, "--gpu-memory-utilization")
+    if plan.device != "cuda":
+        raise InputError("--gpu-memory-utilization is for GPUs; on a CPU the KV cache has the plan's kv_cache_tokens")
+    return replace(plan, gpu_memory_utilization=share)
+
+
+def check_utilization(value: object, name: str) -> None:
+    """Raises InputError unless it is a share of a GPU's memory."""
+    if not is_number(value) or not 0 < value <= 1:  # type: ignore[operator] # it is a number by then
+        raise InputError(f"{name} is a share of the GPU's memory above 0 and at most 1, found {value!r}")
+
+
 def is_number(value: object) -> bool:
     """Whether the value is a number; Python counts booleans among them, a plan does not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -242,8 +263,9 @@ def _check_values(body: Mapping[str, Any]) -> None:
         value = body.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be a positive integer, found {value!r}")
-    if body.get("dtype", "float32") not in DTYPE_BYTES:
-        raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, found '{body['dtype']}'")
+    for name in ("dtype", "kv_dtype"):
+        if body.get(name, "float32") not in DTYPE_BYTES:
+            raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
     for name in ("fit_context", "trace_arrivals"):
         if not isinstance(body.get(name, False), bool):
             raise InputError(f"{name} must be true or false, found {body[name]!r}")
@@ -253,6 +275,8 @@ def _check_values(body: Mapping[str, Any]) -> None:
     for name in ("search", "promise"):
         if not isinstance(body.get(name, {}), Mapping):
             raise InputError(f"{name} must be a mapping, found {body[name]!r}")
+    if "gpu_memory_utilization" in body:
+        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):

@@ -125,7 +125,9 @@ def _fields(plan: Plan) -> dict[str, str]:
         "workload lengths": plan.workload_fingerprint,
         "profile": plan.profile,
         "profile rows": plan.profile_fingerprint,
-        **{what: getattr(plan, what) for what in ("gpus", "dtype", "device", "kv_cache_tokens", "max_seqs")},
+        **{
+            what: getattr(plan, what) for what in ("gpus", "dtype", "kv_dtype", "device", "kv_cache_tokens", "max_seqs")
+        },
     }
     return {what: str(value) for what, value in found.items() if value is not None}
 
@@ -139,7 +141,7 @@ def _moving(old: Plan, new: Plan, spec: ModelSpec, bytes_per_second: Mapping[str
     loaded = {gpu: _missing(held.get(gpu, {}), parts, sizes) for gpu, parts in sorted(_held(after, spec).items())}
     kept = _kv_kept(before, after, spec)
     used = old.estimate.kv_tokens if old.estimate else None
-    per_token = spec.kv_bytes_per_token(old.dtype or new.dtype or _DTYPE)
+    per_token = spec.kv_bytes_per_token(old.kv_dtype or old.dtype or new.kv_dtype or new.dtype or _DTYPE)
     return Moving(
         loaded_bytes=loaded,
         load_seconds={where: max(loaded.values()) / speed for where, speed in bytes_per_second.items()},

@@ -1,7 +1,7 @@
 """Problem: one model on one profiled device under one workload and bounds, and what a schedule does in it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ from exeplan.bounds import Bound, check_together, limit, shares, worst
 from exeplan.cluster import Cluster
 from exeplan.errors import Infeasible, InputError
 from exeplan.metrics import summarize
+from exeplan.orders import ORDERS
 from exeplan.plan import Estimate, Placement, Schedule, single_stage
 from exeplan.policies import load_policy
 from exeplan.profile import Profile
@@ -58,13 +59,19 @@ class Problem:
     cluster: Cluster | None = None
     memory: float
     """Bytes that weights, KV cache and workspace may take together on one device."""
+    utilization: float | None = None
+    """The share of each GPU that this is, where it was stated as one."""
     max_seqs: int
     """Residents that the engine may hold at once."""
+    order: str = "fcfs"
+    """Of the schedules that are planned (see `exeplan.orders`); the closed form is the same for all."""
     across_nodes: bool = False
     """A tensor-parallel group may lie in several nodes."""
 
     def __post_init__(self) -> None:
         check_together(self.bounds)
+        if self.order not in ORDERS:
+            raise InputError(f"no order '{self.order}'; there are {', '.join(ORDERS)}")
 
     def at(self, placement: Placement) -> "Problem":
         """The same on another placement."""
@@ -94,6 +101,10 @@ class Problem:
             return replace(self, bound=replace(self.bound, seconds=seconds))
         factor = seconds / self.limit
         return self.held_to([replace(b, seconds=b.seconds * factor) for b in self.bounds])
+
+    def schedule(self, policy: str, point: Mapping[str, int]) -> Schedule:
+        """The schedule of a point of a policy's search, in the order that is asked for."""
+        return replace(load_policy(policy).schedule(point, self.workload), order=self.order)
 
     def evaluate(self, schedule: Schedule) -> Outcome:
         """One point of the search: a schedule with its batches full.
@@ -148,7 +159,7 @@ class Problem:
     def with_spare_places(self, schedule: Schedule) -> Schedule:
         """A schedule with batches as large as bursts of arrivals may need, as far as memory and residents allow."""
         name = _batch_name(schedule, self.workload)
-        batch = schedule[name]
+        batch = self._batch(schedule, name)
         high = with_spare_places(batch)
         low = batch
         while low < high:
@@ -157,11 +168,15 @@ class Problem:
             low, high = (middle, high) if fits else (low, middle - 1)
         return _with_batch(schedule, name, low, self.workload)
 
+    def _batch(self, schedule: Schedule, name: str) -> int:
+        """The requests of full batches, where a plan by hand does not say."""
+        return schedule.variables.get(name) or round(steady_state(schedule, self.workload, self.cost).cycle.num_seqs)
+
     def _smaller(self, schedule: Schedule) -> list[SteadyState]:
         """Steady states of a request alone, and of the schedule with smaller batches."""
         knobs = load_policy(schedule.policy).knobs(self.workload, 1)
         name = knobs[0].name
-        sizes = np.unique(np.geomspace(1, schedule[name], _BATCH_SIZES).astype(int))[:-1]
+        sizes = np.unique(np.geomspace(1, self._batch(schedule, name), _BATCH_SIZES).astype(int))[:-1]
         smaller = [_with_batch(schedule, name, int(size), self.workload) for size in sizes]
         if schedule.variables != (alone := {**schedule.variables, **{knob.name: knob.values[0] for knob in knobs}}):
             smaller.insert(0, load_policy(schedule.policy).schedule(alone, self.workload))
@@ -174,7 +189,8 @@ def _batch_name(schedule: Schedule, workload: Workload) -> str:
 
 
 def _with_batch(schedule: Schedule, name: str, size: int, workload: Workload) -> Schedule:
-    return load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    other = load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    return replace(other, order=schedule.order)
 
 
 def make_problem(
@@ -184,11 +200,15 @@ def make_problem(
     *,
     cluster: Cluster | None = None,
     memory: float | None = None,
+    utilization: float | None = None,
     max_seqs: int | None = None,
 ) -> Problem:
-    """Checks that the model fits the device, or the cluster, and the workload the model's context."""
+    """Checks that the model fits the device, or the cluster, and the workload the model's context.
+
+    The plan may use `memory` bytes of each device, or that share of it.
+    """
     device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
-    available = memory if memory is not None else device_memory * MEMORY_UTILIZATION
+    available = memory if memory is not None else device_memory * (utilization or MEMORY_UTILIZATION)
     longest = int((workload.inputs + workload.outputs).max())
     if longest > profile.model.max_context:
         raise InputError(
@@ -206,6 +226,7 @@ def make_problem(
             cost=cost,
             cluster=cluster,
             memory=available,
+            utilization=utilization,
             max_seqs=max_seqs or measured * cluster.num_gpus,
         )
     one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
@@ -220,13 +241,14 @@ def make_problem(
         bound=bound,
         cost=cost,
         memory=available,
+        utilization=utilization,
         max_seqs=max_seqs or measured,
     )
 
 
 def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
     """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
-    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.dtype)
+    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
     room = available - profile.workspace_bytes
     if room * cluster.num_gpus >= weights:
         return

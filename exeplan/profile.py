@@ -113,6 +113,8 @@ class Profile:
     workspace_bytes: int
     """Peak bytes of activations at the largest measured prefill."""
     measurements: tuple[Measurement, ...] = field(repr=False)
+    kv_dtype: str | None = None
+    """Of keys and values, where it is not the same."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
     source: str = "measured"
@@ -121,6 +123,11 @@ class Profile:
     created: str = ""
     complete: bool = True
     """False while a run is interrupted; `exeplan profile` with the same file resumes it."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.kv_dtype or self.dtype
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
@@ -132,6 +139,7 @@ class Profile:
         """SHA-256 of everything that decides a prediction."""
         rows = [{name: getattr(m, name) for name in _DEFAULTS} for m in self.measurements]
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
+        body += [self.kv_dtype] if self.kv_dtype else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -144,6 +152,7 @@ def save_profile(profile: Profile, path: Path) -> None:
             name: getattr(profile, name)
             for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "source", "created", "complete")
         },
+        **({"kv_dtype": profile.kv_dtype} if profile.kv_dtype else {}),
         "device": asdict(profile.device),
         "versions": dict(profile.versions),
     }
@@ -201,6 +210,8 @@ def _check_values(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: {name} must be a positive number, found {value!r}")
     if profile.dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
+    if profile.kv_dtype is not None and profile.kv_dtype not in DTYPE_BYTES:
+        raise InputError(f"{path}: kv_dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.kv_dtype!r}")
     texts = {"model name": profile.model.name, "device name": device.name, "device kind": device.kind}
     for name, text in {**texts, "source": profile.source}.items():
         if not isinstance(text, str):

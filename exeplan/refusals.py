@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from exeplan.bounds import Bound
+from exeplan.bounds import Bound, is_deadline
 from exeplan.errors import Infeasible
 from exeplan.plan import Placement, Schedule
 from exeplan.problem import Problem
@@ -88,6 +88,8 @@ def wider_bounds(problem: Problem, search_again: Callable[[Problem], tuple[float
 def _meaning(bound: Bound, length: int) -> str:
     if bound.about == "p99-length":
         return f"an output of the 99th-percentile length ({length} tokens)"
+    if is_deadline(bound.about):
+        return f"{bound.about.removeprefix('p').removesuffix('-deadline')} % of requests by their deadline"
     if bound.on_latency:
         return f"{bound.about.removeprefix('p').removesuffix('-requests')} % of requests"
     return "the first token" if bound.about == "ttft" else "each further token"

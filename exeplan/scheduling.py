@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heapreplace
-from itertools import chain
+from itertools import chain, islice
 
 from exeplan.batch import BLOCK_SIZE, Batch, Chunk, Packing, Sequence, num_blocks_for
 from exeplan.errors import InputError
@@ -47,14 +47,25 @@ class Scheduler:
     """
 
     def __init__(
-        self, schedule: Schedule, num_blocks: int, *, num_prefill_stages: int = 1, whole_prompts: bool = False
+        self,
+        schedule: Schedule,
+        num_blocks: int,
+        *,
+        num_prefill_stages: int = 1,
+        whole_prompts: bool = False,
+        pass_tokens: int | None = None,
     ) -> None:
-        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once."""
+        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once.
+
+        A device has memory for prefills of `pass_tokens` tokens at once; None where nothing limits them. The replay
+        knows no such limit: where it binds, a plan's prefill becomes several, one after the other.
+        """
         self.schedule = schedule
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
+        self.pass_tokens = pass_tokens
         self.waiting: deque[Sequence] = deque()
         """In order of arrival, those that were preempted before them."""
         self._next_deadline = math.inf
@@ -106,6 +117,11 @@ class Scheduler:
         if sequence.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.deadline)
 
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether anybody who waits may expire."""
+        return math.isfinite(self._next_deadline)
+
     def expire(self, now: float) -> list[Sequence]:
         """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
 
@@ -128,12 +144,18 @@ class Scheduler:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def check(self, sequence: Sequence) -> None:
-        """Raises InputError when the cache could not hold the sequence even alone."""
+        """Raises InputError when cache or device could not hold the sequence even alone."""
         needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         if needed > self.num_blocks:
             raise InputError(
                 f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
                 f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
+            )
+        longest = sequence.num_prompt_tokens + sequence.max_output_tokens
+        if self.pass_tokens is not None and longest > self.pass_tokens:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens are more than the "
+                f"{self.pass_tokens} that the device's memory can prefill at once"
             )
 
     def remove(self, sequence: Sequence) -> None:
@@ -154,6 +176,10 @@ class Scheduler:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
 
+    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+        """The first so many waiting sequences in the schedule's order, whether they fit or not."""
+        return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
+
     def fitting(
         self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
     ) -> tuple[Sequence, ...]:
@@ -162,7 +188,12 @@ class Scheduler:
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
         chosen: list[Sequence] = []
+        longest = total = 0
         for sequence in sequences:
+            longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
+            computed = (len(chosen) + 1) * longest if self.policy.PADS_PROMPTS else total
+            if self.pass_tokens is not None and computed > self.pass_tokens:
+                break
             room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
             if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break
@@ -180,7 +211,7 @@ class Scheduler:
             self.schedule.order,
             queue_of(fresh),
             room=self.free_blocks * BLOCK_SIZE,
-            limit=limit,
+            limit=max(limit - len(begun), 0),
             das=das_of(self.schedule),
             before=self.num_admissions,
         )
@@ -219,9 +250,10 @@ class Scheduler:
         """How often in a row this batch, just scheduled, would be if nobody arrived: until one has its last token.
 
         Above 1 only where a single group does everything and all there is to do is to decode; that batch is the same
-        every time whatever the policy.
+        every time whatever the policy. Nor does anybody who waits change it where a batch runs to its end.
         """
-        if batch.prefill or self.waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
+        waiting = self.waiting and not self.policy.KEEPS_FINISHED_ROWS
+        if batch.prefill or waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
             return 1
         left = min((s.max_output_tokens - s.num_output_tokens for s in batch.decode if not s.finished), default=1)
         return left if len(batch.decode) == len(self.running) and self._growth(batch, left) <= self.free_blocks else 1

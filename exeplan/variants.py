@@ -33,7 +33,9 @@ class Variant:
 
     def holds(self, placement: Placement, schedule: Schedule) -> bool:
         """Whether this schedule on this placement is one of its points."""
-        return placement == self.problem.cost.placement and self.filling.items() <= schedule.variables.items()
+        filled = {**schedule.variables, **self.filling}
+        same = load_policy(schedule.policy).schedule(filled, self.problem.workload).variables == schedule.variables
+        return same and placement == self.problem.cost.placement
 
     def grid(self, policy: Policy, knobs: Sequence[Knob], limits: Limits) -> Grid:
         """Its grid, nothing of which has been tried."""

@@ -31,8 +31,10 @@ def gated_activation(gate_up_NF: Tensor, kind: str) -> Tensor:
 
 
 def gated_activation_reference(gate_up_NF: Tensor, kind: str) -> Tensor:
-    gate_NF, up_NF = gate_up_NF.float().chunk(2, -1)
-    return KINDS[kind](gate_NF).mul_(up_NF).to(gate_up_NF.dtype)
+    gate_NF, up_NF = gate_up_NF.chunk(2, -1)
+    if gate_up_NF.dtype == torch.float32:
+        return KINDS[kind](gate_NF).mul_(up_NF)
+    return KINDS[kind](gate_NF.float()).mul_(up_NF).to(gate_up_NF.dtype)
 
 
 def plain_activation(x_NF: Tensor, kind: str) -> Tensor:

@@ -1,7 +1,8 @@
-"""Attention in plain PyTorch: of a prompt or a part of one, and over cached keys for one query token a sequence.
+"""Attention in plain PyTorch: of prompts, their parts, packed slots, and over cached keys for a query token a sequence.
 
 Letters: B sequences, T query tokens, H query heads, K key/value heads, G = H / K, D head_dim, C context tokens, R
-rows of the cache (one head of one token each), P pairs of a query head and a cached row, X = T + C - 1 distances.
+rows of the cache (one head of one token each), P pairs of a query head and a cached row, X = T + C - 1 distances, S
+slots of packed rows.
 
 Query head h reads key/value head h // G. Bytes of decode: 2 * C * K * D elements a sequence, read once.
 
@@ -24,6 +25,9 @@ from torch import Tensor
 
 _QUERIES = 256
 """Where not all keys are seen, so many queries run at a time, against the keys that any of them sees."""
+
+_ADDED = 1 << 18
+"""So many elements are added to scores at a time where a bias has to be made into a matrix."""
 
 
 def prefill_attention(
@@ -73,6 +77,31 @@ def full_attention(
     return out.flip(2).transpose(1, 2)
 
 
+def slot_attention(
+    q_STHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, mask_STT: Tensor, *, scale: float, bias_HX: Tensor | None = None
+) -> Tensor:
+    """Attention of every slot to itself, `[S, T, H, D]`, with the mask added to its scores, and a bias by distance.
+
+    `bias_HX[:, T - 1 + j - i]` belongs to query i and key j. Slots go through some at a time, so that what is added to
+    their scores stays in the cache.
+    """
+    q_SHTD, k_SHTD, v_SHTD = _by_head(q_STHD, k_STKD, v_STKD)
+    slots, heads, tokens = q_SHTD.shape[:3]
+    if bias_HX is None:
+        mask_S1TT = mask_STT[:, None]
+        return F.scaled_dot_product_attention(q_SHTD, k_SHTD, v_SHTD, attn_mask=mask_S1TT, scale=scale).transpose(1, 2)
+    bias_HTT = bias_HX.unfold(1, tokens, 1).flip(1)
+    part = max(1, _ADDED // (heads * tokens * tokens))
+    outputs = []
+    for start in range(0, slots, part):
+        some = slice(start, start + part)
+        added_SHTT = mask_STT[some, None] + bias_HTT
+        outputs.append(
+            F.scaled_dot_product_attention(q_SHTD[some], k_SHTD[some], v_SHTD[some], attn_mask=added_SHTT, scale=scale)
+        )
+    return torch.cat(outputs).transpose(1, 2)
+
+
 def _by_head(q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Heads before tokens, with a key and value head for every query head."""
     q_BHTD, k_BHCD, v_BHCD = q_BTHD.transpose(1, 2), k_BCKD.transpose(1, 2), v_BCKD.transpose(1, 2)
@@ -87,32 +116,39 @@ class CachedRows:
 
     def __init__(
         self,
-        rows: Sequence[NDArray[np.int64]],
+        slot_X: NDArray[np.int64],
+        contexts: Sequence[int],
+        *,
         num_heads: int,
-        num_rows: int,
+        num_kv_heads: int,
+        num_slots: int,
         like: Tensor,
         biases: Sequence[Tensor] | None = None,
     ) -> None:
-        """`rows[b]` are a sequence's rows `[K, C]` in a cache of `num_rows` rows, of the dtype and device of `like`.
+        """`slot_X` are the slots of all sequences one behind the other, `contexts[b]` of them a sequence's.
 
-        `biases[b]`, `[H, C]`, are added to its scores.
+        Slot s of head k is row `k * num_slots + s` of tables of the dtype and device of `like`. `biases[b]`, `[H, C]`,
+        are added to a sequence's scores.
         """
         self.num_heads, self.biases = num_heads, biases
         self.sampled = like.device.type == "cpu" and like.dtype == torch.float32
         if not self.sampled:
-            self.rows = [torch.from_numpy(rows_KC).to(like.device) for rows_KC in rows]
+            heads_K1 = np.arange(num_kv_heads, dtype=np.int64)[:, None] * num_slots
+            parts = np.split(slot_X, np.cumsum(contexts)[:-1])
+            self.rows = [torch.from_numpy(heads_K1 + slot_C).to(like.device) for slot_C in parts]
             return
-        group = num_heads // rows[0].shape[0]
-        contexts = [rows_KC.shape[1] for rows_KC in rows]
-        row_P = np.concatenate([np.repeat(rows_KC, group, 0).ravel() for rows_KC in rows])
-        ends = np.concatenate(([0], np.repeat(contexts, num_heads).cumsum()))
-        self.row_P = torch.from_numpy(row_P.astype(np.int32))
+        count_BH = np.repeat(np.asarray(contexts, dtype=np.int64), num_heads)
+        ends = np.concatenate(([0], count_BH.cumsum()))
+        first_BH = np.repeat(np.cumsum(contexts) - contexts, num_heads)
+        head_BH = np.tile(np.arange(num_heads) // (num_heads // num_kv_heads) * num_slots, len(contexts))
+        slot_P = slot_X[np.arange(ends[-1]) + np.repeat(first_BH - ends[:-1], count_BH)]
+        self.row_P = torch.from_numpy((slot_P + np.repeat(head_BH, count_BH)).astype(np.int32))
         self.ends = torch.from_numpy(ends.astype(np.int32))
-        shape = (len(rows) * num_heads, num_rows)
-        bias_P = torch.zeros(len(row_P)) if biases is None else torch.cat([bias_HC.flatten() for bias_HC in biases])
+        shape = (len(contexts) * num_heads, num_kv_heads * num_slots)
+        bias_P = torch.zeros(len(slot_P)) if biases is None else torch.cat([bias_HC.flatten() for bias_HC in biases])
         self.pairs = _sparse(self.ends, self.row_P, bias_P, shape)
-        self.scores = _sparse(self.ends, self.row_P, torch.zeros(len(row_P)), shape)
-        self.weight_P = torch.empty(len(row_P))
+        self.scores = _sparse(self.ends, self.row_P, torch.zeros(len(slot_P)), shape)
+        self.weight_P = torch.empty(len(slot_P))
         self.softmaxes = _views(contexts, num_heads, self.scores.values(), self.weight_P)
 
 

@@ -3,7 +3,8 @@
 Letters: L layers, N tokens, K key/value heads, M = 2 * K (keys before values), S slots, R = K * S rows, D head_dim.
 
 A layer's table of keys stands before that of values, `[2, R, D]`, so that key or value m of slot s is row m * S + s of
-both together. Bytes: 2 * L * N * M * D elements, read once and written once; no operations. A token's M heads lie side
+both together. Tables of 8-bit floats take any dtype, saturated. Bytes: 2 * L * N * M * D elements, read once and
+written once; no operations. A token's M heads lie side
 by side in the batch and M * S rows apart in the tables, D elements in a run.
 
 Gathering and scattering hand a sequence over (ExeGPT's WAA): from the cache of one stage to one buffer to send, and
@@ -11,8 +12,10 @@ from what was received into the cache of another.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
+import torch
 from torch import Tensor
 
+from exeplan.kernels.fp8 import saturated
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl
 
 
@@ -37,7 +40,7 @@ def scatter_slots(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
 def scatter_slots_reference(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
     kept_N = slot_N >= 0
     rows_LMSD = _by_slot(tables_L2RD, kv_LNMD.shape[2])
-    rows_LMSD[:, :, slot_N[kept_N].long()] = kv_LNMD[:, kept_N].transpose(1, 2)
+    rows_LMSD[:, :, slot_N[kept_N].long()] = saturated(kv_LNMD[:, kept_N].transpose(1, 2), tables_L2RD.dtype)
 
 
 def gather_slots(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
@@ -50,7 +53,8 @@ def gather_slots(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> T
 
 def gather_slots_reference(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
     kv_LNMD = _by_slot(tables_L2RD, 2 * num_kv_heads)[:, :, slot_N.clamp(min=0).long()].transpose(1, 2).contiguous()
-    return kv_LNMD.masked_fill_((slot_N < 0)[:, None, None], 0)
+    kv_LNMD[:, slot_N < 0] = torch.zeros((), dtype=kv_LNMD.dtype, device=kv_LNMD.device)
+    return kv_LNMD
 
 
 def _by_slot(tables_L2RD: Tensor, heads: int) -> Tensor:
@@ -76,6 +80,7 @@ def _copy(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor, *, gather: bool)
         HEAD_DIM=head_dim,
         BLOCK=block,
         GATHER=gather,
+        SATURATE=tables_L2RD.dtype == torch.float8_e4m3fn,
         num_warps=min(8, max(1, block // 512)),
     )
 
@@ -92,6 +97,7 @@ def _copy_slots(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     GATHER: tl.constexpr,
+    SATURATE: tl.constexpr,
 ):
     token, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -104,4 +110,7 @@ def _copy_slots(
     if GATHER:
         tl.store(flat_ptr, tl.load(cached_ptr, mask=cached, other=0.0), mask=there)
     else:
-        tl.store(cached_ptr, tl.load(flat_ptr, mask=cached), mask=cached)
+        value = tl.load(flat_ptr, mask=cached)
+        if SATURATE:
+            value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+        tl.store(cached_ptr, value.to(tables.dtype.element_ty), mask=cached)

@@ -26,6 +26,11 @@ class Linear:
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
         self.weight = weight_OI
 
+    @property
+    def adds(self) -> bool:
+        """Whether `addmm` of the weight does the same, and so can add to something at no cost."""
+        return self.bias_O is None and not self.packed
+
     def __call__(self, x_NI: Tensor) -> Tensor:
         if not self.packed:
             return F.linear(x_NI, self.weight, self.bias_O)

@@ -185,8 +185,8 @@ def decode_constants(q_BHD: Tensor, num_kv_heads: int, parts: int, window: int |
 
 
 def num_parts_for(num_programs: int, block_table_BT: Tensor, device: torch.device) -> int:
-    """Into how many parts each context is split, so that there are two programs for every multiprocessor."""
-    wanted = -(-2 * _num_multiprocessors(device) // num_programs)
+    """Into how many parts each context is split, so that there are about two programs for every multiprocessor."""
+    wanted = round(2 * _num_multiprocessors(device) / num_programs)
     return max(1, min(wanted, block_table_BT.shape[1] * BLOCK_SIZE // _PART_TOKENS, _MAX_PARTS))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exeplan.kernels import (
     activation,
+    fp8,
     kv_blocks,
     kv_slots,
     language,
@@ -23,6 +24,7 @@ from exeplan.kernels import (
     ragged_attention,
     rotary,
     sampling,
+    slot_attention,
 )
 
 
@@ -32,6 +34,7 @@ class Kernels(NamedTuple):
     paged_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     mixed_attention: Callable[..., Tensor]
+    slot_attention: Callable[..., Tensor]
     store_slots: Callable[..., None]
     gather_slots: Callable[..., Tensor]
     scatter_slots: Callable[..., None]
@@ -43,6 +46,7 @@ class Kernels(NamedTuple):
     rotate: Callable[..., None]
     gated_activation: Callable[..., Tensor]
     plain_activation: Callable[..., Tensor]
+    quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
     most_likely: Callable[..., tuple[Tensor, Tensor]]
     draw: Callable[..., tuple[Tensor, Tensor]]
 
@@ -51,6 +55,7 @@ TRITON = Kernels(
     paged_attention=paged_attention.paged_attention,
     ragged_attention=ragged_attention.ragged_attention,
     mixed_attention=mixed_attention.mixed_attention,
+    slot_attention=slot_attention.slot_attention,
     store_slots=kv_slots.store_slots,
     gather_slots=kv_slots.gather_slots,
     scatter_slots=kv_slots.scatter_slots,
@@ -62,6 +67,7 @@ TRITON = Kernels(
     rotate=rotary.rotate,
     gated_activation=activation.gated_activation,
     plain_activation=activation.plain_activation,
+    quantize_rows=fp8.quantize_rows,
     most_likely=most_likely.most_likely,
     draw=sampling.draw,
 )
@@ -69,6 +75,7 @@ REFERENCE = Kernels(
     paged_attention=paged_attention.paged_attention_reference,
     ragged_attention=ragged_attention.ragged_attention_reference,
     mixed_attention=mixed_attention.mixed_attention_reference,
+    slot_attention=slot_attention.slot_attention_reference,
     store_slots=kv_slots.store_slots_reference,
     gather_slots=kv_slots.gather_slots_reference,
     scatter_slots=kv_slots.scatter_slots_reference,
@@ -80,6 +87,7 @@ REFERENCE = Kernels(
     rotate=rotary.rotate_reference,
     gated_activation=activation.gated_activation_reference,
     plain_activation=activation.plain_activation_reference,
+    quantize_rows=fp8.quantize_rows_reference,
     most_likely=most_likely.most_likely_reference,
     draw=sampling.draw_reference,
 )

@@ -40,7 +40,9 @@ class Spans:
         fields = [
             (start, span.num_queries, span.new_keys, *span.cached) for start, span in zip(starts, spans, strict=False)
         ]
-        self.fields_B5 = sent(np.array(fields, dtype=np.int32).reshape(-1, 5), device)
+        # Without spans nothing is sent, which a CUDA graph under capture would not let happen.
+        empty = torch.empty((0, 5), dtype=torch.int32, device=device)
+        self.fields_B5 = sent(np.array(fields, dtype=np.int32), device) if fields else empty
         """Of each: its first row in the batch, queries, new keys, first and last cached token."""
         self._tiles: dict[int, Tensor] = {}
 

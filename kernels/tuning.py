@@ -2,14 +2,15 @@
 
 A kernel lists its configurations, the best guess first. What decides between them (dtype, head size, ...) is the key:
 the first launch with a new key times all of them, later ones and later processes read the answer. Where nothing can be
-timed (the interpreter, a CUDA graph under capture) and nothing is known, the first is taken. Not here: configurations
-that no kernel listed; a search over them would cost more than it gains.
+timed (the interpreter, a CUDA graph under capture), or shall be (`untimed`), and nothing is known, the first is taken.
+Not here: configurations that no kernel listed; a search over them would cost more than it gains.
 """
 
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,20 @@ class AttentionConfigs(NamedTuple):
         if dtype == torch.float32:
             return self.exact
         return self.usual if head_dim <= 128 else self.wide
+
+
+_untimed: list[None] = []
+"""One entry for each `untimed` that is entered."""
+
+
+@contextmanager
+def untimed() -> Iterator[None]:
+    """For launches unlike those that will come: within, what is not known takes the first configuration for now."""
+    _untimed.append(None)
+    try:
+        yield
+    finally:
+        _untimed.pop()
 
 
 def best_config(
@@ -103,11 +118,11 @@ def _table(device: torch.device) -> Table:
 
 def _seconds(launch: Callable[[Config], object], config: Config) -> float | None:
     """The median time of a launch; None where it cannot be timed, or needs more shared memory than there is."""
+    if _untimed or torch.cuda.is_current_stream_capturing():
+        return None
     from triton import testing
     from triton.runtime.errors import OutOfResources
 
-    if torch.cuda.is_current_stream_capturing():
-        return None
     try:
         return float(testing.do_bench(lambda: launch(config), warmup=5, rep=20, return_mode="median"))
     except OutOfResources:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from exeplan.plan import Schedule
 from exeplan.profile import Profile
 from exeplan.profiler.measure import Rig
-from exeplan.runner.engine import Engine, Request, StepRecord
-from exeplan.runner.execution import Local
+from exeplan.runner.engine import Request, StepRecord
 from exeplan.runner.sampling import SamplingParams
 from exeplan.scheduling import Batch, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
@@ -42,22 +41,17 @@ def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
     On a CPU with one thread a step that others disturbed counts with its CPU time.
     """
     rig.probe.use_layers(rig.copies)
-    engine = Engine(
-        Local(rig.runner),
-        Schedule("orca", {"max_num_seqs": _SLOTS}),
-        tokenizer=None,
-        num_blocks=rig.runner.cache.num_blocks,
-    )
-    for request in _requests(rig, random.Random(seed)):
-        engine.add(request)
     steps = []
-    while engine.has_work:
-        cpu, wall = time.thread_time(), time.perf_counter()
-        engine.step()
-        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-        assert engine.last_step is not None
-        disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
-        steps.append(BurstStep(engine.last_step, cpu if disturbed else wall))
+    with rig.engine(Schedule("orca", {"max_num_seqs": _SLOTS})) as engine:
+        for request in _requests(rig, random.Random(seed)):
+            engine.add(request)
+        while engine.has_work:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            engine.step()
+            wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+            assert engine.last_step is not None
+            disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
+            steps.append(BurstStep(engine.last_step, cpu if disturbed else wall))
     return steps[_WARM_STEPS:]
 
 

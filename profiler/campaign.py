@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from exeplan.profile import COMPUTE_OPS, Measurement, Profile, save_profile
 from exeplan.profiler.calibrate import BurstStep, burst, calibration
 from exeplan.profiler.device import raise_ceilings, versions
@@ -23,6 +21,7 @@ from exeplan.profiler.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.refine import suggest, worst_error
 from exeplan.profiler.samples import resumed
 from exeplan.progress import Progress
+from exeplan.runner.precision import activation_dtype
 
 _GRID_SHARE = 0.6
 """Of the budget, at most, for the coarse grid."""
@@ -78,7 +77,7 @@ class Campaign:
             self._measure()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._stopped()) from None
-        self.device = raise_ceilings(self.device, self.rig.place, getattr(torch, self.work.dtype))
+        self.device = raise_ceilings(self.device, self.rig.place, activation_dtype(self.work.dtype))
         profile = self._save(complete=complete)
         self._report(profile)
         return profile
@@ -179,6 +178,7 @@ class Campaign:
         profile = Profile(
             model=self.work.spec,
             dtype=self.work.dtype,
+            kv_dtype=self.work.kv_dtype,
             device=self.device,
             weight_bytes=self.weight_bytes,
             workspace_bytes=self.workspace_bytes,

@@ -83,6 +83,7 @@ def check_steps(profile: Profile, cases: Iterable[Case], *, dummy_weights: bool 
     runner = ModelRunner(
         profile.model,
         dtype=profile.dtype,
+        kv_dtype=profile.kv_dtype,
         device=profile.device.kind,
         num_blocks=blocks,
         dummy_weights=dummy_weights,

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy
 import torch
 
+import exeplan
 from exeplan.errors import InputError
 from exeplan.kernels.linear import Linear
 from exeplan.profile import Device
@@ -158,7 +158,7 @@ def synchronize(place: torch.device) -> None:
 def versions() -> dict[str, str]:
     """What a timing depends on besides the device."""
     return {
-        "exeplan": version("exeplan"),
+        "exeplan": exeplan.__version__,
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),

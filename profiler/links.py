@@ -35,6 +35,7 @@ from exeplan.profiler.together import pass_rows, pass_times
 from exeplan.runner.collectives import SharedBuffer, group_bytes, shared_memory_works
 from exeplan.runner.links import seat_of, tensor_parallel_group
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.precision import activation_dtype
 from exeplan.runner.shard import Group, Shard
 from exeplan.runner.shared_link import LINK_BYTES, SharedMemoryLink
 from exeplan.runner.wire import frame, read_frame
@@ -277,7 +278,7 @@ def _prefill(runner: ModelRunner, num_tokens: int) -> Callable[[], object]:
     row = SequenceState(
         request_id="0", num_prompt_tokens=length, max_output_tokens=1, num_blocks=num_blocks_for(length)
     )
-    batch, dtype = Batch(prefill=(row,)), getattr(torch, runner.dtype)
+    batch, dtype = Batch(prefill=(row,)), runner.activation
     hidden_NE = torch.ones(num_tokens, runner.spec.hidden_size, dtype=dtype, device=runner.device)
     return lambda: runner.forward(batch, {"0": [0] * length}, hidden_NE)
 
@@ -288,7 +289,7 @@ def _sends(job: Job, rank: int, device: torch.device, buffer: str | None) -> lis
     found: list[list[list[float]]] = [[] for _ in job.num_tokens]
     for _ in range(_ROUNDS):
         for times, tokens in zip(found, job.num_tokens, strict=True):
-            size, dtype = (tokens, job.spec.hidden_size), getattr(torch, job.dtype)
+            size, dtype = (tokens, job.spec.hidden_size), activation_dtype(job.dtype)
             times.append(_send_times(torch.ones(size, dtype=dtype, device=device), rank, link))
     return found
 

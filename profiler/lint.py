@@ -94,7 +94,7 @@ def _moved(profile: Profile, m: Measurement) -> float:
         head = profile.model.vocab_size * profile.model.hidden_size * DTYPE_BYTES[profile.dtype]
         return head * _cold_share(profile, m.phase, 0)
     if m.op == "attention" and m.phase == "decode":
-        kv = m.context_tokens * profile.model.kv_bytes_per_token(profile.dtype)
+        kv = m.context_tokens * profile.model.kv_bytes_per_token(profile.cache_dtype)
         return kv / profile.model.num_layers * _cold_share(profile, m.phase, kv)
     return 0.0
 

@@ -20,16 +20,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from exeplan.kernels.select import REFERENCE
 from exeplan.model import ModelSpec
 from exeplan.plan import Schedule
+from exeplan.profiler.captured import ahead, decode_parts, overheads
 from exeplan.profiler.device import synchronize
-from exeplan.profiler.points import Point, Work, ragged
+from exeplan.profiler.points import Point, Work, powers, ragged
 from exeplan.profiler.probe import PassTimes, Probe
 from exeplan.profiler.samples import Key
 from exeplan.runner import execution
 from exeplan.runner.engine import Engine, Request
 from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.readiness import tune
 from exeplan.runner.sampling import GREEDY, Row, SampledToken, SamplingParams, sample
 from exeplan.runner.shard import ALONE, Group, whole
 from exeplan.runner.tokenizer import Tokenizer
@@ -79,23 +82,31 @@ class Rig:
         spec: ModelSpec,
         *,
         dtype: str,
+        kv_dtype: str | None = None,
         device: str,
         copies: int,
         num_blocks: int,
         dummy_weights: bool,
         group: Group = ALONE,
+        captured: bool | None = None,
     ) -> None:
+        """`captured` says that decode iterations are timed as they are recorded; by default they are on a GPU."""
         self.spec, self.copies = spec, copies
         copied = replace(spec, num_layers=copies, num_encoder_layers=min(copies, spec.num_encoder_layers))
         self.runner = ModelRunner(
             copied,
             shard=replace(whole(copied), group=group),
             dtype=dtype,
+            kv_dtype=kv_dtype,
             device=device,
             num_blocks=num_blocks,
             dummy_weights=dummy_weights,
+            paged_with=REFERENCE if captured and device == "cpu" else None,
         )
         self.place = self.runner.device
+        self.captured = self.place.type == "cuda" if captured is None else captured
+        if self.place.type == "cuda":
+            tune(self.runner)
         self.probe = Probe(self.runner.model, self.place)
         self.runner.model = self.probe
         self.checks_cpu = self.place.type == "cpu" and torch.get_num_threads() == 1
@@ -112,7 +123,7 @@ class Rig:
         layers = self.copies if point.kind == "engine" else work.layers_needed(point, self.copies)
         self.probe.use_layers(layers)
         self._write(layers, point)
-        measure = self._engine if point.kind == "engine" else self._passes
+        measure = self._measure(point)
         found = measure(point)
         disturbed = len(found) < (2 if point.kind == "engine" else 1)  # An engine visit has a prefill and decodes.
         if disturbed:
@@ -120,6 +131,11 @@ class Rig:
                 found = measure(point) | found
         values = {key: statistics.median(seconds) for key, seconds in found.items()}
         return Visit(values=values, seconds=time.perf_counter() - started, disturbed=disturbed)
+
+    def _measure(self, point: Point) -> Callable[[Point], dict[Key, list[float]]]:
+        if point.kind == "engine":
+            return self._engine_ahead if self.captured else self._engine
+        return self._replays if self.captured and point.kind == "decode" else self._passes
 
     @torch.inference_mode()
     def _write(self, layers: int, point: Point) -> None:
@@ -200,7 +216,7 @@ class Rig:
     def _parts(self, point: Point, times: PassTimes, sampling: float) -> dict[Key, float]:
         """The parts of one pass, by the measurement that they belong to."""
         seqs, tokens = point.num_seqs, point.total_tokens
-        apart = self.spec.is_encoder_decoder
+        apart = self.spec.is_encoder_decoder or self.captured
         if point.kind == "decode":
             layer, attention = times.layer(self.spec.num_layers), times.attention(self.spec.num_layers)
             # Otherwise the rest of a layer is that of a prefill of as many tokens.
@@ -230,7 +246,10 @@ class Rig:
 
     def _engine(self, point: Point) -> dict[Key, list[float]]:
         """What whole iterations take beyond the model and the sampling in them."""
-        engine = self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs}))
+        with self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs})) as engine:
+            return self._iterations(engine, point)
+
+    def _iterations(self, engine: Engine, point: Point) -> dict[Key, list[float]]:
         for index in range(point.num_seqs):
             prompt = self._prompts[index % _PROMPTS][: point.tokens]
             engine.add(self.request(f"{index}", prompt, min(_ENGINE_STEPS + 2, self.longest - point.tokens)))
@@ -248,9 +267,48 @@ class Rig:
             engine.abort(f"{index}")
         return found
 
-    def engine(self, schedule: Schedule) -> Engine:
-        """A whole engine over this rig's model."""
-        return Engine(Local(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=self.runner.cache.num_blocks)
+    def _replays(self, point: Point) -> dict[Key, list[float]]:
+        """The parts of a decode iteration as it is recorded."""
+        batch, token_ids = self.batch(point)
+        self.runner.assume_cached(batch.decode)
+        layers = len(self.probe.layers)
+        try:
+            parts = decode_parts(self.runner, self.probe.model, batch, token_ids, num_layers=layers)
+        finally:
+            for request_id in token_ids:
+                self.runner.free(request_id)
+        seqs, tokens = point.num_seqs, point.total_tokens
+        return {
+            ("layer", "decode", seqs, 0, tokens): [parts.layer],
+            ("attention", "decode", seqs, 0, tokens): [parts.attention],
+            ("rest", "decode", 0, seqs, 0): [max(parts.layer - parts.attention, 1e-7)],
+            ("embed", "", 0, seqs, 0): [parts.embed],
+            ("head", "", seqs, 0, 0): [parts.head],
+        }
+
+    def _engine_ahead(self, point: Point) -> dict[Key, list[float]]:
+        """The same where the next iteration is launched ahead."""
+        with self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs})) as engine:
+            for index in range(point.num_seqs):
+                prompt = self._prompts[index % _PROMPTS][: point.tokens]
+                engine.add(self.request(f"{index}", prompt, min(_ENGINE_STEPS + 2, self.longest - point.tokens)))
+            prefill, decode = overheads(engine, self.runner, num_steps=_ENGINE_STEPS)
+            for index in range(point.num_seqs):
+                engine.abort(f"{index}")
+        return {
+            ("overhead", "prefill", point.num_seqs, point.total_tokens, 0): [prefill],
+            ("overhead", "decode", point.num_seqs, 0, 0): [decode],
+        }
+
+    @contextmanager
+    def engine(self, schedule: Schedule) -> Iterator[Engine]:
+        """A whole engine over this rig's model, with the executor that its device has."""
+        blocks, slots = self.runner.cache.num_blocks, schedule["max_num_seqs"]
+        if not self.captured:
+            yield Engine(Local(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=blocks)
+            return
+        with ahead(self.runner, self.probe.model, tuple(sorted({*powers(1, slots, 2), slots}))) as executor:
+            yield Engine(executor, schedule, tokenizer=self._tokenizer, num_blocks=blocks)
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
         """A greedy request that runs to its full length."""

@@ -54,6 +54,7 @@ class Work:
     device: Device
     layer_bytes: int
     encoder_layer_bytes: int = 0
+    kv_dtype: str | None = None
 
     def bytes_left_out(self, copies: int) -> int:
         """Of the weights of all layers but so many of each kind."""
@@ -66,7 +67,7 @@ class Work:
 
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens in one layer."""
-        return tokens * self.spec.kv_bytes_per_token(self.dtype) // self.spec.num_layers
+        return tokens * self.spec.kv_bytes_per_token(self.kv_dtype or self.dtype) // self.spec.num_layers
 
     def layer_seconds(self, point: Point) -> float:
         """A rough forecast, for planning visits only."""

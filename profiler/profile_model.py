@@ -21,11 +21,12 @@ from exeplan.profiler.points import Work, choose_range
 from exeplan.profiler.several import ONE_DEVICE_SHARE, Several, check_several
 from exeplan.progress import Progress
 from exeplan.runner.model_runner import load_model
+from exeplan.runner.precision import activation_dtype, check_precision
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
 _KV_BYTES_A_SECOND = 50e6
-"""Of the budget: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
+"""Of the budget, on a CPU: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
 _LEAST_CONTEXT = 16
 _UNLIMITED_CONTEXT = 2048
 """Up to which an encoder-decoder model is measured unless more is asked for."""
@@ -37,6 +38,7 @@ def profile_model(
     spec: ModelSpec,
     *,
     dtype: str = "float32",
+    kv_dtype: str | None = None,
     device: str = "cpu",
     output: Path,
     budget_seconds: float = 60.0,
@@ -47,9 +49,11 @@ def profile_model(
     num_threads: int = 1,
     num_devices: int = 1,
     progress: bool = True,
+    captured: bool | None = None,
 ) -> Profile:
     """Measures the model and writes the profile to `output`, after every round and at the end.
 
+    `captured` says that decode iterations are timed as recorded ones, as they are on a GPU by default.
     For several devices: shards of its layers too, and what the devices take to work together.
     An unfinished profile in `output` is resumed when it was made for the same model, dtype, device and versions. Raises
     InputError for what cannot be measured, and KeyboardInterrupt with a sentence when it is stopped by hand.
@@ -65,32 +69,42 @@ def profile_model(
     if spec.is_encoder_decoder:  # Its context knows no limit, so that one must be set to what is measured.
         spec = replace(spec, max_context=max_context or min(spec.max_context, _UNLIMITED_CONTEXT))
     place = check_device(device)
+    check_precision(dtype, kv_dtype, place)
     torch.set_num_threads(num_threads)
     remark = check_several(spec, num_devices, place, num_threads)
     with Progress(f"profile {spec.name}", shown=progress) as bar:
         if remark:
             bar.note(remark)
         bar.update(0.0, budget_seconds, "measuring the device")
-        before = _unfinished(spec, dtype=dtype, place=place, output=output, bar=bar)
-        found = before.device if before else measure_device(device, getattr(torch, dtype))
+        before = _unfinished(spec, dtype=dtype, kv_dtype=kv_dtype, place=place, output=output, bar=bar)
+        found = before.device if before else measure_device(device, activation_dtype(dtype))
         layer_bytes, encoder_bytes = _layer_bytes(spec, dtype=dtype, device=device)
-        work = Work(spec=spec, dtype=dtype, device=found, layer_bytes=layer_bytes, encoder_layer_bytes=encoder_bytes)
+        work = Work(
+            spec=spec,
+            dtype=dtype,
+            device=found,
+            layer_bytes=layer_bytes,
+            encoder_layer_bytes=encoder_bytes,
+            kv_dtype=kv_dtype,
+        )
         copies = num_copies(work)
         reach = choose_range(
             work,
             copies=copies,
             max_num_seqs=max_num_seqs or (_CUDA_SEQS if place.type == "cuda" else _CPU_SEQS),
             max_context=min(max_context or spec.max_context, spec.max_context),
-            memory_bytes=int(min(found.memory_bytes * _KV_SHARE_OF_MEMORY, budget_seconds * _KV_BYTES_A_SECOND)),
+            memory_bytes=_kv_bytes(found, budget_seconds),
             pass_seconds=budget_seconds * _PASS_SHARE * (ONE_DEVICE_SHARE if num_devices > 1 else 1.0),
         )
         rig = Rig(
             spec,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             device=device,
             copies=copies,
             num_blocks=reach.num_blocks,
             dummy_weights=dummy_weights,
+            captured=captured,
         )
         goal = Goal(started=started, budget_seconds=budget_seconds, target_error=target_error)
         if num_devices == 1:
@@ -121,6 +135,12 @@ def _check(
         raise InputError(f"max_context {max_context} is beyond the {spec.max_context} tokens that {spec.name} can hold")
 
 
+def _kv_bytes(device: Device, budget_seconds: float) -> int:
+    """What the visits' keys and values may take."""
+    share = device.memory_bytes * _KV_SHARE_OF_MEMORY
+    return int(share if device.kind == "cuda" else min(share, budget_seconds * _KV_BYTES_A_SECOND))
+
+
 def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]:
     """Bytes of the weights of one layer, and of one encoder layer (0 where there is none), as the engine holds them."""
     smallest = replace(spec, num_layers=1, num_encoder_layers=min(1, spec.num_encoder_layers))
@@ -130,7 +150,9 @@ def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]
     return max(1, tensor_bytes(model.layers[0])), sum(map(tensor_bytes, encoder_layers))
 
 
-def _unfinished(spec: ModelSpec, *, dtype: str, place: torch.device, output: Path, bar: Progress) -> Profile | None:
+def _unfinished(
+    spec: ModelSpec, *, dtype: str, kv_dtype: str | None, place: torch.device, output: Path, bar: Progress
+) -> Profile | None:
     """The profile to go on with; None, saying why, when there is none or it was made for something else."""
     if not output.exists():
         return None
@@ -147,6 +169,7 @@ def _unfinished(spec: ModelSpec, *, dtype: str, place: torch.device, output: Pat
     pairs = {
         "model": (profile.model.fingerprint, spec.fingerprint),
         "dtype": (profile.dtype, dtype),
+        "dtype of keys and values": (profile.cache_dtype, kv_dtype or dtype),
         "device": (_shown(profile.device), f"{device_name(place)}, {threads} thread(s)"),
         "versions": (dict(profile.versions), versions()),
     }

@@ -86,7 +86,7 @@ def _decode(runner: ModelRunner, context: int) -> Callable[[], Tensor]:
         for n in range(NUM_SEQS)
     )
     tokens = {row.request_id: [0] * (context + 1) for row in rows}
-    dtype = getattr(torch, runner.dtype)
+    dtype = runner.activation
     hidden_NE = torch.ones(NUM_SEQS, runner.spec.hidden_size, dtype=dtype, device=runner.device)
     for row in rows if runner.spec.is_encoder_decoder else ():
         runner.take_encoded((row,), torch.ones(context, runner.spec.hidden_size, dtype=dtype, device=runner.device))

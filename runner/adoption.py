@@ -2,8 +2,8 @@
 
 With the same devices, layers and room for keys and values only the schedule changes, between two batches. Otherwise new
 workers are built: on CPUs beside the old ones, in a thread, so that these serve until the new ones have loaded; where
-devices have no room for two, after them, and the old ones again where that fails. Weights come out of the page cache,
-where the first load left them, unless the host was short of memory since.
+devices have no room for two, after them, and the old ones again where that fails. Weights come from host memory, where
+several devices might have to load others (`host_memory`).
 
 Not here: which plan, and why (`exeplan.drift`, `replan`).
 """
@@ -12,16 +12,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exeplan.errors import InputError
-from exeplan.plan import Schedule
+from exeplan.runner.host_memory import keep_weights
+from exeplan.runner.room import schedule_of
 
 if TYPE_CHECKING:
     from exeplan.runner.engine import Engine, Output
     from exeplan.runner.execution import Executor
 
 log = logging.getLogger(__name__)
+
+
+def _num_devices(setup: Mapping[str, Any]) -> int:
+    return sum(len(stage["devices"]) for stage in setup["placement"])
 
 
 class Adoption:
@@ -39,6 +45,9 @@ class Adoption:
         self._engine, self._setup, self._build, self._put = engine, setup, build, put
         self._coming: Mapping[str, Any] | None = None
         """The message whose workers are being built."""
+        directory = setup["model"]["directory"] if _num_devices(setup) > 1 else None
+        self._kept = keep_weights(directory and Path(directory))
+        """What workers of later plans load from."""
 
     def take(self, message: Mapping[str, Any], outputs: "list[Output]") -> dict[str, Any] | None:
         """Carries a message out; what requests got meanwhile is added to the outputs. Returns the answer, if any."""
@@ -82,6 +91,7 @@ class Adoption:
             and old == new
             and setup["num_threads"] == self._setup["num_threads"]
             and setup["engine"]["num_blocks"] <= self._engine.num_blocks
+            and self._engine.has_room_for(schedule_of(setup))
         )
 
     def _prepare(self, message: Mapping[str, Any]) -> None:
@@ -114,9 +124,7 @@ class Adoption:
     ) -> dict[str, Any]:
         setup, began = message["setup"], time.perf_counter()
         num_blocks = setup["engine"]["num_blocks"] if executor else None
-        switched = self._engine.adopt(
-            Schedule(**setup["schedule"]), executor=executor, restore=restore, num_blocks=num_blocks
-        )
+        switched = self._engine.adopt(schedule_of(setup), executor=executor, restore=restore, num_blocks=num_blocks)
         outputs += switched.outputs
         self._setup = setup
         return {

@@ -21,6 +21,7 @@ from exeplan.runner.device_sampling import Picked, pick
 from exeplan.runner.execution import Done, WorkerError, compute_each, producing_rows
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.requests import Row, as_rows
+from exeplan.runner.room import Room
 from exeplan.runner.sampling import SampledToken
 from exeplan.runner.timeline import TimelineFile
 from exeplan.scheduling import Batch
@@ -50,8 +51,9 @@ class Ahead:
     num_prefill_stages = 1
     foresees = True
 
-    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None) -> None:
+    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None, room: Room | None = None) -> None:
         assert runner.kernels is not None
+        self.room = room
         self.spec, self.runner, self._timeline = runner.spec, runner, timeline
         self._kernels = runner.kernels
         self._launched: deque[_Launched] = deque()

@@ -5,10 +5,11 @@ its last token and how many KV blocks it has. So a message is short, and every w
 placement of blocks from it.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
+from exeplan.batch import Packing, Place
 from exeplan.runner.requests import Row, as_rows
 from exeplan.runner.sampling import SampledToken, SamplingParams
 from exeplan.scheduling import Batch, Chunk
@@ -25,6 +26,7 @@ def batch_message(number: int, batch: Batch, *, freed: Iterable[str]) -> dict[st
         "decode": [_progress(row) for row in as_rows(batch.decode)],
         "chunks": batch.chunks,
         "pad_to": batch.pad_to,
+        "packing": batch.packing and astuple(batch.packing),
         "phase": batch.phase,
     }
 
@@ -104,6 +106,7 @@ class Mirror:
             decode=tuple(self._decoding(*entry) for entry in message["decode"]),
             pad_to=message["pad_to"],
             chunks=tuple(Chunk(*chunk) for chunk in message["chunks"]),
+            packing=_packing(message["packing"]),
             phase=message["phase"],
         )
 
@@ -118,6 +121,13 @@ class Mirror:
             row.token_ids.append(last_token)
             row.num_output_tokens = num_output_tokens
         return row
+
+
+def _packing(fields: Sequence[Any] | None) -> Packing | None:
+    if fields is None:
+        return None
+    row_tokens, slot_tokens, places = fields
+    return Packing(row_tokens, slot_tokens, tuple(Place(*place) for place in places))
 
 
 def sampling_from(fields: Mapping[str, Any]) -> SamplingParams:

@@ -33,6 +33,8 @@ class Weights(Protocol):
     device: torch.device
     kernels: Kernels
     """What its layers call, chosen once for device and dtype."""
+    fp8: bool
+    """Whether layers quantize what they take."""
     num_bytes: int
     """Bytes of all that was taken so far."""
 
@@ -59,10 +61,11 @@ class Checkpoint:
         device: torch.device,
         prefix: str = "",
         kernels: Kernels | None = None,
+        fp8: bool = False,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         self.directory, self.dtype, self.device, self.prefix = directory, dtype, device, prefix
-        self.kernels = kernels or kernels_for(device, dtype)
+        self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
         self.num_bytes, self._on_read = 0, on_read
         self._files = _find_tensors(directory)
 
@@ -96,10 +99,11 @@ class RandomWeights:
         device: torch.device,
         seed: int,
         kernels: Kernels | None = None,
+        fp8: bool = False,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         self.dtype, self.device, self.seed = dtype, device, seed
-        self.kernels = kernels or kernels_for(device, dtype)
+        self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
         self.num_bytes, self._on_read = 0, on_read
 
     def holds(self, name: str) -> bool:

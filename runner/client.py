@@ -23,6 +23,7 @@ _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
     "lost": "workers died more than once while this request was running, so it is not tried again",
 }
+_EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
 MAX_UNREAD = 65536
@@ -32,9 +33,9 @@ MAX_UNREAD = 65536
 class EngineError(Exception):
     """The engine did not do what was asked: the message says why, `status` is the HTTP status that fits."""
 
-    def __init__(self, message: str, *, status: int = 503) -> None:
+    def __init__(self, message: str, *, status: int = 503, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 @dataclass(eq=False, slots=True)
@@ -271,6 +272,9 @@ class EngineClient:
         job.waiting.discard(event.request_id)
         if event.finish_reason:
             job.open.discard(event.request_id)
+        if event.finish_reason == "expired":
+            job.events.put_nowait(EngineError(_EXPIRED, status=504, code="deadline_exceeded"))
+            return True
         fault = _FAULTS.get(event.finish_reason or "")
         job.events.put_nowait(EngineError(fault, status=500) if fault else event)
         job.num_unread += len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)

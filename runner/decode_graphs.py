@@ -65,7 +65,8 @@ class DecodeGraphs:
         self._table_BT = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self._hidden_BE = torch.zeros((0 if shard.first else rows, hidden_size), dtype=dtype, device=device)
         self._recorder = Recorder(device)
-        self._recorded: dict[int, Recorded] = {}
+        self.recorded: dict[int, Recorded] = {}
+        """By size."""
         self.sizes = ladder(max_num_seqs)
 
     @property
@@ -76,7 +77,7 @@ class DecodeGraphs:
     def record(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Records all sizes, the largest first; `progress` is told how many are done."""
         for done, size in enumerate(reversed(self.sizes), 1):
-            self._recorded[size] = self._recorder.record(partial(self.iteration, size))
+            self.recorded[size] = self._recorder.record(partial(self.iteration, size))
             progress(done, len(self.sizes))
 
     def fit(self, num_rows: int) -> bool:
@@ -85,14 +86,16 @@ class DecodeGraphs:
     def replay(self, singles: Singles, table_BT: NDArray[np.int32], hidden_BE: Tensor | None) -> tuple[Tensor, ...]:
         """One decode iteration of B rows: their logits `[B, V]` (float32), tokens, and whether those are sound.
 
-        On a shard that is not the last only their hidden states `[B, E]`. What is returned is gone with the next call.
+        On a shard that is not the last only their hidden states `[B, E]`. Logits are gone with the next call.
         """
         rows = len(singles.token)
         size = next(size for size in self.sizes if size >= rows)
         self._fill(singles, table_BT, size)
         if hidden_BE is not None:
             self._hidden_BE[:rows].copy_(hidden_BE)
-        return tuple(output[:rows] for output in self._recorded[size].replay())
+        outputs = tuple(output[:rows] for output in self.recorded[size].replay())
+        # Hidden states are sent beside the next iteration, which would overwrite them.
+        return outputs if self._shard.last else tuple(output.clone() for output in outputs)
 
     def _fill(self, singles: Singles, table_BT: NDArray[np.int32], size: int) -> None:
         """The static tensors, from one copy."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
 from exeplan.runner.noise import noise_key, signed
 from exeplan.runner.sampling import Row, SampledToken, SamplingParams
 
@@ -83,7 +84,7 @@ def _parameters(rows: Sequence[Row], positions: Sequence[int], device: torch.dev
     numbers = packed[count:].view(np.float32).reshape(4, count)
     numbers[:3] = np.array([_drawing(row.sampling) for row in rows], dtype=np.float32).T
     numbers[3].view(np.int32)[:] = [max(row.sampling.top_k, 0) for row in rows]
-    on_device = _sent(packed, device)
+    on_device = sent(packed, device)
     temperature_R, tail_R, least_R, top_k_R = on_device[count:].view(torch.float32).view(4, count).unbind(0)
     return [temperature_R, top_k_R.view(torch.int32), tail_R, least_R, on_device[:count]]
 
@@ -112,7 +113,7 @@ def _report(logits_RV: Tensor, rows: Sequence[Row]) -> _Reported | None:
     wanted = [(number, count) for number, row in enumerate(rows) if (count := row.sampling.logprobs) is not None]
     if not wanted:
         return None
-    row_L = _sent(np.array([number for number, _ in wanted], dtype=np.int64), logits_RV.device)
+    row_L = sent(np.array([number for number, _ in wanted], dtype=np.int64), logits_RV.device)
     return _Reported(wanted, row_L, logits_RV[row_L].log_softmax(-1))
 
 
@@ -133,8 +134,8 @@ class _Entries:
         """Calls `change` with all logits, the places, and the values; not where nothing is to be changed."""
         if sum(map(len, self._places)):
             values = np.concatenate(self._values).view(np.int32)
-            sent = _sent(np.concatenate([np.concatenate(self._places), values]), logit_X.device)
-            place_X, bits_X = sent.chunk(2)
+            both = sent(np.concatenate([np.concatenate(self._places), values]), logit_X.device)
+            place_X, bits_X = both.chunk(2)
             change(logit_X, place_X, bits_X.to(torch.int32).view(torch.float32))
 
 
@@ -172,9 +173,3 @@ def _penalise_repetition(logit_X: Tensor, place_X: Tensor, penalty_X: Tensor) ->
 def _penalise_presence(logit_X: Tensor, place_X: Tensor, penalty_X: Tensor) -> None:
     """As above."""
     logit_X[place_X] = logit_X[place_X] - penalty_X
-
-
-def _sent(values: NDArray[np.int64], device: torch.device) -> Tensor:
-    """On the device, by a copy that nobody waits for."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

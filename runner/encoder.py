@@ -1,6 +1,6 @@
 """Encoder: the prompts of an encoder-decoder model's batch as tensors, and what such a model has beside its decoder.
 
-Letters: N tokens of all prompts, T of one of them, padding included, M = 3H heads of queries, keys and values, E hidden
+Letters: N tokens of all prompts, T of one of them, M = 3H heads of queries, keys and values, E hidden
 size, D head_dim, K key/value heads.
 
 Every token of a prompt attends to all of it, so a prompt is computed at once, and its keys and values are not kept.
@@ -35,26 +35,20 @@ class EncoderDecoderModel(Model, Protocol):
 
 
 class EncoderStep:
-    """One pass of prompts over encoder layers."""
+    """One pass of prompts over encoder layers, one behind the other and without padding (`packed.py` has rows)."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], *, pad_to: int, device: torch.device, kernels: Kernels | None = None
+        self, prompts: Sequence[Sequence[int]], *, device: torch.device, kernels: Kernels | None = None
     ) -> None:
-        """`pad_to` > 0 pads every prompt on the right to that many tokens, which are computed and never attended to.
-
-        With `kernels`, all prompts attend in one launch.
-        """
+        """With `kernels`, all prompts attend in one launch."""
         self._counts = [len(prompt) for prompt in prompts]
-        self._padded = [max(count, pad_to) for count in self._counts]
         self._biases: dict[PositionBias, Tensor] = {}
-        self.num_tokens = sum(self._padded)
-        sizes = list(zip(prompts, self._padded, strict=True))
-        tokens = [[*prompt, *[0] * (padded - len(prompt))] for prompt, padded in sizes]
-        self.token_N = sent(np.array([*chain(*tokens)], dtype=np.int64), device)
-        self.position_N = sent(np.array([*chain(*map(range, self._padded))], dtype=np.int64), device)
+        self.num_tokens = sum(self._counts)
+        self.token_N = sent(np.array([*chain(*prompts)], dtype=np.int64), device)
+        self.position_N = sent(np.array([*chain(*map(range, self._counts))], dtype=np.int64), device)
         self._kernels = kernels
         if kernels:
-            self._spans = Spans([Span(*sizes) for sizes in zip(self._padded, self._counts, strict=True)], device)
+            self._spans = Spans([Span(count) for count in self._counts], device)
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Every prompt over itself: `[N, H * D]`."""
@@ -65,21 +59,19 @@ class EncoderStep:
             return self._kernels.ragged_attention(
                 *parts, self._spans, scale=shape.scale, causal=False, bias=bias
             ).flatten(1)
-        for qkv_TMD, count in zip(torch.split_with_sizes(qkv_NMD, self._padded), self._counts, strict=True):
+        for qkv_TMD in torch.split_with_sizes(qkv_NMD, self._counts):
             q, k, v = torch.split_with_sizes(qkv_TMD[None], (heads, heads, heads), 2)
-            bias_HX = None if shape.bias is None else self._bias(shape.bias, len(qkv_TMD), count)
-            out = full_attention(q, k[:, :count], v[:, :count], scale=shape.scale, bias_HX=bias_HX)
-            outputs.append(out.reshape(len(qkv_TMD), -1))
+            bias_HX = None if shape.bias is None else self._bias(shape.bias, len(qkv_TMD))
+            outputs.append(full_attention(q, k, v, scale=shape.scale, bias_HX=bias_HX).reshape(len(qkv_TMD), -1))
         return torch.cat(outputs)
 
-    def _bias(self, bias: PositionBias, queries: int, keys: int) -> Tensor:
+    def _bias(self, bias: PositionBias, tokens: int) -> Tensor:
         """Of one prompt; worked out once, for the longest, and used by every layer."""
-        longest = max(self._padded)
+        longest = max(self._counts)
         if bias not in self._biases:
             self._biases[bias] = bias(1 - longest, longest - 1)
-        return self._biases[bias][:, longest - queries : longest - 1 + keys]
+        return self._biases[bias][:, longest - tokens : longest - 1 + tokens]
 
     def without_padding(self, hidden_NE: Tensor) -> Tensor:
-        """The rows of real tokens."""
-        parts = torch.split_with_sizes(hidden_NE, self._padded)
-        return torch.cat([part_TE[:count] for part_TE, count in zip(parts, self._counts, strict=True)])
+        """The rows of real tokens: all."""
+        return hidden_NE

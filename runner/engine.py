@@ -23,6 +23,7 @@ from exeplan.plan import Schedule
 from exeplan.runner.device_sampling import needs_tokens
 from exeplan.runner.execution import Arrived, Done, Executor, WorkerError, producing_rows
 from exeplan.runner.requests import Output, Request, Row, as_rows
+from exeplan.runner.room import pass_limit
 from exeplan.runner.sampling import GREEDY, SampledToken
 from exeplan.runner.text_stream import TextStream
 from exeplan.runner.tokenizer import Tokenizer, decoder_start_token_id, eos_token_ids
@@ -135,13 +136,14 @@ class Engine:
     def step(self) -> list[Output]:
         """Starts whatever can run, and waits until something is done. Returns what that brought.
 
-        One output for each request that got a token or failed; none where nothing can run, or where a stage only came
-        free. Raises WorkerError where workers died: `restart` goes on from there.
+        One output for each request that got a token, failed or expired; none where nothing can run, or where a stage
+        only came free. Raises WorkerError where workers died: `restart` goes on from there.
         """
+        outputs = self._expire()
         for phase in self._executor.phases:
             while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
                 self._start(batch)
-        return self._results() if self._executor.pending else []
+        return outputs + (self._results() if self._executor.pending else [])
 
     def adopt(
         self,
@@ -159,17 +161,22 @@ class Engine:
         in the latter case on the one that `restore` makes.
         """
         began, outputs, before = self._clock(), self._come_to_rest(), self._scheduler
-        num_prefill_stages = self._executor.num_prefill_stages
-        after = self._new_scheduler(schedule, num_blocks or self.num_blocks, num_prefill_stages)
+        after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
         for row in (*before.running, *before.waiting):
             after.check(row)
         if executor is not None:
             self._exchange(executor, restore)
-            after = self._new_scheduler(schedule, after.num_blocks, self._executor.num_prefill_stages)
+            room = self._executor.room
+            after = self._new_scheduler(schedule, room.num_blocks if room else after.num_blocks)
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
         left = take_over(after, before, keep=executor is None)
         self._dismiss(left)
         return Switched(outputs, self._clock() - began, sum(not row.finished for row in left))
+
+    def has_room_for(self, schedule: Schedule) -> bool:
+        """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
+        room = self._executor.room
+        return room is None or schedule.variables.get("max_num_batched_tokens", 0) <= room.pass_tokens
 
     def census(self) -> Census:
         """What is known of lengths; who left is told once."""
@@ -177,6 +184,18 @@ class Engine:
         self._left.clear()
         here = (row for row in self._rows.values() if row.start is not None and not row.ended)
         return Census(now, left, tuple(self._seen(row, now) for row in here))
+
+    def _expire(self) -> list[Output]:
+        """Drops whoever has not begun by its deadline."""
+        outputs: list[Output] = []
+        if not self._scheduler.has_deadlines:
+            return outputs
+        now = self._clock()
+        for row in cast(list[Row], self._scheduler.expire(now)):
+            del self._rows[row.request_id]
+            row.start = now if row.start is None else row.start
+            outputs.append(_output(row, now, reason="expired"))
+        return outputs
 
     def restart(self) -> list[Output]:
         """Begins again after workers died: what was running is computed again, from its tokens so far.
@@ -210,12 +229,17 @@ class Engine:
         """Ends the processes that belong to the engine."""
         self._executor.close()
 
-    def _new_scheduler(self, schedule: Schedule, num_blocks: int, num_prefill_stages: int) -> Scheduler:
-        whole_prompts = self._spec.is_encoder_decoder
-        return Scheduler(schedule, num_blocks, num_prefill_stages=num_prefill_stages, whole_prompts=whole_prompts)
+    def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> Scheduler:
+        return Scheduler(
+            schedule,
+            num_blocks,
+            num_prefill_stages=self._executor.num_prefill_stages,
+            whole_prompts=self._spec.is_encoder_decoder,
+            pass_tokens=pass_limit(schedule, self._executor.room),
+        )
 
     def _same_scheduler(self) -> Scheduler:
-        return self._new_scheduler(self._schedule, self.num_blocks, self._executor.num_prefill_stages)
+        return self._new_scheduler(self._schedule, self.num_blocks)
 
     def _results(self) -> list[Output]:
         outputs: list[Output] = []
@@ -380,6 +404,8 @@ class Engine:
             end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
             stream=self._tokenizer.stream(begin or prompt, params.stop),
             arrival=request.arrival,
+            deadline=request.deadline,
+            weight=request.weight,
         )
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:

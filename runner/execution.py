@@ -14,6 +14,7 @@ from torch import Tensor
 from exeplan.model import ModelSpec
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.requests import Row, as_rows
+from exeplan.runner.room import Room
 from exeplan.runner.sampling import SampledToken, sample
 from exeplan.runner.timeline import TimelineFile
 from exeplan.scheduling import Batch
@@ -48,6 +49,8 @@ class Executor(Protocol):
     phases: tuple[str, ...]
     """The kinds of stages there are, as in `Stage.phase`; those that decode come first."""
     num_prefill_stages: int
+    room: Room | None
+    """What every device found room for; None where nothing was measured."""
     foresees: bool
     """Whether it takes the next batch before the tokens of the last one are known."""
 
@@ -87,7 +90,8 @@ class Local:
     num_prefill_stages = 1
     foresees = False
 
-    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None) -> None:
+    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None, room: Room | None = None) -> None:
+        self.room = room
         self.spec, self.runner, self._timeline = runner.spec, runner, timeline
         self._batch: Batch | None = None
 

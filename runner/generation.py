@@ -119,7 +119,9 @@ def _as_request_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     message = shorten(str(error), 500, placeholder=" ...")
-    return RequestError(message, status=error.status if isinstance(error, EngineError) else 400)
+    if isinstance(error, EngineError):
+        return RequestError(message, status=error.status, code=error.code)
+    return RequestError(message)
 
 
 async def _client_leaves(receive: Receive) -> None:

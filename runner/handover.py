@@ -79,8 +79,6 @@ def _between(
 class PassingCache:
     """Takes the place of a KV cache on a stage that only prefills: what is stored is kept for one pass, to be sent."""
 
-    num_rows = 0
-
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.device = device
         self.kv_LNMD: list[Tensor | None] = [None] * num_layers
@@ -88,6 +86,9 @@ class PassingCache:
 
     def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
         return np.arange(start, stop)
+
+    def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*span) for span in tokens)])
 
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=self.device)
@@ -99,7 +100,8 @@ class PassingCache:
         return torch.empty((2, 0, 1), device=self.device)
 
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
-        self.kv_LNMD[layer] = kv_NMD
+        # On a GPU a copy: a view would keep the queries of all layers beside it.
+        self.kv_LNMD[layer] = kv_NMD.clone() if kv_NMD.is_cuda else kv_NMD
 
     def resize(self, request_id: str, num_blocks: int, hint_blocks: int) -> None:
         """There are no blocks."""
@@ -111,8 +113,10 @@ class PassingCache:
 class Sender:
     """Hands over what a prefilling worker computed, in a thread of its own."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, seat: Seat, group: dist.ProcessGroup) -> None:
-        self._stage, self._group = placement[seat.stage], group
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, seat: Seat, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._stage, self._group, self._device = placement[seat.stage], group, device
         self._heads = kv_heads_of(spec, self._stage.tensor_parallel_size, seat.rank_in_stage)
         self._transfers = [transfer for transfer in transfers(spec, placement) if transfer.sender == seat.rank]
         self._batches: queue.SimpleQueue[tuple[list[Tensor], torch.cuda.Event | None]] = queue.SimpleQueue()
@@ -143,7 +147,10 @@ class Sender:
         return torch.stack([layer[:, rows] if len(chosen) < len(self._heads) else layer for layer in layers])
 
     def _run(self) -> None:
-        beside = torch.cuda.Stream() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call] # torch has none
+        beside = None
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # A thread begins with the first one.
+            beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has none
         while True:
             parts, computed = self._batches.get()
             for part, transfer in zip(parts, self._transfers, strict=True):
@@ -162,8 +169,17 @@ class Receiver:
     """Takes what is handed over to a decoding worker, in a thread of its own; `arrived` is told of every batch."""
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, seat: Seat, group: dist.ProcessGroup, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        placement: Placement,
+        seat: Seat,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        *,
+        pinned: bool = False,
     ) -> None:
+        """`pinned` memory is what a GPU copies from by itself."""
+        self._pinned = pinned
         self._spec, self._stage, self._group, self._dtype = spec, placement[seat.stage], group, dtype
         self._heads = kv_heads_of(spec, self._stage.tensor_parallel_size, seat.rank_in_stage)
         self._transfers = [transfer for transfer in transfers(spec, placement) if transfer.receiver == seat.rank]
@@ -201,7 +217,7 @@ class Receiver:
         return whole
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, pin_memory=torch.cuda.is_available())
+        return torch.empty(shape, dtype=self._dtype, pin_memory=self._pinned)
 
 
 def _on_host(part: Tensor, computed: "torch.cuda.Event | None", beside: "torch.cuda.Stream | None") -> Tensor:

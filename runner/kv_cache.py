@@ -11,6 +11,7 @@ How many blocks a sequence may hold is decided by `exeplan.scheduling`; here the
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,7 @@ from exeplan.runner.shard import Shard, head_parts, whole
 from exeplan.scheduling import BLOCK_SIZE
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int32)
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -71,11 +73,6 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self._tables.nbytes
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of one table: a slot of every key/value head."""
-        return self.num_kv_heads * self.num_slots
 
     @property
     def device(self) -> torch.device:
@@ -125,6 +122,18 @@ class KVCache:
                 pieces.append(np.arange(low + shift, high + shift))
             position += blocks * BLOCK_SIZE
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """The slots of tokens `start .. stop` of each of some sequences, one behind the other."""
+        held = [self._holdings[request_id].runs for request_id in request_ids]
+        if not held or any(len(runs) != 1 for runs in held):
+            slots = [self.slots(name, *span) for name, span in zip(request_ids, tokens, strict=True)]
+            return np.concatenate([_NO_SLOTS, *slots])
+        # Adjacent all of them: no work for each.
+        start_B, stop_B = np.array(tokens, dtype=np.int64).T
+        first_B = np.array([runs[0][0] for runs in held], dtype=np.int64) * BLOCK_SIZE + start_B
+        count_B = stop_B - start_B
+        return np.arange(count_B.sum()) + np.repeat(first_B - (count_B.cumsum() - count_B), count_B)
 
     def rows(self, slot_C: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows `[K, C]` of those slots in the key table, and as well in the value table."""

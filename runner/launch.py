@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from exeplan.inputs import engine_blocks
 from exeplan.model import ModelSpec, model_spec
-from exeplan.plan import Plan, Schedule, placement_from, stage_json
+from exeplan.plan import Plan, placement_from, stage_json
+from exeplan.problem import MEMORY_UTILIZATION
 from exeplan.progress import Progress
 
 if TYPE_CHECKING:
@@ -48,14 +49,21 @@ def engine_setup(
         "engine": {
             "device": plan.device or "cpu",
             "dtype": plan.dtype or "float32",
+            "kv_dtype": plan.kv_dtype,
             "num_blocks": engine_blocks(plan, spec),
             "dummy_weights": dummy_weights,
         },
+        "gpu_memory_utilization": _utilization(plan),
         "num_threads": plan.num_threads,
         "deadline_seconds": deadline_seconds or _deadline(plan),
         "timeline": timeline and str(timeline),
         "hosts": hosts,
     }
+
+
+def _utilization(plan: Plan) -> float | None:
+    """Of a GPU's memory; a CPU's KV cache has the size that the plan says."""
+    return plan.gpu_memory_utilization or MEMORY_UTILIZATION if plan.device == "cuda" else None
 
 
 def _deadline(plan: Plan) -> float:
@@ -86,15 +94,20 @@ def build_engine(
     import torch
 
     from exeplan.runner.engine import Engine
+    from exeplan.runner.room import schedule_of, warn_of_shortage
     from exeplan.runner.tokenizer import Tokenizer
 
     spec = _spec(setup)
     torch.set_num_threads(setup["num_threads"])
+    executor, schedule = _executor(setup, spec, hosts, on_loss), schedule_of(setup)
+    room, planned = executor.room, setup["engine"]["num_blocks"]
+    if room:
+        warn_of_shortage(room, planned)
     engine = Engine(
-        _executor(setup, spec, hosts, on_loss),
-        Schedule(**setup["schedule"]),
+        executor,
+        schedule,
         tokenizer=Tokenizer.load(spec),
-        num_blocks=setup["engine"]["num_blocks"],
+        num_blocks=room.num_blocks if room else planned,
     )
     try:
         warm_up(engine)
@@ -112,8 +125,11 @@ def build_executor(
 
 
 def _spec(setup: Mapping[str, Any]) -> ModelSpec:
+    from exeplan.runner.room import with_finite_context
+
     model = setup["model"]
-    return model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
+    spec = model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
+    return with_finite_context(spec) if setup["gpu_memory_utilization"] else spec
 
 
 def _executor(
@@ -126,20 +142,31 @@ def _executor(
     if sum(stage.tensor_parallel_size for stage in placement) > 1:
         from exeplan.runner.workers import Workers
 
-        shared = {name: setup[name] for name in ("model", "placement", "engine", "num_threads")}
+        names = ("model", "placement", "engine", "num_threads", "schedule", "gpu_memory_utilization")
+        shared = {name: setup[name] for name in names}
         deadline = setup["deadline_seconds"]
         return Workers(
             spec, placement, shared, deadline_seconds=deadline, timeline=timeline, on_loss=on_loss, hosts=hosts
         )
+    from exeplan.runner.ahead import Ahead
     from exeplan.runner.device import local_device
     from exeplan.runner.execution import Local
+    from exeplan.runner.gpu_memory import room_for
     from exeplan.runner.loading import LoadingBar
     from exeplan.runner.model_runner import ModelRunner
+    from exeplan.runner.precision import check_precision
+    from exeplan.runner.readiness import make_ready
+    from exeplan.runner.room import most_rows, own_engine, schedule_of
 
-    device = str(local_device(setup["engine"]["device"]))
+    place = local_device(setup["engine"]["device"])
+    check_precision(setup["engine"]["dtype"], setup["engine"]["kv_dtype"], place)
     with LoadingBar(spec, placement, setup["engine"]["dtype"]) as bar:
-        runner = ModelRunner(spec, **{**setup["engine"], "device": device}, on_read=partial(bar.show, 0))
-    return Local(runner, timeline=timeline)
+        runner = ModelRunner(spec, **own_engine(setup, str(place)), on_read=partial(bar.show, 0))
+    room = room_for(runner, setup)
+    if runner.kernels is None:
+        return Local(runner, timeline=timeline, room=room)
+    make_ready(runner, most_rows(schedule_of(setup)), shown=True)
+    return Ahead(runner, timeline=timeline, room=room)
 
 
 def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
 from exeplan.errors import InputError
+from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.linear import Linear
 from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.select import Kernels
@@ -111,15 +112,26 @@ class LayerNorm:
         return self.kernels.add_layer_norm(x_NE, residual_NE, self.weight, self.bias, self.eps)
 
 
-def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Linear:
+Product = Linear | Fp8Linear
+
+
+def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
+    """The layer of a weight that was taken, quantized where the weights say so."""
+    if not weights.fp8:
+        return Linear(weight_OI, bias_O)
+    layer = Fp8Linear(weight_OI, bias_O, quantize_rows=weights.kernels.quantize_rows)
+    weights.num_bytes += layer.num_bytes - weight_OI.nbytes
+    return layer
+
+
+def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Product:
     """One product for all the named layers, whose outputs stand side by side in that order."""
     weight = torch.cat([weights.take(f"{name}.weight", part, inputs) for name, part in outputs.items()])
-    return Linear(
-        weight, torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
-    )
+    bias_O = torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
+    return product(weights, weight, bias_O)
 
 
-def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Linear:
+def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Product:
     """The product over this rank's inputs, to be summed over the group, and so with the bias on rank 0 alone."""
     return linear(weights, {name: num_outputs}, inputs, bias=bias and group.rank == 0)
 
@@ -143,7 +155,7 @@ class SelfAttention:
     def __init__(
         self,
         shape: AttentionShape,
-        qkv: Linear,
+        qkv: Product,
         output: Block,
         *,
         norms: tuple[RMSNorm, RMSNorm] | None = None,
@@ -187,7 +199,7 @@ def projections(
     qkv_bias: bool,
     output_bias: bool,
     output: str = "o_proj",
-) -> tuple[Linear, Block]:
+) -> tuple[Product, Block]:
     """The products `q_proj`, `k_proj`, `v_proj` as one, and the output product, of an attention by its name."""
     queries, keys = (part.times(spec.head_dim) for part in head_parts(spec, group))
     outputs = {f"{name}.q_proj": queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
@@ -211,7 +223,7 @@ class MLP:
     Gated, it is `down(activation(gate(x)) * up(x))`, with gate and up in one product.
     """
 
-    def __init__(self, up: Linear, down: Linear, activation: Block) -> None:
+    def __init__(self, up: Product, down: Product, activation: Block) -> None:
         self.up, self.down, self.activation = up, down, activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -219,6 +231,17 @@ class MLP:
 
     def _rows(self, x_NE: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x_NE)))
+
+    def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
+        """The block's output and the residual; where the last product can add, without a pass of their own."""
+        if self.down.adds:
+            return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
+        return self(x_NE).add_(residual_NE)
+
+
+def added(block: Block, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+    """The residual and what a block makes of `x`; the residual may be overwritten."""
+    return block.added_to(residual_NE, x_NE) if isinstance(block, MLP) else block(x_NE).add_(residual_NE)
 
 
 def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bias: bool = False) -> Block:

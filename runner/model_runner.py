@@ -12,17 +12,21 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from exeplan.batch import Packing
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.model import RUN_DTYPES, ModelSpec
+from exeplan.model import FP8, ModelSpec
 from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.decode_graphs import DecodeGraphs
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.layers import Model
-from exeplan.runner.paged_step import PagedStep, block_table, singles_of
+from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
+from exeplan.runner.paged_step import PagedStep, Singles, block_table, singles_of
+from exeplan.runner.precision import activation_dtype, cache_dtype
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -42,6 +46,7 @@ class ModelRunner:
         *,
         shard: Shard | None = None,
         dtype: str = "float32",
+        kv_dtype: str | None = None,
         device: str = "cpu",
         num_blocks: int,
         dummy_weights: bool = False,
@@ -51,14 +56,16 @@ class ModelRunner:
     ) -> None:
         """Loads the weights of the shard, by default all, or draws random ones, which are those of the same model
         whatever the shard; `on_read` is told how many bytes that were so far. `paged_with` are the kernels that attend
-        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does.
+        over blocks, by default the device's own on a GPU; without them, the CPU's fast path does. Keys and values are
+        kept in `kv_dtype`, by default as `dtype` (see `precision.py`).
 
         Raises InputError naming what the model or its checkpoint lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
+        self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
         if paged_with is None and self.device.type == "cuda":
-            paged_with = kernels_for(self.device, _torch_dtype(dtype))
+            paged_with = kernels_for(self.device, self.activation)
         self.kernels = paged_with
         """None where attention is the CPU's own."""
         with torch.inference_mode():
@@ -72,19 +79,25 @@ class ModelRunner:
                 kernels=paged_with,
                 on_read=on_read,
             )
-            self.cache = KVCache(
-                spec, num_blocks, _torch_dtype(dtype), self.device, shard=self.shard, kernels=paged_with
-            )
+        self.chosen: tuple[Tensor, Tensor] | None = None
+        """The most likely tokens of the last pass, and whether they are sound, where a recording chose them."""
+        self._recent_B = torch.zeros(_RECENT, dtype=torch.int64, device=self.device)
+        self.use_blocks(num_blocks)
+        self.encoded_NE: Tensor | None = None
+        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+
+    @torch.inference_mode()
+    def use_blocks(self, num_blocks: int) -> None:
+        """Gives the runner another KV cache, of so many blocks and empty; whatever it held before is lost."""
         self._residents: dict[str, SequenceState] = {}
         self._num_cached: dict[str, int] = {}
         """Tokens of an encoder-decoder model's row whose keys and values are stored, where some of its output is."""
         self.graphs: DecodeGraphs | None = None
         """Recorded decode iterations, once `record` has been called; without them every pass runs as it comes."""
-        self.chosen: tuple[Tensor, Tensor] | None = None
-        """The most likely tokens of the last pass, and whether they are sound, where a recording chose them."""
-        self._recent_B = torch.zeros(_RECENT, dtype=torch.int64, device=self.device)
-        self.encoded_NE: Tensor | None = None
-        """The encoder's outputs for the prompts of the last batch, on the last shard; None when it had none."""
+        for blocks in (0, num_blocks):  # The old one is freed first.
+            self.cache = KVCache(
+                self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels
+            )
 
     @torch.inference_mode()
     def forward(
@@ -141,6 +154,13 @@ class ModelRunner:
             self.chosen = (chosen[0], chosen[1])
         return out_BX
 
+    def decode_inputs(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> tuple[Singles, NDArray[np.int32]]:
+        """What a recording takes for a batch of which every row decodes a single token, its blocks placed."""
+        self._place(batch)
+        rows = self._decoded_rows(batch)
+        table_BT = block_table(self.cache, rows)
+        return singles_of(rows, table_BT, token_ids, _NO_SOURCES), table_BT
+
     def leave(self, token_R: Tensor) -> bool:
         """Keeps the tokens of the last pass for the next one. False where there is no room for so many."""
         if len(token_R) > len(self._recent_B):
@@ -155,24 +175,29 @@ class ModelRunner:
 
         Nothing may be resident. The cache must not be replaced afterwards.
         """
+        self.graphs = None
+        graphs = self.unrecorded(max_num_seqs)
+        graphs.record(progress)
+        self.graphs = graphs
+
+    def unrecorded(self, max_num_seqs: int) -> DecodeGraphs:
+        """The decode iteration of up to so many rows, ready to be recorded."""
         assert self.kernels is not None
         if max_num_seqs > len(self._recent_B):
             self._recent_B = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         longest = self.spec.max_context * (2 if self.spec.is_encoder_decoder else 1)
-        graphs = DecodeGraphs(
+        return DecodeGraphs(
             self.model,
             self.cache,
             self.kernels,
             self.shard,
             hidden_size=self.spec.hidden_size,
-            dtype=_torch_dtype(self.dtype),
+            dtype=self.activation,
             max_num_seqs=max_num_seqs,
             max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),
             encodes=self.spec.is_encoder_decoder,
             recent_B=self._recent_B,
         )
-        graphs.record(progress)
-        self.graphs = graphs
 
     def _forward_both(
         self,
@@ -223,8 +248,10 @@ class ModelRunner:
 
     def step(
         self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
-    ) -> Step | PagedStep:
+    ) -> Step | PagedStep | PackedStep:
         """The batch of a decoder-only model as tensors."""
+        if batch.packing:
+            return self._packed_step(batch, batch.packing, token_ids, sources)
         chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
         spans = [_row(sequence, chunk.start, chunk.end) for sequence, chunk in zip(batch.prefill, chunks, strict=True)]
         singles = self._decoded_rows(batch)
@@ -232,7 +259,17 @@ class ModelRunner:
         wanted = [*whole, *range(len(spans), len(spans) + len(singles))] if batch.chunks else None
         return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=wanted, pad_to=batch.pad_to)
 
-    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep:
+    def _packed_step(
+        self, batch: Batch, packing: Packing, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int]
+    ) -> PackedStep:
+        """Prompts in packed rows, each whole, and rows that decode."""
+        prompts = [_row(sequence, 0, sequence.num_tokens) for sequence in batch.prefill]
+        texts = [token_ids[row.request_id][: row.end] for row in prompts]
+        rows = PackedRows(texts, packing, device=self.device, kernels=self.kernels, causal=True)
+        decoding = self.step(Batch(decode=batch.decode), token_ids, sources) if batch.decode else None
+        return PackedStep(self.cache, prompts, rows, cast(Step | PagedStep | None, decoding))
+
+    def prompts(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> EncoderStep | PackedRows:
         """The prompts of an encoder-decoder model's batch as tensors; the padded length counts the start token too.
 
         Every token sees all of its prompt, so that one that is cut is computed whole with its last chunk.
@@ -240,16 +277,23 @@ class ModelRunner:
         prompts = [
             token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
         ]
-        return EncoderStep(prompts, pad_to=max(0, batch.pad_to - 1), device=self.device, kernels=self.kernels)
+        packing = batch.packing
+        if batch.pad_to and prompts:
+            packing = one_a_row(len(prompts), max(batch.pad_to - 1, *map(len, prompts)))
+        if packing:
+            return PackedRows(prompts, packing, device=self.device, kernels=self.kernels)
+        return EncoderStep(prompts, device=self.device, kernels=self.kernels)
 
     def decoder_step(
         self, batch: Batch, token_ids: Mapping[str, Sequence[int]], sources: Mapping[str, int] = _NO_SOURCES
     ) -> Step | PagedStep:
         """The decoded rows of an encoder-decoder model's batch; each computes whatever of its output is not cached."""
         rows = self._decoded_rows(batch)
-        # Logits come in the order of the batch, not in the step's, where the longer rows are first.
-        order = sorted(range(len(rows)), key=lambda number: rows[number].is_single)
-        spans, singles = [row for row in rows if not row.is_single], [row for row in rows if row.is_single]
+        # Logits come in the order of the batch, not in the step's, where the longer rows are first, and those whose
+        # prompts are of one length side by side: their softmax is then one.
+        order = sorted(range(len(rows)), key=lambda number: (rows[number].is_single, rows[number].num_encoded))
+        ordered = [rows[number] for number in order]
+        spans, singles = [row for row in ordered if not row.is_single], [row for row in ordered if row.is_single]
         return self._step(spans, singles, token_ids=token_ids, sources=sources, wanted=np.argsort(order).tolist())
 
     def _decoded_rows(self, batch: Batch) -> list[Row]:
@@ -299,7 +343,9 @@ class ModelRunner:
         """N of the batch: rows of the hidden states that its stages pass on."""
         if not self.spec.is_encoder_decoder:
             return batch.num_new_tokens
-        encoder = sum(max(self.num_encoder_tokens(sequence), batch.pad_to - 1) for sequence in batch.whole_prefills)
+        prompts = [self.num_encoder_tokens(sequence) for sequence in batch.whole_prefills]
+        encoder = len(prompts) * max(batch.pad_to - 1, *prompts) if batch.pad_to and prompts else sum(prompts)
+        encoder = batch.packing.num_tokens if batch.packing else encoder
         return encoder + sum(sequence.num_tokens - self._first_missing(sequence) for sequence in batch.decode)
 
     def num_encoder_tokens(self, sequence: SequenceState) -> int:
@@ -331,7 +377,7 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
     return Row(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
 
 
-def _inputs(step: EncoderStep | Step | PagedStep) -> tuple[Tensor, Tensor]:
+def _inputs(step: EncoderStep | PackedRows | Step | PagedStep) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
 
 
@@ -348,13 +394,13 @@ def load_model(
 ) -> tuple[Model, int]:
     """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
     family = _family(spec)
-    kind, place = _torch_dtype(dtype), torch.device(device)
+    kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, on_read=on_read)
+        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)
     else:
         weights = Checkpoint(
-            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, on_read=on_read
+            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, fp8=fp8, on_read=on_read
         )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
@@ -376,10 +422,3 @@ def _family(spec: ModelSpec) -> ModuleType:
             f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
         )
     return importlib.import_module(f"exeplan.runner.models.{spec.family}")
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    if name not in RUN_DTYPES:
-        raise InputError(f"no dtype '{name}'; there are {', '.join(RUN_DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

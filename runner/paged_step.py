@@ -52,6 +52,7 @@ class Singles(NamedTuple):
     source: NDArray[np.int32]
     """Where the pass before leaves the token, among its rows; NOWHERE for one that is known."""
     position: NDArray[np.int32]
+    """Counted behind what an encoder saw."""
     slot: NDArray[np.int32]
     end: NDArray[np.int32]
     """Cached tokens, its own included, that it attends to; 0 for padding."""
@@ -73,7 +74,7 @@ def singles_of(
     position = np.array([row.start for row in rows], dtype=np.int32)
     first = np.array([row.num_encoded for row in rows], dtype=np.int32)
     slot = _slots(table_BT, np.arange(len(rows)), position)
-    return Singles(np.array(known, dtype=np.int32), source, position, slot, position + 1, first)
+    return Singles(np.array(known, dtype=np.int32), source, position - first, slot, position + 1, first)
 
 
 def block_table(cache: PagedCache, rows: Sequence[Row]) -> NDArray[np.int32]:
@@ -233,7 +234,7 @@ def _spans_of(
         ids[:real] = token_ids[row.request_id][row.start : row.end]
         slot[:real] = _slots(table_BT, number, position[:real])
         tokens.append(ids)
-        positions.append(position)
+        positions.append(position - row.num_encoded)
         lengths.append(np.maximum(position + 1, row.num_prompt_tokens))
         slots.append(slot)
     return tuple(np.concatenate(parts) for parts in (tokens, positions, lengths, slots))

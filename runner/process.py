@@ -197,6 +197,8 @@ def _request(row: Mapping[str, Any], arrival: float) -> "Request":
         prompt_token_ids=row["prompt_token_ids"],
         sampling=sampling_from(row["sampling"]),
         arrival=arrival,
+        deadline=None if (patience := row.get("deadline")) is None else arrival + patience,
+        weight=row.get("weight", 1.0),
     )
 
 

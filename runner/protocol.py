@@ -3,6 +3,10 @@
 Source: the OpenAI API reference (completions, chat completions), with vLLM's names for what OpenAI lacks. A field that
 OpenAI documents and this server does not offer is accepted at its harmless value only (`best_of=1`, `tools=[]`).
 A field that is null counts as absent. Every number has a least and a greatest value.
+
+Of our own there are `deadline`, seconds from now after which the answer is of no use, and `weight`, what it counts
+beside others of its length. A request that has not begun by its deadline costs nothing and is answered 504 with the
+code `deadline_exceeded`; one that has begun is finished. The plan's `order` says what they change for who goes first.
 """
 
 import json
@@ -19,6 +23,8 @@ from exeplan.runner.sampling import SamplingParams
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
+MAX_DEADLINE = 86_400.0
+MAX_WEIGHT = 1e6
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logprobs"}
 
 
@@ -84,6 +90,9 @@ class GenerationRequest(_Strict, ABC):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    deadline: float | None = Field(None, gt=0, le=MAX_DEADLINE)
+    """Seconds from now; None for any time."""
+    weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
 
     @property
     @abstractmethod

@@ -11,12 +11,17 @@ from exeplan.scheduling import Sequence as SequenceState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to continue, and how. `arrival` is in seconds on the engine's clock."""
+    """What to continue, and how. `arrival` and `deadline` are in seconds on the engine's clock.
+
+    One that has not begun by its deadline expires; `weight` is what it counts beside others of its length.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = 0.0
+    deadline: float | None = None
+    weight: float = 1.0
 
 
 class Output(NamedTuple):
@@ -29,11 +34,12 @@ class Output(NamedTuple):
     logprobs: tuple[SampledToken, ...]
     """One entry a token where the request asked for log-probabilities."""
     finish_reason: str | None
-    """'stop', 'length', 'error', 'lost' where workers died under it too often, or None while it goes on."""
+    """'stop', 'length', 'error', 'lost' where workers died under it too often, 'expired' where it had not begun by
+    its deadline, or None while it goes on."""
     first: bool
     """Whether this holds the first token."""
     start: float
-    """When its first prefill began."""
+    """When its first prefill began, or when it expired."""
     time: float
     num_prompt_tokens: int
     num_output_tokens: int

@@ -89,6 +89,9 @@ class ServeMetrics:
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
         for event in events:
             progress = self._open.get(event.request_id)
+            if event.finish_reason == "expired":  # Nothing of it was computed, so no time of it is a latency.
+                self.finished["expired"] += 1
+                continue
             if progress is None:
                 self._begin(event)
             else:

@@ -117,7 +117,8 @@ class Service:
         for prompt in prompts:
             for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
                 seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
-                rows.append({"prompt_token_ids": prompt, "sampling": asdict(replace(params, seed=seed))})
+                row = {"prompt_token_ids": prompt, "sampling": asdict(replace(params, seed=seed))}
+                rows.append({**row, "deadline": request.deadline, "weight": request.weight})
         self.engine.submit(job, rows, stream=request.stream)
         return prompts
 

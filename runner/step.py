@@ -28,7 +28,8 @@ class Row(NamedTuple):
     end: int
     num_prompt_tokens: int
     num_encoded: int = 0
-    """So many tokens at its beginning went through an encoder: only a cross attention reads their slots."""
+    """So many tokens at its beginning went through an encoder: only a cross attention reads their slots, and positions
+    are counted behind them."""
 
     @property
     def is_single(self) -> bool:
@@ -70,13 +71,12 @@ class Step:
         tokens, positions, lengths, slots = ([_NO_INTEGERS] for _ in range(4))
         for row, padded in zip(spans, self._padded, strict=True):
             tokens.append(_padded_tokens(token_ids[row.request_id][row.start : row.end], padded))
-            positions.append(np.arange(row.start, row.start + padded))
+            positions.append(np.arange(row.start, row.start + padded) - row.num_encoded)
             lengths.append(np.maximum(positions[-1] + 1, row.num_prompt_tokens))
             slots.append(cache.slots(row.request_id, row.start, row.end))
-        for row in singles:
-            tokens.append(np.array([token_ids[row.request_id][row.start]]))
-            slots.append(cache.slots(row.request_id, row.start, row.end))
-        last_B = np.array([row.end for row in singles], dtype=np.int64)
+        tokens.append(np.array([token_ids[row.request_id][row.start] for row in singles], dtype=np.int64))
+        slots.append(cache.slots_of_all([row.request_id for row in singles], [(row.start, row.end) for row in singles]))
+        last_B = np.array([row.end - row.num_encoded for row in singles], dtype=np.int64)
 
         self.token_N = self._tensor(np.concatenate(tokens))
         self.position_N = self._tensor(np.concatenate([*positions, last_B - 1]))
@@ -129,10 +129,17 @@ class Step:
         keys_RD, values_RD = self._cache.table(shape.layer)
         kind = (shape.num_heads, shape.window, shape.cross, shape.bias)
         if kind not in self._cached:
-            seen = [self._cache.slots(row.request_id, *row.seen(shape)) for row in self._singles]
-            biases = None if shape.bias is None else _last_biases(shape.bias, [len(slots) for slots in seen])
-            rows = [self._cache.rows(slots) for slots in seen]
-            self._cached[kind] = CachedRows(rows, shape.num_heads, self._cache.num_rows, keys_RD, biases)
+            seen = [row.seen(shape) for row in self._singles]
+            contexts = [end - first for first, end in seen]
+            self._cached[kind] = CachedRows(
+                self._cache.slots_of_all([row.request_id for row in self._singles], seen),
+                contexts,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                num_slots=self._cache.num_slots,
+                like=keys_RD,
+                biases=None if shape.bias is None else _last_biases(shape.bias, contexts),
+            )
         return decode_attention(q_BHD, keys_RD, values_RD, self._cached[kind], scale=shape.scale).flatten(1)
 
     def _not_padding(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:

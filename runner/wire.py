@@ -4,7 +4,8 @@ A frame is its length in four bytes, big-endian, then one JSON object in UTF-8. 
 whoever could write into the channel could at most send a request.
 
     front end -> engine   setup    what to load (first frame)
-                          submit   {job, requests: [{request_id, prompt_token_ids, sampling}]}, all or none
+                          submit   {job, requests: [{request_id, prompt_token_ids, sampling, deadline, weight}]}, all or
+                                   none; deadline is None or seconds from now
                           abort    {request_ids}
                           census   {}: asks for the lengths of requests
                           adopt    {number, setup}: go on with another plan, whose setup this is
@@ -70,7 +71,7 @@ class Event(NamedTuple):
     arrival: float
     """When the engine process received the request."""
     start: float
-    """When its first prefill began."""
+    """When its first prefill began, or when it expired."""
     time: float
     num_prompt_tokens: int
     logprobs: Sequence[Logprob] = ()

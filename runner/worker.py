@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -26,13 +26,19 @@ from exeplan.errors import InputError
 from exeplan.model import model_spec
 from exeplan.plan import placement_from
 from exeplan.runner.batch_wire import Mirror, token_messages
+from exeplan.runner.completion import Completion
 from exeplan.runner.device import local_device
+from exeplan.runner.device_sampling import pick
 from exeplan.runner.execution import producing_rows
+from exeplan.runner.gpu_memory import room_for
 from exeplan.runner.handover import Expected, PassingCache, Receiver, Sender
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.precision import check_precision
+from exeplan.runner.readiness import make_ready
 from exeplan.runner.requests import Row, as_rows
+from exeplan.runner.room import most_rows, schedule_of, with_finite_context
 from exeplan.runner.sampling import sample
 from exeplan.runner.shard import Shard
 from exeplan.runner.wire import frame, read_frame
@@ -50,7 +56,7 @@ def main(connection: socket.socket) -> NoReturn:
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     try:
         worker = Worker(messages.get(), reports)
-        reports.send({"kind": "ready", "clock": clock()})
+        reports.send({"kind": "ready", "clock": clock(), "room": worker.room})
         while True:
             worker.take(messages.get())
     except InputError as error:
@@ -98,10 +104,13 @@ class Worker:
         model, options = setup["model"], setup["engine"]
         directory = model["directory"] and Path(model["directory"])
         self._spec = model_spec(model["config"], name=model["name"], directory=directory)
+        if setup.get("gpu_memory_utilization"):
+            self._spec = with_finite_context(self._spec)
         placement = placement_from(setup["placement"])
         self._seat = seat = seat_of(placement, setup["rank"])
         self._stage = stage = placement[seat.stage]
         device = local_device(options["device"], setup["local_device"])
+        check_precision(options["dtype"], options.get("kv_dtype"), device)
         timeout = float(setup["timeout"])
         ranks = sum(other.tensor_parallel_size for other in placement)
         connect(
@@ -126,12 +135,13 @@ class Worker:
                 group=group,
             ),
             dtype=options["dtype"],
+            kv_dtype=options.get("kv_dtype"),
             device=str(device),
-            num_blocks=1 if stage.phase == "prefill" else options["num_blocks"],
+            num_blocks=1 if stage.phase == "prefill" or setup.get("gpu_memory_utilization") else options["num_blocks"],
             dummy_weights=options["dummy_weights"],
             on_read=_Loading(reports).tell,
         )
-        dtype = getattr(torch, options["dtype"])
+        dtype = self._runner.activation
         self._links = HiddenLinks(
             placement,
             seat,
@@ -141,7 +151,9 @@ class Worker:
             shared=setup["links"],
             timeout=timeout,
         )
+        self.room = None if stage.phase == "prefill" else room_for(self._runner, setup)
         self._mirror, self._reports = Mirror(), reports
+        self._completion = Completion(device, reports.fail)
         self._prefilled: dict[int, tuple[Row, ...]] = {}
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""
         self._incoming: dict[str, _Part] = {}
@@ -154,11 +166,15 @@ class Worker:
             if stage.phase == "prefill":
                 self._passing = PassingCache(stage.layers[1] - stage.layers[0], device)
                 self._runner.cache = cast(KVCache, self._passing)
-                self._sender = Sender(self._spec, placement, seat, beside)
+                self._sender = Sender(self._spec, placement, seat, beside, device)
                 self._sender.start(reports.fail)
             else:
-                self._receiver = Receiver(self._spec, placement, seat, beside, dtype)
+                self._receiver = Receiver(self._spec, placement, seat, beside, dtype, pinned=device.type == "cuda")
                 self._receiver.start(self._arrived, reports.fail)
+        if self._runner.kernels is not None:
+            schedule = schedule_of(setup)
+            rows = -(-most_rows(schedule) // schedule.variables.get("micro_batches", 1))
+            make_ready(self._runner, rows, phase=stage.phase)
 
     @torch.inference_mode()
     def take(self, message: Mapping[str, Any]) -> None:
@@ -179,18 +195,28 @@ class Worker:
             self._place_received(self._receiver, batch)
         everyone = as_rows(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
-        start = clock()
+        begun = self._completion.begin()
         out = self._runner.forward(batch, {row.request_id: row.token_ids for row in everyone}, hidden_NE)
-        report: dict[str, Any] = {"kind": "ran", "number": message["number"], "start": start}
+        tokens: Callable[[], dict[str, Any]] = dict
         if self._last and self._leads:
-            producing = producing_rows(batch, self._spec)
-            tokens = dict(zip((row.request_id for row in producing), sample(out, producing), strict=True))
-            report["tokens"] = token_messages(tokens)
+            tokens = self._choose(out, producing_rows(batch, self._spec))
         elif not self._last:
             self._links.send(out)
         self._pass_on(message["number"], batch)
         if self._leads:
-            self._reports.send({**report, "end": clock()})
+            report = {"kind": "ran", "number": message["number"]}
+            self._completion.end(
+                begun, lambda start, end: self._reports.send({**report, **tokens(), "start": start, "end": end})
+            )
+
+    def _choose(self, logits_RV: Tensor, rows: tuple[Row, ...]) -> Callable[[], dict[str, Any]]:
+        """A token for each row: where kernels run, without waiting for the device before they are asked for."""
+        names = [row.request_id for row in rows]
+        if self._runner.kernels is None:
+            sampled = sample(logits_RV, rows)
+            return lambda: {"tokens": token_messages(dict(zip(names, sampled, strict=True)))}
+        picked = pick(logits_RV, rows, self._runner.kernels)
+        return lambda: {"tokens": token_messages(dict(zip(names, picked.sampled(), strict=True)))}
 
     def _pass_on(self, number: int, batch: Batch) -> None:
         """What a prefill leaves for later: keys and values for other stages, an encoder's output for all of them."""
@@ -242,11 +268,12 @@ class Worker:
         cache = self._runner.cache
         cache.resize(row.request_id, row.num_blocks, num_blocks_for(row.num_prompt_tokens + row.max_output_tokens))
         if self._spec.is_encoder_decoder:
-            self._runner.take_encoded((row,), received[part.first : part.last].to(cache.device))
+            encoded_NE = received[part.first : part.last].to(cache.device, non_blocking=True)
+            self._runner.take_encoded((row,), encoded_NE)
             return
         stored = cache.store_rows(cache.slots(row.request_id, 0, part.last - part.first))
-        for layer, kv_NMD in enumerate(received[:, part.first : part.last].to(cache.device, non_blocking=True)):
-            cache.store(layer, stored, kv_NMD)
+        for layer, kv_NMD in enumerate(received[:, part.first : part.last]):  # Adjacent, so that the copy is direct.
+            cache.store(layer, stored, kv_NMD.to(cache.device, non_blocking=True))
 
     def _forget(self, request_id: str) -> None:
         self._mirror.rows.pop(request_id, None)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from exeplan.errors import InputError
 from exeplan.plan import Placement
 from exeplan.runner.hosts import Hosts, Place, Started, ThisHost, disconnect
+from exeplan.runner.room import Room, least_room
 from exeplan.runner.wire import frame, read_frame
 
 LOAD_SECONDS = 600.0
@@ -156,6 +157,7 @@ class WorkerGroup:
         self._on_loss()
 
     def _await_ready(self, ranks: int, on_loading: OnLoading) -> None:
+        rooms: list[Room] = []
         waiting, deadline = set(range(ranks)), time.monotonic() + LOAD_SECONDS
         while waiting:
             try:
@@ -172,6 +174,8 @@ class WorkerGroup:
                 on_loading(rank, message["bytes"])
             else:
                 waiting.discard(rank)
+                rooms += [Room(*message["room"])] if message.get("room") else []
+        self.room = least_room(rooms)
         self._hosts.unshare()  # All have attached to what they share.
 
 

@@ -21,6 +21,7 @@ from exeplan.runner.hosts import Hosts, ThisHost
 from exeplan.runner.links import stage_ranks
 from exeplan.runner.loading import LoadingBar
 from exeplan.runner.requests import Row
+from exeplan.runner.room import Room
 from exeplan.runner.timeline import TimelineFile
 from exeplan.runner.worker_group import Report, WorkerGroup
 from exeplan.scheduling import Batch
@@ -76,6 +77,7 @@ class Workers:
         self.num_prefill_stages = len(self._stages[self.phases[-1]])
         self.num_generations = 0
         self._failed_starts, self._began = 0, time.monotonic()
+        self.room: Room | None = None
         self._group: WorkerGroup | None = None
         self._encoded: list[int] = []
         """Prefills whose encoder output all stages have to take before they decode."""
@@ -175,6 +177,10 @@ class Workers:
             except ChildProcessError as error:
                 log.error("%s", error)
         self._reports, self._began = self._group.reports, time.monotonic()
+        if self.room is None and (room := self._group.room):
+            # Later generations take as much: what is running counts on it.
+            fixed = {**self._setup["engine"], "num_blocks": room.num_blocks}
+            self.room, self._setup = room, {**self._setup, "engine": fixed, "gpu_memory_utilization": None}
 
     def _next_report(self) -> Report:
         now = time.monotonic()

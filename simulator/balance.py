@@ -36,7 +36,7 @@ class Balance:
 
     def __init__(self, timings: Timings, cluster: Cluster, workload: Workload, memory: float) -> None:
         self.timings, self.cluster, self.workload, self.memory = timings, cluster, workload, memory
-        self.spec, self.dtype = timings.profile.model, timings.profile.dtype
+        self.spec, self.profile = timings.profile.model, timings.profile
         self.rows = self._rows()
 
     def placement(self, layout: Layout) -> Placement | None:
@@ -124,7 +124,7 @@ class Balance:
         spec, gpus = self.spec, self.cluster.num_gpus
         free = max(self.memory * gpus - model_parameters(spec) * self._held_bytes(), 0.1 * self.memory)
         per_request = (self.workload.mean_input + self.workload.mean_output / 2) * spec.num_layers
-        rows = _FILL * free / (per_request * layer_kv_bytes_per_token(spec, self.dtype))
+        rows = _FILL * free / (per_request * layer_kv_bytes_per_token(spec, self.profile.cache_dtype))
         largest = self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1]
         return float(min(max(rows / gpus, 1.0), largest))
 

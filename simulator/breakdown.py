@@ -67,7 +67,7 @@ def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: boo
     """What `run`, a replay on the cost model that it is given, spends its time on; `backlog` as for `summarize`."""
     meter = _Meter(cost)
     done = run(meter)
-    opens, closes = window(done.requests, backlog)
+    opens, closes = window([r for r in done.requests if not r.expired], backlog)
     inside = [i for i, record in enumerate(done.passes) if opens <= record.start < closes]
     kinds = np.zeros((len(cost.placement), len(KINDS)))
     phases: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
@@ -141,7 +141,7 @@ def _device_work(cost: CostModel, number: int, tokens: _Tokens, *, last: bool) -
     layers, encoders = stage.layers[1] - stage.layers[0], stage.encoder_layers[1] - stage.encoder_layers[0]
     new, pairs = (tokens.rows, tokens.context) if apart else (tokens.rows + tokens.prompts, tokens.pairs)
     weights, encoder_weights = layer_parameters(spec), layer_parameters(spec, encoder=True)
-    kept = (tokens.context + new) * layer_kv_bytes_per_token(spec, cost.profile.dtype)
+    kept = (tokens.context + new) * layer_kv_bytes_per_token(spec, cost.profile.cache_dtype)
     flops = layers * (2 * weights * new + 4 * width * pairs)
     size = layers * (weights * bytes_each + kept) if new else 0.0
     if encoders and tokens.prompts:

@@ -45,7 +45,7 @@ def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> f
     stage = placement[number]
     layers = stage.layers[1] - stage.layers[0]
     spread = min(stage.tensor_parallel_size, profile.model.num_kv_heads)
-    return layers * layer_kv_bytes_per_token(profile.model, profile.dtype) / spread
+    return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread
 
 
 def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:

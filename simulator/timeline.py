@@ -60,7 +60,8 @@ def trace_events(run: Run) -> list[dict[str, Any]]:
         common = {"cat": "request", "id": index, "pid": 0, "name": f"request {index}"}
         args = {"input_tokens": request.input_tokens, "output_tokens": request.output_tokens}
         events.append({**common, "ph": "b", "ts": request.start * 1e6, "args": args})
-        events.append({**common, "ph": "e", "ts": request.token_times[-1] * 1e6})
+        end = request.start if request.expired else request.token_times[-1]
+        events.append({**common, "ph": "e", "ts": end * 1e6})
     return events
 
 

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from exeplan.cli import main
+from exeplan.inputs import plan_problem, read_plan
 from exeplan.plan import load_plan
+from exeplan.profile import Profile, save_profile
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 BY_HAND = """
@@ -159,7 +162,8 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
         ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
         ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
-        ({"policy": "best"}, "no policy 'best'; there are chunked, orca, rra, static, waa-c, waa-m"),
+        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"),
+        ({"order": "best"}, "no order 'best'; there are fcfs, sjf, edf, das"),
         ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),
         (
             {"bound_on": "p50"},
@@ -257,6 +261,23 @@ def test_the_other_commands_answer_a_mistake_in_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     assert answer(capsys, argv).startswith(message)
+
+
+def test_a_share_of_each_gpu_is_what_a_plan_may_use(
+    folder: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(replace(profile, device=replace(profile.device, kind="cuda")), folder / "gpu.json")
+    asked = {"profile": "gpu.json", "gpu_memory_utilization": "0.05"}
+    assert main([*optimize(**asked), "-o", "plan.yaml"]) == 0
+    plan = load_plan(folder / "plan.yaml")
+    assert plan.gpu_memory_utilization == 0.05
+    assert plan_problem(read_plan(folder / "plan.yaml")).memory == 0.05 * profile.device.memory_bytes
+    capsys.readouterr()
+    message = "exeplan optimize: --gpu-memory-utilization is for GPUs, the profile is of a CPU; use --memory"
+    assert answer(capsys, optimize(gpu_memory_utilization="0.05")) == message
+    share = "is a share of the GPU's memory above 0 and at most 1, found 1.5"
+    assert share in answer(capsys, optimize(profile="gpu.json", gpu_memory_utilization="1.5"))
+    assert "is for GPUs" in answer(capsys, ["serve", "hand.yaml", "--gpu-memory-utilization", "0.5"])
 
 
 def test_the_exit_status_reaches_the_shell_without_a_traceback(folder: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_unknown_engine_is_told_what_there_is() -> None:
     ("options", "message"),
     [
         (["--engine", "vllm"], "--engine goes with `exeplan profile import FILE... --model MODEL`"),
-        (["--dtype", "fp8"], "fp8 can only be imported from tables that time it; here dtypes are float32, bfloat16"),
+        (["--datasheet", "h100-80gb", "--dtype", "fp8"], "fp8 can be measured, or imported from tables that time it"),
     ],
 )
 def test_where_nothing_is_imported_there_is_neither_engine_nor_fp8(

@@ -62,7 +62,7 @@ def test_batches_are_no_longer_than_their_requests_need():
     waiting = queue(3, 4)
     assert in_rows("fcfs", waiting, rows=4, row_tokens=100, das=HALF).packing(waiting).num_tokens == 7
     slotted = in_slots("fcfs", waiting, rows=4, row_tokens=100, slot_tokens=5, das=HALF).packing(waiting)
-    assert (slotted.row_tokens, slotted.slot_tokens, slotted.places[1].start) == (8, 4, 4)
+    assert (slotted.row_tokens, slotted.slot_tokens, [place.start for place in slotted.places]) == (8, 4, [4, 0])
 
 
 def test_algorithm_2_cuts_rows_by_the_longest_request_that_was_taken_for_its_utility():

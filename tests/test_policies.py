@@ -129,7 +129,8 @@ def test_closed_form_agrees_with_the_replay(
     workload = Workload.of("drawn", inputs=inputs, outputs=outputs, weights=np.ones(2000))
     values = {"prefill_batch": batch, "decode_steps": steps, "max_num_seqs": batch, "batch_size": batch}
     values["max_num_batched_tokens"] = 64 + 3 * steps
-    values |= {"rows": -(-batch // 6), "slots": 1 + seed % 4, "slot_prompts": 1 + steps % 3}
+    values["overhead_tokens"] = 10 * steps
+    values |= {"slots": 1 + seed % 4, "slot_prompts": 1 + steps % 3}
     policy = load_policy(name)
     names = [*(knob.name for knob in policy.knobs(workload, 64)), *policy.fillings(1)[0]]
     schedule = policy.schedule({name: values[name] for name in names}, workload)
@@ -148,7 +149,7 @@ def test_closed_form_agrees_with_the_replay(
 
 def test_unknown_policies_and_variables_are_named() -> None:
     with pytest.raises(
-        InputError, match="no policy 'best'; there are chunked, concat, orca, rra, static, waa-c, waa-m"
+        InputError, match="no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"
     ):
         load_policy("best")
     with pytest.raises(

@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
     parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of each GPU's memory that the engine here may use (default: the plan's, 0.9)",
+    )
+    parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the predicted passes (.json, .png, .svg, .pdf)"
     )
     parser.add_argument(
@@ -63,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
 def _bench_plan(args: argparse.Namespace) -> int:
     from exeplan.inputs import plan_model, plan_workload, read_plan
     from exeplan.metrics import summarize
+    from exeplan.plan import with_utilization
 
-    plan = read_plan(args.plan)
+    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
     spec = plan_model(plan)
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
@@ -130,6 +137,7 @@ def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | 
         num_blocks=engine_blocks(plan, spec),
         arrivals=load.arrivals,
         concurrency=load.concurrency,
+        deadlines=load.deadlines,
     )
 
 
@@ -190,14 +198,14 @@ def _print(
     replayed: "Estimate | None",
     on_cpu_clock: "Estimate | None" = None,
 ) -> None:
-    from exeplan.plan import as_json
+    from exeplan.plan import as_json, estimate_json
     from exeplan.report import json_line, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
         body = as_json(plan) if plan else {}
         estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
-        print(json_line({**body, **{k: asdict(e) if e else None for k, e in estimates.items()}}))
+        print(json_line({**body, **{k: estimate_json(asdict(e)) if e else None for k, e in estimates.items()}}))
         return
     what = str(plan.schedule) if plan else args.url
     print(f"{what} on {workload.name}, {len(load.input_tokens)} requests\n")

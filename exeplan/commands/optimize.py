@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from exeplan.bounds import Bound
     from exeplan.cluster import Cluster
+    from exeplan.deadlines import Deadlines
     from exeplan.explain import Explanation
     from exeplan.margins import Risk
     from exeplan.optimize import Optimum
@@ -34,6 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="p99-length",
         metavar="WHAT",
         help="p99-length (default), or p99-requests, p50-requests...",
+    )
+    parser.add_argument(
+        "--deadline",
+        metavar="TIME",
+        help="after its arrival a request's answer is of use so long, 2s or 1s,4s (evenly)",
+    )
+    parser.add_argument("--deadline-share", metavar="SHARE", help="of the requests that meet it (default 99%%)")
+    parser.add_argument(
+        "--order",
+        metavar="ORDER",
+        help="who goes first of those that wait: fcfs, sjf, edf, das (default: das with --deadline, else fcfs)",
     )
     parser.add_argument("--ttft", metavar="TIME", help="bound on the mean time to the first token, beside the others")
     parser.add_argument("--tpot", metavar="TIME", help="bound on the mean time per later token, beside the others")
@@ -62,8 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
-    parser.add_argument(
+    room = parser.add_mutually_exclusive_group()
+    room.add_argument(
         "--memory", metavar="SIZE", help="bytes for weights, KV cache and workspace (default: 90 %% of the device)"
+    )
+    room.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="the same as a share of each GPU (default 0.9)"
     )
     parser.add_argument(
         "--max-num-seqs", type=int, metavar="N", help="residents at once (default: as many as were profiled)"
@@ -155,13 +172,15 @@ def _asked(
     from exeplan.errors import InputError
     from exeplan.inputs import fitted, profile_for
     from exeplan.model import load_model_spec
+    from exeplan.plan import check_utilization
     from exeplan.problem import make_problem
     from exeplan.profile import load_profile
     from exeplan.queueing import parse_arrivals, parse_rate
     from exeplan.units import num_bytes
     from exeplan.workload_files import load_workload
 
-    bounds = parse_bounds(args.latency_bound, args.bound_on, ttft=args.ttft, tpot=args.tpot)
+    deadlines, due = _deadlines(args)
+    bounds = parse_bounds(args.latency_bound, args.bound_on, ttft=args.ttft, tpot=args.tpot, due=due)
     if args.max_num_seqs is not None and not 1 <= args.max_num_seqs <= _MOST_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {_MOST_SEQS}, found {args.max_num_seqs}")
     profile = load_profile(Path(args.profile))
@@ -169,17 +188,50 @@ def _asked(
         spec = load_model_spec(args.model)
         profile = replace(profile_for(spec, profile), model=spec)
     workload = fitted(load_workload(args.workload), profile.model, fit=args.fit_context)
+    workload = replace(workload, deadlines=deadlines)
     memory = num_bytes(args.memory, "--memory") if args.memory else None
+    share = args.gpu_memory_utilization
+    if share is not None:
+        check_utilization(share, "--gpu-memory-utilization")
+        if profile.device.kind != "cuda":
+            raise InputError("--gpu-memory-utilization is for GPUs, the profile is of a CPU; use --memory")
     arrivals = parse_arrivals(args.arrival_rate, workload, of_trace=args.arrivals == "trace")
     least = parse_rate(args.min_throughput, "--min-throughput") if args.min_throughput is not None else 0.0
     cluster, whole = _clusters(args, profile)
 
     def make(gpus: "Cluster | None") -> "Problem":
-        problem = make_problem(profile, workload, bounds[0], cluster=gpus, memory=memory, max_seqs=args.max_num_seqs)
-        problem = replace(problem, across_nodes=args.across_nodes)
+        problem = make_problem(
+            profile,
+            workload,
+            bounds[0],
+            cluster=gpus,
+            memory=memory,
+            utilization=share,
+            max_seqs=args.max_num_seqs,
+        )
+        order = args.order or ("das" if deadlines else "fcfs")
+        problem = replace(problem, across_nodes=args.across_nodes, order=order)
         return replace(problem, more_bounds=bounds[1:], arrivals=arrivals, min_throughput=least)
 
     return make, cluster, whole
+
+
+def _deadlines(args: argparse.Namespace) -> "tuple[Deadlines | None, Bound | None]":
+    """The deadlines that were asked for, and the bound that they make."""
+    from exeplan.bounds import deadline_bound
+    from exeplan.deadlines import parse_deadlines
+    from exeplan.errors import InputError
+
+    if args.deadline is None:
+        if args.deadline_share is not None:
+            raise InputError("--deadline-share needs a --deadline, such as 2s")
+        return None, None
+    if args.arrival_rate is None and args.arrivals is None:
+        raise InputError(
+            "a deadline counts from the arrival; give --arrival-rate or --arrivals trace beside --deadline"
+        )
+    deadlines = parse_deadlines(args.deadline)
+    return deadlines, deadline_bound(deadlines.mean, args.deadline_share or "99%")
 
 
 def _clusters(args: argparse.Namespace, profile: "Profile") -> "tuple[Cluster | None, Cluster | None]":

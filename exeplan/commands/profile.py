@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="with `import`: the timings")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "fp8"), default="auto")
+    parser.add_argument("--kv-dtype", choices=("fp8",), help="of keys and values (default: as --dtype)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default); with `import` its name")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
@@ -53,12 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.model == "import":
-        _refuse(args, "datasheet", "set", "cluster", needed="a model and its datasheet, not with `profile import`")
+        _refuse(
+            args,
+            "datasheet",
+            "set",
+            "cluster",
+            "kv_dtype",
+            needed="a model and its datasheet, not with `profile import`",
+        )
         return _import(args)
     imported = "`exeplan profile import FILE... --model MODEL`"
     _refuse(args, "files", "of_model", "format", "overhead", "engine", needed=imported)
-    _refuse_fp8(args.dtype)
     if args.datasheet:
+        _refuse(args, "kv_dtype", needed="a device to measure")
+        _refuse_fp8(args.dtype)
         return _derive(args)
     _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
     return _measure(args)
@@ -76,10 +85,11 @@ def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
 
 def _refuse_fp8(dtype: str) -> None:
     from exeplan.errors import InputError
-    from exeplan.model import RUN_DTYPES
+    from exeplan.model import FP8, RUN_DTYPES
 
-    if dtype == "fp8":
-        raise InputError(f"fp8 can only be imported from tables that time it; here dtypes are {', '.join(RUN_DTYPES)}")
+    if dtype == FP8:
+        there = ", ".join(name for name in RUN_DTYPES if name != FP8)
+        raise InputError(f"fp8 can be measured, or imported from tables that time it; a datasheet has {there}")
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -100,6 +110,7 @@ def _measure(args: argparse.Namespace) -> int:
     profile_model(
         spec,
         dtype=args.dtype if args.dtype != "auto" else "bfloat16" if device == "cuda" else "float32",
+        kv_dtype=args.kv_dtype,
         device=device,
         output=args.output,
         budget_seconds=budget,

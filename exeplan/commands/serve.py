@@ -57,12 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
     )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of each GPU's memory that may be in use (default: the plan's, 0.9)",
+    )
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
 def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
     """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
     from exeplan.inputs import plan_model, read_plan
+    from exeplan.plan import with_utilization
     from exeplan.runner.options import ServeOptions
     from exeplan.runner.server import serve
     from exeplan.units import seconds
@@ -88,5 +95,5 @@ def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int
         log_format=args.log_format,
         log_level=args.log_level,
     )
-    plan = read_plan(args.plan)
+    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
     return serve(plan, plan_model(plan), options)

@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         profile_fingerprint=problem.profile.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         dtype=plan.dtype or problem.profile.dtype,
+        kv_dtype=plan.kv_dtype or problem.profile.kv_dtype,
         device=plan.device or problem.profile.device.kind,
         max_seqs=plan.max_seqs or problem.max_seqs,
     )

@@ -114,6 +114,8 @@ class Policy(Protocol):
     """Finished rows stay in the batch until all of it is finished (static batching)."""
     SEPARATE_STAGES: bool
     """Some stages only prefill, the others only decode."""
+    PADS_PROMPTS: bool
+    """All prompts of a batch are computed at the length of its longest, or of a row."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
 

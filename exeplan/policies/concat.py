@@ -16,6 +16,7 @@ fit, until one fits nowhere); n of them decode until the longest is done. A slot
 iteration k with probability 1 - (1 - F(k))^m.
 """
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -31,30 +32,33 @@ from exeplan.orders import (
     Packed,
     Pick,
     Queue,
+    dealt,
     in_rows,
     in_slots,
     in_slots_of_their_own,
     queue_of,
 )
 from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Knob, Steady, das_of, require
+from exeplan.policies import ORDER_VARIABLES, Clock, Cycle, Knob, Steady, das_of, require
 from exeplan.policies._together import generated, latency
 from exeplan.scheduling import Batch, Scheduler
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
+PADS_PROMPTS = True
 
 _SLOTS = (1, 4)
 """Slots a row that the search tries: pure rows, and rows that are cut."""
 _SLOT_PROMPTS = (1, 2, 4)
 """How many of the longest prompts a slot holds, in the search."""
-_COUNTED_BINS, _COUNTED_REQUESTS = 32, 1024
-"""Slots in which, and draws with which, it is counted how many requests a slot holds."""
+_COUNTED_SLOTS, _COUNTED_REQUESTS = 32, 512
+"""Slots in which, and draws with which, it is counted how many requests a batch holds."""
 
 
 def check(schedule: Schedule) -> None:
-    require(schedule, "rows", "row_tokens", optional=("slot_tokens",), orders=(*ORDERS, SLOTTED_DAS))
+    optional = ("slot_tokens", "max_num_seqs")
+    require(schedule, "rows", "row_tokens", optional=optional, orders=(*ORDERS, SLOTTED_DAS))
     if schedule.order == SLOTTED_DAS and "slot_tokens" in schedule.variables:
         raise InputError(f"concat: order {SLOTTED_DAS} chooses slot_tokens itself; leave it out, or take order das")
     if _slot_tokens(schedule) > schedule["row_tokens"]:
@@ -64,8 +68,8 @@ def check(schedule: Schedule) -> None:
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
-    """More rows raise throughput and latency."""
-    return (Knob("rows", tuple(range(1, max_seqs + 1))),)
+    """More requests a batch raise throughput and latency; they get the rows that they need."""
+    return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
 def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
@@ -74,38 +78,47 @@ def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
-    """Rows and slots that hold the longest prompt, where they are not given."""
+    """So many `slots` a row that each holds `slot_prompts` of the longest prompts, and rows for all `max_num_seqs`."""
     given = dict(variables)
-    slots, prompts = given.pop("slots", 1), given.pop("slot_prompts", 1)
-    if "row_tokens" not in given:
+    slots, prompts = given.pop("slots", None), given.pop("slot_prompts", 1)
+    if slots is not None:
         slot = prompts * workload.max_input
         given |= {"row_tokens": slots * slot} | ({"slot_tokens": slot} if slots > 1 else {})
-    return Schedule("concat", given)
+    if "max_num_seqs" in given:
+        row, slot = given["row_tokens"], given.get("slot_tokens", given["row_tokens"])
+        given["rows"] = math.ceil(given["max_num_seqs"] / _capacity(workload.input_law, 1, row, slot))
+    names = ("max_num_seqs", "rows", "row_tokens", "slot_tokens", *ORDER_VARIABLES)
+    return Schedule("concat", {name: given[name] for name in names if name in given})
 
 
 def starts_together(schedule: Schedule) -> int:
-    """One a slot at least."""
-    return schedule["rows"] * (schedule["row_tokens"] // _slot_tokens(schedule))
+    """One a slot at least, as far as so many may start."""
+    slots = schedule["rows"] * (schedule["row_tokens"] // _slot_tokens(schedule))
+    return min(slots, schedule.variables.get("max_num_seqs", slots))
 
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """The prefill of all rows, then as many decode iterations as the longest output of the batch needs."""
-    slot = _slot_tokens(schedule)
-    slots_a_row = schedule["row_tokens"] // slot
-    slots = schedule["rows"] * slots_a_row
-    held = _held(workload.input_law, min(slots, _COUNTED_BINS), slot)
-    batch = slots * float(held.shares @ held.requests)
+    prompts, slot, row = workload.input_law, _slot_tokens(schedule), schedule["row_tokens"]
+    slots = schedule["rows"] * (row // slot)
+    counted = min(schedule["rows"], max(_COUNTED_SLOTS * slot // row, 1))
+    # Beyond so many rows each further one is like the others.
+    room = _capacity(prompts, counted, row, slot) * schedule["rows"] / counted
+    batch = min(room, schedule.variables.get("max_num_seqs", room))
+    used = slots * batch / room
+    used = math.ceil(used) if used <= row // slot else math.ceil(used * slot / row - 0.1) * (row // slot)
+    held = _held(prompts, batch, min(used, slots))
     law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     still_going = law.max_survival(batch)
-    rows, context = _kept(law, workload.mean_input, held if slots_a_row > 1 else None, batch)
+    decoding, context = _kept(law, workload.mean_input, held if slot < row else None, batch)
     first, steps = np.array([1.0]), len(still_going)
     cycle = Cycle(
         num_prefill=np.concatenate([first * batch, np.zeros(steps)]),
-        num_decode=np.concatenate([first * 0, rows]),
+        num_decode=np.concatenate([first * 0, decoding]),
         context_tokens=np.concatenate([first * 0, context]),
-        prompt_law=held.used,
+        prompt_law=held.slot_law,
         padded=True,
-        packed_slots=float(slots),
+        packed_slots=float(min(used, slots)),
         kv_tokens=batch * (workload.mean_input + workload.mean_output),
         kv_tokens_std=float(np.sqrt(batch) * workload.total_std),
         num_seqs=batch,
@@ -113,52 +126,63 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     seconds = clock.seconds(cycle)
     through = seconds.sum(axis=0)
     throughput = batch / float(through[0] + still_going @ through[1:])
+    first_tokens = 1.0 if clock.first_token_from_prefill else 0.0
     return Steady(
         cycle=cycle,
         seconds=seconds,
         throughput=throughput,
-        latency=partial(latency, through[0], np.cumsum(through)[1:], 1.0 if clock.first_token_from_prefill else 0.0),
+        latency=partial(latency, through[0], np.cumsum(through)[1:], first_tokens),
         turn=batch / throughput,
     )
 
 
-class _Held(NamedTuple):
-    """How many requests a slot holds."""
-
-    requests: Floats
-    shares: Floats
-    """Of the slots that hold so many."""
-    used: LengthLaw
-    """Tokens of the fullest slot of a batch, which all of them compute."""
-
-
 @lru_cache(maxsize=1024)
-def _held(prompts: LengthLaw, bins: int, size: int) -> _Held:
-    """Of so many slots that are filled together, batch by batch."""
-    draws = (np.arange(_COUNTED_REQUESTS) + 0.5) / _COUNTED_REQUESTS
-    tokens = prompts.tokens[np.searchsorted(prompts.cdf, draws).clip(max=len(prompts.tokens) - 1)]
-    tokens = np.random.default_rng(0).permutation(np.minimum(tokens, size))
-    counts: list[Ints] = []
-    used: list[int] = []
-    at = 0
-    while True:
-        # All of the queue that could go in: twice around the draws, should a batch be larger than they are.
-        ahead = np.resize(np.roll(tokens, -at), int(bins * size / prompts.tokens[0]) + 1)
-        ahead = ahead[: int(np.searchsorted(np.cumsum(ahead), bins * size)) + 1]
-        picks = in_slots("fcfs", _alike(ahead), rows=bins, row_tokens=size, slot_tokens=size, das=Das()).picks
-        counts.append(np.bincount([pick.bin for pick in picks], minlength=bins))
-        used.append(max(pick.offset + int(ahead[pick.request]) for pick in picks))
-        at += len(picks)
-        if at >= _COUNTED_REQUESTS:
-            break
-    values, times = np.unique(np.concatenate(counts), return_counts=True)
-    lengths, batches = np.unique(used, return_counts=True)
-    return _Held(values.astype(float), times / times.sum(), LengthLaw(lengths, batches / batches.sum()))
+def _capacity(prompts: LengthLaw, rows: int, row_tokens: int, slot_tokens: int) -> float:
+    """Requests that rows hold, in the mean: counted on draws that come one after the other, as with a backlog."""
+    tokens = np.minimum(_drawn(prompts, _COUNTED_REQUESTS), slot_tokens)
+    tokens = np.random.default_rng(0).permutation(tokens)
+    at = batches = 0
+    while at < _COUNTED_REQUESTS:
+        # The draws once more, should a batch hold more than are left of them.
+        ahead = np.roll(tokens, -at)
+        ahead = np.resize(ahead, rows * row_tokens // int(ahead.mean()) * 2 + 1)
+        ahead = ahead[: int(np.searchsorted(np.cumsum(ahead), rows * row_tokens)) + 1]
+        queue = Queue(ahead, np.zeros(len(ahead)), np.ones(len(ahead)))
+        at += len(in_slots("fcfs", queue, rows=rows, row_tokens=row_tokens, slot_tokens=slot_tokens, das=Das()).picks)
+        batches += 1
+    return at / batches
 
 
-def _alike(tokens: Ints) -> Queue:
-    """A queue in which the order of arrival is all there is."""
-    return Queue(tokens, np.zeros(len(tokens)), np.ones(len(tokens)))
+class _Held(NamedTuple):
+    """What slots hold."""
+
+    slot_law: LengthLaw
+    """Tokens of a batch's slots, all as long as the fullest."""
+    requests: Floats
+    """In a slot, and the share of the slots that hold so many."""
+    shares: Floats
+
+
+@lru_cache(maxsize=4096)
+def _held(prompts: LengthLaw, batch: float, slots: int) -> _Held:
+    """Of a batch of even draws that is dealt out to the slots; of a few of them where there are many."""
+    some = min(slots, _COUNTED_SLOTS)
+    tokens = _drawn(prompts, max(round(batch * some / slots), 1))
+    where = dealt(tokens.tolist(), some)
+    fullest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
+    longest = prompts.longest_of(batch)
+    counts, times = np.unique(np.bincount([slot for slot, _ in where], minlength=some), return_counts=True)
+    return _Held(
+        slot_law=LengthLaw(np.maximum(longest.tokens, fullest), longest.weights),
+        requests=counts.astype(float),
+        shares=times / times.sum(),
+    )
+
+
+def _drawn(prompts: LengthLaw, count: int) -> Ints:
+    """So many lengths, evenly over the law."""
+    shares = (np.arange(count) + 0.5) / count
+    return prompts.tokens[np.searchsorted(prompts.cdf, shares).clip(max=len(prompts.tokens) - 1)]
 
 
 def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -> tuple[Floats, Floats]:
@@ -188,7 +212,8 @@ def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None
     queue = queue_of(waiting)
     packed = _packed(schedule, queue)
     chosen = [waiting[pick.request] for pick in packed.picks]
-    admitted = state.fitting(chosen, limit=len(chosen), reserve=True)
+    limit = schedule.variables.get("max_num_seqs", len(chosen))
+    admitted = state.fitting(chosen, limit=limit, reserve=True)
     return Batch(prefill=admitted, packing=packed.packing(queue, len(admitted))) if admitted else None
 
 

@@ -19,6 +19,7 @@ from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
+PADS_PROMPTS = True
 
 
 def check(schedule: Schedule) -> None:

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from exeplan.errors import InputError
-from exeplan.kernels.linear import Linear
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
 from exeplan.runner.layers import (
     MLP,
     Attend,
     LayerNorm,
+    Product,
     SelfAttention,
     activation,
+    added,
     attention_shape,
     integer,
+    product,
     summed,
 )
 from exeplan.runner.rotary import Angles
@@ -76,7 +78,7 @@ class Layer:
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
-        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
 def _fused(heads: Part) -> list[Part]:
@@ -87,9 +89,10 @@ def _fused(heads: Part) -> list[Part]:
     return [Part(3 * size, start + heads.start, start + heads.stop) for start in (0, size, 2 * size)]
 
 
-def _transposed(weights: Weights, name: str, inputs: int | Part, *outputs: int | Part, bias: bool = True) -> Linear:
+def _transposed(weights: Weights, name: str, inputs: int | Part, *outputs: int | Part, bias: bool = True) -> Product:
     weight_OI = torch.cat([weights.take(f"{name}.weight", inputs, part).t() for part in outputs]).contiguous()
-    return Linear(weight_OI, torch.cat([weights.take(f"{name}.bias", part) for part in outputs]) if bias else None)
+    bias_O = torch.cat([weights.take(f"{name}.bias", part) for part in outputs]) if bias else None
+    return product(weights, weight_OI, bias_O)
 
 
 def _scale(spec: ModelSpec, index: int) -> float:

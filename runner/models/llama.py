@@ -13,6 +13,7 @@ from exeplan.runner.layers import (
     Attend,
     RMSNorm,
     SelfAttention,
+    added,
     attention_shape,
     gated_mlp,
     projections,
@@ -56,4 +57,4 @@ class Layer:
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
-        return self.mlp(self.post_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)

@@ -15,6 +15,7 @@ from exeplan.runner.layers import (
     LayerNorm,
     SelfAttention,
     activation,
+    added,
     attention_shape,
     integer,
     linear,
@@ -90,6 +91,6 @@ class Layer:
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         if self.norm_first:
             attended_NE = self.attention(self.attention_norm(hidden_NE), angles, attend)
-            return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+            return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
         hidden_NE = self.attention_norm.of_sum(self.attention(hidden_NE, angles, attend), hidden_NE)
         return self.mlp_norm.of_sum(self.mlp(hidden_NE), hidden_NE)

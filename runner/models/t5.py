@@ -21,6 +21,7 @@ from exeplan.errors import InputError
 from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import Weights
+from exeplan.runner.cross_attention import CrossAttention
 from exeplan.runner.layers import (
     MLP,
     Attend,
@@ -30,6 +31,7 @@ from exeplan.runner.layers import (
     RMSNorm,
     SelfAttention,
     activation,
+    added,
     gated_activation,
     integer,
     linear,
@@ -123,39 +125,31 @@ class EncoderLayer:
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
-        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
 class DecoderLayer:
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int, bias: RelativeBias) -> None:
         self.attention_norm, self.attention = _self_attention(spec, weights, shard, "decoder", index, bias)
         self.cross_norm = _norm(spec, weights, f"{BLOCK.format('decoder', index, 1)}.layer_norm")
-        self.cross = CrossAttention(spec, weights, shard, index)
+        self.cross = _cross_attention(spec, weights, shard, index)
         self.mlp_norm, self.mlp = _feed_forward(spec, weights, shard.group, BLOCK.format("decoder", index, 2))
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.attention_norm(hidden_NE), None, attend)
         attended_NE = self.cross(self.cross_norm.of_sum(attended_NE, hidden_NE), attend)
-        return self.mlp(self.mlp_norm.of_sum(attended_NE, hidden_NE)).add_(hidden_NE)
+        return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
-class CrossAttention:
-    """Queries of the decoder's tokens over keys and values of the encoder's, which are computed once a prompt."""
-
-    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
-        name = f"{BLOCK.format('decoder', index, 1)}.EncDecAttention"
-        width = head_parts(spec, shard.group)[0].times(spec.head_dim)
-        self.shape = replace(_shape(spec, shard, index - shard.layers[0]), cross=True)
-        self.queries = linear(weights, {f"{name}.q": width}, spec.hidden_size, bias=False)
-        self.keys_and_values = linear(weights, {f"{name}.k": width, f"{name}.v": width}, spec.hidden_size, bias=False)
-        self.output = _output(spec, weights, shard.group, name)
-
-    def __call__(self, x_NE: Tensor, attend: Attend) -> Tensor:
-        return self.output(attend(self.shape, self.queries(x_NE).view(len(x_NE), -1, self.shape.head_dim)))
-
-    def keys_values(self, encoded_NE: Tensor) -> Tensor:
-        """`[N, 2K, D]`, keys before values."""
-        return self.keys_and_values(encoded_NE).view(len(encoded_NE), -1, self.shape.head_dim)
+def _cross_attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> CrossAttention:
+    name = f"{BLOCK.format('decoder', index, 1)}.EncDecAttention"
+    width = head_parts(spec, shard.group)[0].times(spec.head_dim)
+    return CrossAttention(
+        replace(_shape(spec, shard, index - shard.layers[0]), cross=True),
+        linear(weights, {f"{name}.q": width}, spec.hidden_size, bias=False),
+        linear(weights, {f"{name}.k": width, f"{name}.v": width}, spec.hidden_size, bias=False),
+        _output(spec, weights, shard.group, name),
+    )
 
 
 def _self_attention(

@@ -20,6 +20,7 @@ torch.backends.cuda.is_built = lambda: True
 from exeplan.kernels.activation import KINDS  # noqa: E402
 from exeplan.kernels.online_softmax import DistanceBias, PagedKV  # noqa: E402
 from exeplan.kernels.select import TRITON as KERNELS  # noqa: E402
+from exeplan.kernels.slot_attention import Slots  # noqa: E402
 from exeplan.kernels.spans import Span, Spans  # noqa: E402
 
 HEADS, KV_HEADS, TOKENS, BATCH = 32, 8, 64, 3
@@ -60,6 +61,9 @@ def launch_attention(dtype: torch.dtype, head_dim: int) -> None:
     KERNELS.paged_attention(q[:BATCH], cache, end_B, scale=1.0, num_parts=4)
     KERNELS.ragged_attention(q, k, v, spans, scale=1.0, cache=cache, bias=DistanceBias(torch.zeros(HEADS, 257), 128))
     KERNELS.mixed_attention(q, k, v, spans, cache, cache, end_B, scale=1.0)
+    slots, bias = Slots(TOKENS, 32, [(0, 20)], CPU), DistanceBias(torch.zeros(HEADS, 63), 31)
+    KERNELS.slot_attention(q[:TOKENS], k[:TOKENS], v[:TOKENS], slots, scale=1.0, bias=bias)
+    KERNELS.slot_attention(q[:TOKENS], k[:TOKENS], v[:TOKENS], slots, scale=1.0, causal=True)
 
 
 def launch_the_rest(dtype: torch.dtype) -> None:

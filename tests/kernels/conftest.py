@@ -34,10 +34,15 @@ def _interpreted() -> Iterator[None]:
         yield
 
 
+NO_TRITON = "triton is not installed; `pip install 'exeplan[test]'` does so on Linux"
+needs_triton = pytest.mark.skipif(not language.AVAILABLE, reason=NO_TRITON)
+"""For tests that take no device, as those of hypothesis."""
+
+
 @pytest.fixture
 def device() -> torch.device:
     if not language.AVAILABLE:
-        pytest.skip("triton is not installed; `pip install 'exeplan[test]'` does so on Linux")
+        pytest.skip(NO_TRITON)
     torch.manual_seed(0)
     return DEVICE
 

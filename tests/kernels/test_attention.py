@@ -37,8 +37,11 @@ def test_decode_equals_the_reference_for_ragged_contexts_in_any_rows(heads, kv_h
     keys_RD, values_RD = torch.randn(2, num_rows, 8).to(dtype)
     q_BHD = torch.randn(len(contexts), heads, 8).to(dtype)
     generator = np.random.default_rng(0)
-    rows = [generator.permutation(num_rows)[: kv_heads * c].reshape(kv_heads, c) for c in contexts]
-    cached = CachedRows(rows, heads, num_rows, keys_RD)
+    num_slots = num_rows // kv_heads
+    slots = [generator.permutation(num_slots)[:c] for c in contexts]
+    rows = [np.arange(kv_heads)[:, None] * num_slots + slot_C for slot_C in slots]
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "num_slots": num_slots, "like": keys_RD}
+    cached = CachedRows(np.concatenate(slots), contexts, **options)
     for _ in range(2):  # What is worked out once serves every layer.
         outputs = decode_attention(q_BHD, keys_RD, values_RD, cached, scale=0.25)
     for q_HD, rows_KC, out_HD in zip(q_BHD, rows, outputs, strict=True):
@@ -78,9 +81,11 @@ def test_decode_adds_the_bias_of_each_sequence(heads, kv_heads, dtype, tolerance
     num_rows, contexts = 200, [1, 9, 9, 20]
     keys_RD, values_RD = torch.randn(2, num_rows, 8).to(dtype)
     q_BHD = torch.randn(len(contexts), heads, 8).to(dtype)
-    rows = [np.arange(kv_heads * c).reshape(kv_heads, c) for c in contexts]
+    num_slots = num_rows // kv_heads
+    rows = [np.arange(kv_heads)[:, None] * num_slots + np.arange(c) for c in contexts]
     biases = [torch.randn(heads, c).to(dtype) for c in contexts]
-    cached = CachedRows(rows, heads, num_rows, keys_RD, biases)
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "num_slots": num_slots, "like": keys_RD}
+    cached = CachedRows(np.concatenate([*map(np.arange, contexts)]), contexts, **options, biases=biases)
     for _ in range(2):  # The biases outlast the first layer.
         outputs = decode_attention(q_BHD, keys_RD, values_RD, cached, scale=0.25)
     for q_HD, rows_KC, bias_HC, out_HD in zip(q_BHD, rows, biases, outputs, strict=True):

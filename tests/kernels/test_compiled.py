@@ -31,6 +31,7 @@ def test_kernels_compile_and_spill_nothing(tmp_path):
         "_join",
         "_prefill",
         "_mixed",
+        "_slot",
         "_norm",
         "_rotate",
         "_activate",

@@ -9,7 +9,7 @@ from exeplan.kernels.kv_blocks import move_blocks, move_blocks_reference
 from exeplan.kernels.kv_slots import gather_slots
 from exeplan.scheduling import BLOCK_SIZE
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 
 
 def block_slots(block):
@@ -25,6 +25,7 @@ def test_a_moved_block_holds_what_it_held(head_dim, dtype, device):
     assert torch.equal(gather_slots(tables, block_slots(1), num_kv_heads=2), before)
 
 
+@needs_triton
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     layers=st.integers(1, 2),

@@ -17,7 +17,7 @@ from exeplan.kernels.kv_slots import (
 from exeplan.model import load_model_spec
 from exeplan.runner.kv_cache import KVCache
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 
 
 def tables_of(layers, kv_heads, slots, head_dim, dtype=torch.float32):
@@ -26,7 +26,7 @@ def tables_of(layers, kv_heads, slots, head_dim, dtype=torch.float32):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 64), (2, 80), (3, 96), (2, 128)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 64), (2, 80), (3, 96), (2, 128), (1, 256)])
 def test_store_equals_the_reference(kv_heads, head_dim, dtype, index, device):
     table_2RD = tables_of(1, kv_heads, 48, head_dim, dtype)[0]
     expected = table_2RD.clone()
@@ -42,11 +42,12 @@ def test_the_reference_is_the_store_of_the_runners_cache():
     cache = KVCache(spec, 3, torch.float32, torch.device("cpu"))
     kv_NMD = torch.randn(4, 2 * spec.num_kv_heads, spec.head_dim)
     cache.store(1, cache.store_rows(slot_N), kv_NMD)
-    stored_2RD = torch.zeros(2, cache.num_rows, spec.head_dim)
+    stored_2RD = torch.zeros_like(cache.both_tables(1))
     store_slots_reference(kv_NMD, torch.from_numpy(slot_N), stored_2RD)
-    assert torch.equal(stored_2RD, torch.stack(cache.table(1)))
+    assert torch.equal(stored_2RD, cache.both_tables(1))
 
 
+@needs_triton
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     layers=st.integers(1, 3),

@@ -10,7 +10,7 @@ from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.spans import Span, Spans
 from exeplan.kernels.tuning import Config
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES, lengths, poisoned_cache
 
 
@@ -48,6 +48,7 @@ def test_either_may_be_missing(spans, contexts, device):
     check(spans, contexts)
 
 
+@needs_triton
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     spans=st.lists(st.tuples(st.integers(1, 18), st.integers(0, 18)), min_size=1, max_size=2),

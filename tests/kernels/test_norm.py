@@ -16,7 +16,7 @@ from exeplan.kernels.norm import (
     rms_norm_reference,
 )
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES
 
 EPS = 1e-5
@@ -26,6 +26,7 @@ def drawn(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
+@needs_triton
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     rows=st.integers(0, 4),

@@ -11,7 +11,7 @@ from exeplan.kernels.ragged_attention import ragged_attention, ragged_attention_
 from exeplan.kernels.spans import Span, Spans
 from exeplan.kernels.tuning import Config
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES, poisoned_cache
 
 SMALL = Config(rows=16, columns=16)
@@ -85,6 +85,7 @@ def test_who_sees_nothing_gets_zeros(device):
     assert found.eq(0).all()
 
 
+@needs_triton
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=3),

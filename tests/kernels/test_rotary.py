@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from exeplan.kernels.rotary import rotate, rotate_reference
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES
 
 
@@ -34,6 +34,7 @@ def test_equals_the_reference(head_dim, dim, dtype, device):
     check(2, 3, head_dim, dim, dtype)
 
 
+@needs_triton
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(tokens=st.integers(0, 3), heads=st.integers(1, 5), dims=st.sampled_from([(8, 8), (24, 24), (24, 12), (6, 2)]))
 def test_equals_the_reference_on_any_shape(tokens, heads, dims):

@@ -13,7 +13,7 @@ from exeplan.kernels.tuning import Config
 from exeplan.runner.noise import log_exponential_noise, noise_key
 from exeplan.runner.sampling import SamplingParams, candidates
 
-from .conftest import DEVICE
+from .conftest import DEVICE, needs_triton
 
 VOCAB = 150
 SMALL = Config(columns=64)
@@ -58,6 +58,7 @@ cuts = st.builds(
 )
 
 
+@needs_triton
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     rows=st.lists(cuts, min_size=1, max_size=3), seed=st.integers(0, 2**32), spread=st.sampled_from([0.1, 3.0, 20.0])

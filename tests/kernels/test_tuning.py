@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exeplan.kernels.tuning import AttentionConfigs, Config, Table, best_config
+from exeplan.kernels.tuning import AttentionConfigs, Config, Table, _seconds, best_config, untimed
 
 CONFIGS = tuple(Config(columns=columns) for columns in (16, 32, 64))
 
@@ -44,6 +44,11 @@ def test_a_damaged_file_is_an_empty_one(text, tmp_path):
     path = tmp_path / "kernels.json"
     path.write_text(text)
     assert Table(path).best("key", CONFIGS, lambda config: -config.columns) == CONFIGS[2]
+
+
+def test_what_is_untimed_is_not_launched():
+    with untimed(), untimed():
+        assert _seconds(unexpected, CONFIGS[0]) is None
 
 
 def test_the_cpu_times_nothing():

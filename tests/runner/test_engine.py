@@ -26,6 +26,7 @@ SCHEDULES = {
     "static": Schedule("static", {"batch_size": 4}),
     "orca": Schedule("orca", {"max_num_seqs": 5}),
     "rra": Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}),
+    "das": Schedule("orca", {"max_num_seqs": 5}, "das"),
 }
 every_policy = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 BYTES = Tokenizer(ByteCodec())
@@ -381,3 +382,27 @@ def test_a_step_is_recorded(runner):
         ("a", 0.0, 3.0, False),
     ]
     drain(engine)
+
+
+def test_a_request_that_has_not_begun_by_its_deadline_expires_and_is_never_computed(runner):
+    """Two places: the third waits, and its time is over before one comes free. The second began in time and goes on."""
+    now = itertools.count()
+    engine = Engine(Local(runner), Schedule("orca", {"max_num_seqs": 2}), num_blocks=64, clock=lambda: float(next(now)))
+    deadlines = {"0": None, "1": 5.0, "2": 5.0}
+    for (name, deadline), prompt in zip(deadlines.items(), prompts(3), strict=True):
+        engine.add(Request(request_id=name, prompt_token_ids=prompt, sampling=greedy(), deadline=deadline))
+    outputs = list(itertools.chain.from_iterable(iter(engine.step, [])))
+    ends = {output.request_id: output for output in outputs if output.finish_reason}
+    assert {name: end.finish_reason for name, end in ends.items()} == {"0": "length", "1": "length", "2": "expired"}
+    assert (ends["2"].token_ids, ends["2"].start) == ((), ends["2"].time)
+    assert sum(output.request_id == "2" for output in outputs) == 1
+    assert not engine.has_work
+
+
+def test_when_all_have_expired_nothing_is_computed(runner):
+    engine = Engine(Local(runner), Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}), num_blocks=64)
+    for name, prompt in zip("abc", prompts(3), strict=True):
+        engine.add(Request(request_id=name, prompt_token_ids=prompt, sampling=greedy(), deadline=0.0))
+    assert [output.finish_reason for output in engine.step()] == ["expired"] * 3
+    assert engine.last_step is None
+    assert not engine.has_work

@@ -46,6 +46,19 @@ def test_a_token_is_read_back_from_the_rows_of_its_slot():
     assert not cache.table(0)[0].any()
 
 
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_slots_of_some_sequences_are_those_of_each(runs):
+    cache = cache_of(8)
+    cache.resize("a", 1, 1)
+    cache.resize("b", 2, 2)
+    if runs > 1:
+        cache.resize("a", 2, 2)
+    spans = {"b": (5, 20), "a": (2, 16 * runs)}
+    each = [cache.slots(name, *span) for name, span in spans.items()]
+    assert cache.slots_of_all([*spans], [*spans.values()]).tolist() == np.concatenate(each).tolist()
+    assert cache.slots_of_all([], []).tolist() == []
+
+
 def test_sequences_that_grow_side_by_side_stay_one_run_each():
     cache = cache_of(40)
     for blocks in range(1, 11):

@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import exeplan.runner.model_runner as model_runner
 from exeplan.errors import InputError
+from exeplan.kernels.select import REFERENCE
 from exeplan.model import load_model_spec, model_spec
 from exeplan.plan import Schedule
 from exeplan.runner.model_runner import ModelRunner, family_names
@@ -64,6 +65,8 @@ CASES: dict[str, dict[str, object]] = {
     "gpt2-unscaled": {**GPT2, "scale_attn_weights": False, "activation_function": "relu"},
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES)
+every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
+"""Attention by the CPU's own fast path, and over blocks as on a GPU."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,7 @@ def serve(runner: ModelRunner, schedule: Schedule, requests: list[tuple[list[int
 
 
 def test_every_family_file_has_a_case():
-    encoder_decoders = {"t5"}  # tests/runner/test_t5.py
+    encoder_decoders = {"marian", "t5"}  # tests/runner/test_marian.py, test_t5.py
     assert {case.split("-")[0] for case in CASES} == set(family_names()) - encoder_decoders
 
 
@@ -141,14 +144,15 @@ def test_one_request_equals_generate(case, checkpoint):
     assert outputs == [expected]
 
 
+@every_path
 @every_case
-def test_sixteen_requests_that_join_and_leave_equal_generate(case, checkpoint):
+def test_sixteen_requests_that_join_and_leave_equal_generate(case, paged_with, checkpoint):
     """With fewer blocks than they need, so that some are preempted and computed again."""
     model, directory = checkpoint(case)
     lengths = [(1 + (7 * n) % 31, 1 + (5 * n) % 23) for n in range(16)]
     requests = [(prompt(length, seed=n), count) for n, (length, count) in enumerate(lengths)]
     expected = [generate(model, token_ids, count) for token_ids, count in requests]
-    runner = ModelRunner(load_model_spec(str(directory)), dtype="float32", device="cpu", num_blocks=7)
+    runner = ModelRunner(load_model_spec(str(directory)), num_blocks=7, paged_with=paged_with)
     outputs, preemptions = serve(runner, Schedule("rra", {"prefill_batch": 3, "decode_steps": 3}), requests, 7)
     assert outputs == expected
     assert preemptions > 0
@@ -160,12 +164,13 @@ def test_sixteen_requests_that_join_and_leave_equal_generate(case, checkpoint):
     [Schedule("static", {"batch_size": 5}), Schedule("orca", {"max_num_seqs": 6})],
     ids=["static-pads", "orca-mixes"],
 )
+@every_path
 @pytest.mark.parametrize("case", ["llama", "mistral", "opt", "gpt2"])
-def test_other_policies_equal_generate(case, schedule, checkpoint):
+def test_other_policies_equal_generate(case, schedule, paged_with, checkpoint):
     model, directory = checkpoint(case)
     requests = [(prompt(3 + 5 * n, seed=n), 2 + 3 * (n % 4)) for n in range(8)]
     expected = [generate(model, token_ids, count) for token_ids, count in requests]
-    runner = ModelRunner(load_model_spec(str(directory)), dtype="float32", device="cpu", num_blocks=32)
+    runner = ModelRunner(load_model_spec(str(directory)), num_blocks=32, paged_with=paged_with)
     assert serve(runner, schedule, requests, num_blocks=32)[0] == expected
 
 

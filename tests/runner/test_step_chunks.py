@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from exeplan.kernels.select import REFERENCE
 from exeplan.model import load_model_spec
 from exeplan.plan import Schedule
 from exeplan.runner.engine import Engine, Request
@@ -33,6 +34,8 @@ CASES: dict[str, dict[str, object]] = {
     "gpt2": {**NO_SPECIAL, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }
 every_case = pytest.mark.parametrize("case", CASES)
+every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
+"""Attention by the CPU's own fast path, and over blocks as on a GPU."""
 every_family = pytest.mark.parametrize("case", ["llama", "mistral", "opt", "gpt2"])
 
 
@@ -66,15 +69,16 @@ def generate(model: PreTrainedModel, token_ids: list[int], count: int) -> list[i
     return outputs[0, len(token_ids) :].tolist()
 
 
-def runner_of(directory: Path, num_blocks: int = 64, dtype: str = "float32") -> ModelRunner:
-    return ModelRunner(load_model_spec(str(directory)), dtype=dtype, device="cpu", num_blocks=num_blocks)
+def runner_of(directory: Path, num_blocks: int = 64, **options) -> ModelRunner:
+    return ModelRunner(load_model_spec(str(directory)), num_blocks=num_blocks, **options)
 
 
+@every_path
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_case
-def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, checkpoint):
+def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, paged_with, checkpoint):
     """Also where a chunk has one token, and where another request decodes beside it."""
-    runner = runner_of(checkpoint(case)[1], dtype=dtype)
+    runner = runner_of(checkpoint(case)[1], dtype=dtype, paged_with=paged_with)
     token_ids = {"cut": prompt(45, seed=1), "other": prompt(20, seed=2)}
     cut = Sequence(request_id="cut", num_prompt_tokens=45, max_output_tokens=1, num_blocks=num_blocks_for(45))
     other = Sequence(request_id="other", num_prompt_tokens=19, max_output_tokens=2, num_blocks=2)

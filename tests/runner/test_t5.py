@@ -10,8 +10,10 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
 from exeplan.errors import InputError
+from exeplan.kernels.select import REFERENCE
 from exeplan.model import load_model_spec, model_spec
 from exeplan.plan import Schedule
+from exeplan.runner.ahead import Ahead
 from exeplan.runner.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 from exeplan.runner.engine import Engine, Request
 from exeplan.runner.execution import Local
@@ -135,6 +137,10 @@ def serve(
 ):
     """Greedy outputs of requests of which two join each step, and the engine that gave them."""
     engine = Engine(Local(runner), schedule, num_blocks=num_blocks)
+    return play(engine, requests), engine
+
+
+def play(engine: Engine, requests: list[tuple[list[int], int]]) -> list[list[int]]:
     arrivals = [
         Request(request_id=str(n), prompt_token_ids=ids, sampling=SamplingParams(temperature=0.0, max_tokens=count))
         for n, (ids, count) in enumerate(requests)
@@ -146,7 +152,7 @@ def serve(
         del arrivals[:2]
         for output in engine.step():
             found[output.request_id] += output.token_ids
-    return list(found.values()), engine
+    return list(found.values())
 
 
 def sixteen(model: T5ForConditionalGeneration) -> tuple[Requests, list[list[int]]]:
@@ -174,6 +180,20 @@ def test_sixteen_mixed_requests_equal_generate(case, schedule, checkpoint):
     outputs, engine = serve(runner, schedule, requests)
     assert outputs == expected
     assert (engine.free_blocks, runner.cache.free_blocks) == (64, 64)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 9], ids=["roomy", "preempting"])
+@every_policy
+@pytest.mark.parametrize("case", ["v1.0", "deep-decoder"])
+def test_over_blocks_and_ahead_of_their_tokens_they_equal_generate(case, schedule, num_blocks, checkpoint):
+    """As on a GPU: recorded decode iterations, the next batch started before the tokens of the last are known."""
+    model, directory = checkpoint(case)
+    requests, expected = sixteen(model)
+    runner = runner_of(directory, num_blocks=num_blocks, paged_with=REFERENCE)
+    runner.record(4)
+    engine = Engine(Ahead(runner), schedule, num_blocks=num_blocks)
+    assert play(engine, requests) == expected
+    assert (engine.free_blocks, runner.cache.free_blocks) == (num_blocks, num_blocks)
 
 
 @pytest.mark.parametrize("policy", ["rra", "chunked"])

@@ -1,0 +1,136 @@
+"""A device that records its decode iterations is profiled by recordings, whose parts add up to the whole."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from exeplan.kernels.select import REFERENCE
+from exeplan.model import ModelSpec, model_spec
+from exeplan.plan import Schedule
+from exeplan.profile import COMPUTE_OPS, Device, load_profile
+from exeplan.profiler.captured import ahead, decode_parts, overheads, replay_seconds
+from exeplan.profiler.measure import Rig
+from exeplan.profiler.points import Point, Work
+from exeplan.profiler.profile_model import profile_model
+from exeplan.runner.engine import Engine, Request
+from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.sampling import SamplingParams
+from exeplan.scheduling import Batch, Sequence
+from exeplan.simulator.cost import CostModel
+
+DEVICE = Device(
+    name="small",
+    kind="cpu",
+    memory_bytes=1 << 30,
+    copy_bytes_per_second=1e10,
+    flops_per_second=1e11,
+    cache_bytes=1 << 20,
+)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+T5 = {
+    "model_type": "t5",
+    "is_encoder_decoder": True,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "vocab_size": 50,
+    "relative_attention_num_buckets": 8,
+    "decoder_start_token_id": 0,
+}
+
+
+def tiny(config: dict[str, object] = LLAMA) -> ModelSpec:
+    return model_spec(config, name="tiny")
+
+
+class _Slow:
+    """A layer of a known length."""
+
+    def __init__(self, layer, seconds: float) -> None:
+        self._layer, self._seconds = layer, seconds
+
+    def __call__(self, hidden_NE, angles, attend):
+        def slowly(shape, qkv_NMD):
+            time.sleep(2 * self._seconds)
+            return attend(shape, qkv_NMD)
+
+        time.sleep(self._seconds)
+        return self._layer(hidden_NE, angles, slowly if getattr(attend, "__name__", "") != "queries" else attend)
+
+
+def test_the_parts_are_told_apart():
+    runner = ModelRunner(tiny(), num_blocks=16, paged_with=REFERENCE)
+    runner.model.layers = [_Slow(layer, 5e-3) for layer in runner.model.layers]
+    rows = tuple(
+        Sequence(request_id=name, num_prompt_tokens=9, max_output_tokens=1, num_blocks=1) for name in ("a", "b", "c")
+    )
+    found = decode_parts(
+        runner, runner.model, Batch(decode=rows), {row.request_id: [1] * 9 for row in rows}, num_layers=3
+    )
+    # A sleep may last longer, and the real layer beside it takes a millisecond on a busy machine.
+    assert 0.014 < found.layer < 0.03
+    assert 0.009 < found.attention < 0.02
+    assert 0 < found.embed + found.head < 0.01
+
+
+def test_a_replay_is_timed_by_the_mean_of_many():
+    assert replay_seconds(lambda: time.sleep(1e-3), torch.device("cpu")) == pytest.approx(1e-3, rel=0.5)
+
+
+def test_overheads_are_what_steps_take_beyond_the_passes():
+    runner = ModelRunner(tiny(), num_blocks=64, paged_with=REFERENCE)
+    before = runner.model
+    with ahead(runner, runner.model, (1, 4)) as executor:
+        engine = Engine(executor, Schedule("orca", {"max_num_seqs": 4}), num_blocks=64)
+        for number in range(4):
+            sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            engine.add(Request(request_id=str(number), prompt_token_ids=[3] * 5, sampling=sampling))
+        began = time.perf_counter()
+        prefill, decode = overheads(engine, runner, num_steps=5)
+        took = time.perf_counter() - began
+    assert 0 < decode < took
+    assert 0 < prefill < took
+    assert (runner.model, runner.graphs) == (before, None)
+
+
+@pytest.mark.parametrize("config", [LLAMA, T5], ids=["llama", "t5"])
+@pytest.mark.parametrize("kind", ["decode", "engine", "prefill"])
+def test_every_point_yields_its_measurements(config, kind):
+    spec = replace(tiny(config), max_context=64)
+    rig = Rig(spec, dtype="float32", device="cpu", copies=2, num_blocks=64, dummy_weights=True, captured=True)
+    work = Work(spec=spec, dtype="float32", device=DEVICE, layer_bytes=1000)
+    values = rig.visit(Point(kind, 3, 10), work).values
+    ops = {
+        "decode": {"layer", "attention", "rest", "embed", "head"},
+        "engine": {"overhead"},
+        "prefill": {"layer", "attention", "rest", "embed"},
+    }
+    assert {key[0] for key in values} == ops[kind]
+    assert all(seconds > 0 for seconds in values.values())
+    assert {key[1] for key in values if key[0] == "rest"} <= {kind}
+    assert rig.runner.cache.free_blocks == 64
+
+
+def test_a_profile_of_recordings_is_one_that_the_cost_model_reads(tmp_path: Path):
+    output = tmp_path / "p.json"
+    settings = {"budget_seconds": 2.0, "max_num_seqs": 8, "dummy_weights": True, "progress": False}
+    profile_model(tiny(), output=output, captured=True, **settings)
+    profile = load_profile(output)
+    assert {m.op for m in profile.measurements} == set(COMPUTE_OPS)
+    assert {m.phase for m in profile.measurements if m.op == "rest"} == {"prefill", "decode"}
+    assert max(m.num_seqs for m in profile.measurements if m.op == "attention") == 8
+    assert CostModel(profile).shards[1].rest["decode"].at(4) > 0

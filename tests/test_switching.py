@@ -19,6 +19,7 @@ TOGETHER = [
     Schedule("rra", {"prefill_batch": 6, "decode_steps": 2, "micro_batches": 2}),
     Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 8}),
     Schedule("concat", {"rows": 2, "row_tokens": 80}),
+    Schedule("turbo", {"batch_size": 4}),
     Schedule("concat", {"rows": 3, "row_tokens": 80, "slot_tokens": 80}, order="das"),
 ]
 APART = [

@@ -23,6 +23,7 @@ from exeplan.scheduling import Batch, Scheduler, Sequence
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
+PADS_PROMPTS = True
 SEPARATE_STAGES = False
 
 _AHEAD, _MOST_AHEAD = 8, 1024

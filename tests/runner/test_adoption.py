@@ -31,6 +31,8 @@ ON_ONE = [
     Schedule("orca", {"max_num_seqs": 5}),
     Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 16}),
     Schedule("static", {"batch_size": 4}),
+    Schedule("turbo", {"batch_size": 3}),
+    Schedule("concat", {"rows": 2, "row_tokens": 64}),
     Schedule("rra", {"prefill_batch": 6, "decode_steps": 9}),
 ]
 REQUESTS = [([(7 * n + 11 * i) % VOCAB for i in range(1 + (13 * n) % 37)], 8 + (5 * n) % 23) for n in range(12)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 _CYCLES = 12
 _ATTEMPTS = 20
-_EXPIRED = 504
+_EXPIRED = 408
 """The status of a request that had not begun by its deadline."""
 
 

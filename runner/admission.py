@@ -41,14 +41,22 @@ class Admission:
         """Whole seconds in which the plan expects to work off what is waiting, 1 to 60."""
         return _retry(self.wait(num_waiting))
 
-    def refusal(self, count: int, *, num_waiting: int, max_tokens: int | None) -> RequestError | None:
-        """Why a request of so many sequences is not let in now; None when it is."""
+    def refusal(
+        self, count: int, *, num_waiting: int, max_tokens: int | None, deadline: float | None = None
+    ) -> RequestError | None:
+        """Why a request of so many sequences is not let in now; None when it is.
+
+        `deadline` is the request's own: seconds from now by which it must have begun.
+        """
         if count > self.max_queue:
             return RequestError(f"{count} sequences in one request, the queue holds {self.max_queue}", param="n")
         if num_waiting + count > self.max_queue:
             message = f"{num_waiting} sequences are waiting, the queue holds {self.max_queue}; try again later"
             return RequestError(message, status=429, code="queue_full", retry_after=self.retry_after(num_waiting))
-        late = self._late(num_waiting + count - 1, max_tokens) if self.refuse_late else 0.0
+        num_ahead = num_waiting + count - 1
+        late = self._late(num_ahead, max_tokens) if self.refuse_late else 0.0
+        if self.refuse_late and deadline is not None:
+            late = max(late, self.wait(num_ahead) - deadline)
         if late > 0:
             message = (
                 f"{num_waiting} sequences are waiting, so this request would come {late:.3g} s later than is promised"

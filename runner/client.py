@@ -273,7 +273,7 @@ class EngineClient:
         if event.finish_reason:
             job.open.discard(event.request_id)
         if event.finish_reason == "expired":
-            job.events.put_nowait(EngineError(_EXPIRED, status=504, code="deadline_exceeded"))
+            job.events.put_nowait(EngineError(_EXPIRED, status=408, code="deadline_exceeded"))
             return True
         fault = _FAULTS.get(event.finish_reason or "")
         job.events.put_nowait(EngineError(fault, status=500) if fault else event)

@@ -236,7 +236,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413, 431) or error.code == "busy":
+    if error.code != "deadline_exceeded" and (error.status in (408, 413, 431) or error.code == "busy"):
         headers["connection"] = "close"
     kind = ClosingResponse if error.status in (413, 431) else JSONResponse
     return kind(error.body(), status_code=error.status, headers=headers)

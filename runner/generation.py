@@ -34,7 +34,7 @@ class Generation(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note(job=self._job.job_id)
         seconds = self._service.request_seconds
-        late = EngineError(f"the request was not done within {seconds:g} s", status=504)
+        late = EngineError(f"the request was not done within {seconds:g} s", status=504, code="timeout")
         timer = asyncio.get_running_loop().call_later(seconds, self._job.fail, late)
         answering = asyncio.create_task(self._respond(scope, receive, send))
         leaving = asyncio.create_task(_client_leaves(receive))

@@ -9,14 +9,14 @@ import base64
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from exeplan.drift_state import Histogram, ReplanState
 from exeplan.report import json_line
-from exeplan.runner.observed import TICK_SECONDS, Finished, Tick, shares
+from exeplan.runner.observed import TICK_SECONDS, TIMELINE_SECONDS, Finished, Tick, shares
 from exeplan.runner.predicted import beside
 from exeplan.runner.service import Service
 from exeplan.scheduling import BLOCK_SIZE
@@ -83,7 +83,7 @@ class Live:
             "rejected": dict(service.metrics.rejected),
             "finished": dict(service.metrics.finished),
             **beside(plan, service.look_back()),
-            "timeline": _timeline(list(observed.timeline), observed.now),
+            "timeline": _timeline(observed.timeline, observed.now),
             "requests": _points(recent, observed.now, waiting=observed.waiting),
             "lengths": {
                 "inputs": _histograms([r.input_tokens for r in recent], _planned(state, "inputs")),
@@ -109,8 +109,9 @@ class Live:
             self._frontier, self._asked = rows, num_replans
 
 
-def _timeline(ticks: Sequence[Tick], now: float) -> dict[str, Any]:
+def _timeline(kept: Iterable[Tick], now: float) -> dict[str, Any]:
     """Columns, oldest first; `age` in seconds."""
+    ticks = [tick for tick in kept if now - tick.time <= TIMELINE_SECONDS]
     return {
         "tick_seconds": TICK_SECONDS,
         "age": [round(now - tick.time, 2) for tick in ticks],

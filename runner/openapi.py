@@ -9,7 +9,7 @@ from typing import Any
 
 from exeplan import __version__
 from exeplan.runner.connection import OPEN_PATHS
-from exeplan.runner.protocol import HARMLESS, LABELS, MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS
+from exeplan.runner.protocol import HARMLESS, LABELS, MAX_CHOICES, MAX_DEADLINE, MAX_LOGPROBS, MAX_PROMPTS, MAX_WEIGHT
 from exeplan.runner.sampling import FLOAT_LIMITS, INT_LIMITS, MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_STOPS
 
 Schema = dict[str, Any]
@@ -19,7 +19,7 @@ _ERRORS = {
     403: "not allowed here",
     404: "no such thing",
     405: "no such method",
-    408: "the request did not come in time",
+    408: "the request did not come in time, or had not begun by its own deadline",
     409: "nothing to do that to",
     413: "the body is too large",
     429: "the queue is full, or the request would come late; Retry-After says when to try again",
@@ -74,6 +74,8 @@ def _body(own: Schema, model: str, vocab_size: int, *, required: str) -> Schema:
         "model": {"enum": [model, None]},
         "n": _integer(1, MAX_CHOICES),
         "stream": {"type": ["boolean", "null"]},
+        "deadline": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": MAX_DEADLINE},
+        "weight": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": MAX_WEIGHT},
         "stream_options": {
             "description": "only with stream=true",
             "type": ["object", "null"],

@@ -5,7 +5,7 @@ OpenAI documents and this server does not offer is accepted at its harmless valu
 A field that is null counts as absent. Every number has a least and a greatest value.
 
 Of our own there are `deadline`, seconds from now after which the answer is of no use, and `weight`, what it counts
-beside others of its length. A request that has not begun by its deadline costs nothing and is answered 504 with the
+beside others of its length. A request that has not begun by its deadline costs nothing and is answered 408 with the
 code `deadline_exceeded`; one that has begun is finished. The plan's `order` says what they change for who goes first.
 """
 

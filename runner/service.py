@@ -93,7 +93,8 @@ class Service:
         if request.model not in (None, self.model_name):
             raise self.unknown_model(request.model)
         count = request.n * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
-        refusal = self.admission.refusal(count, num_waiting=self.engine.num_waiting, max_tokens=params.max_tokens)
+        waiting, deadline = self.engine.num_waiting, request.deadline
+        refusal = self.admission.refusal(count, num_waiting=waiting, max_tokens=params.max_tokens, deadline=deadline)
         if refusal:
             if refusal.status == 429:
                 self.metrics.rejected[refusal.code or ""] += 1

@@ -126,7 +126,7 @@ def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: 
 def served(plan: Path, *, max_queue: int) -> Iterator[str]:
     """The base URL of a server that runs the plan in a process of its own, until the block ends."""
     command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--max-queue", str(max_queue)]
-    command += ["--log-level", "warning"]
+    command += ["--log-level", "warning", "--replan", "off"]  # Nothing else is to compute while this measures.
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         assert server.stdout is not None

@@ -69,6 +69,12 @@ def test_a_bound_on_the_first_token_counts_too():
     assert refusal(2, more_bounds=(Bound(seconds=0.05, about="tpot"),)) is None  # Waiting does not change the pace.
 
 
+def test_a_request_that_would_not_begin_by_its_own_deadline_is_late():
+    admission = Admission(plan(), max_queue=100, refuse_late=True)
+    assert admission.refusal(1, num_waiting=4, max_tokens=1, deadline=1.5).code == "late"  # 2 s of waiting.
+    assert admission.refusal(1, num_waiting=2, max_tokens=1, deadline=1.5) is None
+
+
 def test_an_idle_server_lets_everybody_in():
     assert refusal(0, bound=Bound(seconds=1e-3)) is None
 

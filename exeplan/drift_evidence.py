@@ -102,19 +102,20 @@ def tail_within(share: float, *, size: float, confidence: float) -> float:
     return low
 
 
-def dependence(values: Ints) -> float:
+def dependence(values: Ints) -> float | None:
     """How many times more means of blocks vary than of independent requests; values in the order of their start.
 
-    1 where they do not, and where there are too few to tell. By ranks, as a single huge request says nothing.
+    1 where they do not; None where there are too few to tell. By ranks, as a single huge request says nothing.
     """
     size = len(values) // _NUM_BLOCKS
     if size < _LEAST_BLOCK:
-        return 1.0
+        return None
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - counts / 2)[inverse]
     variance = float(ranks.var())
     if variance == 0.0:
         return 1.0
     means = ranks[len(ranks) - size * _NUM_BLOCKS :].reshape(_NUM_BLOCKS, size).mean(axis=1)
-    between = float(np.square(np.diff(means)).mean()) / 2
+    # By the median, over that of a squared normal: a single jump is no dependence either.
+    between = float(np.median(np.square(np.diff(means)))) / 2 / 0.4549
     return max(1.0, between * size / variance)

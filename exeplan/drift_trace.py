@@ -52,28 +52,30 @@ def play_trace(watch: Watch, problem: Problem, trace: Trace, arrivals: Floats) -
     every = watch.rules.every
     for now in np.arange(every, arrivals[-1] + every, every):
         latest = int(np.searchsorted(arrivals, now, side="right"))
-        if latest > begun:
-            ends[begun:latest] = arrivals[begun:latest] + _seconds(watch, problem, trace.outputs[begun:latest])
+        curve = _seconds(watch, problem, int(trace.outputs.max()))
+        ends[begun:latest] = arrivals[begun:latest] + curve[trace.outputs[begun:latest] - 1]
         begun = latest
         done = np.flatnonzero(ends[:begun] <= now)
         open_ = np.flatnonzero((ends[:begun] > now) & np.isfinite(ends[:begun]))
-        ended = [_seen(trace, arrivals, ends, int(number), now) for number in done]
+        # All get their tokens at one pace, whatever they will become: else who runs would tell how long it will be.
+        tokens = np.minimum(np.searchsorted(curve, now - arrivals[open_], side="right"), trace.outputs[open_] - 1)
+        ended = [_seen(trace, arrivals, n, int(trace.outputs[n]), True) for n in done.tolist()]
+        known = zip(open_.tolist(), tokens.tolist(), strict=True)
+        running = [_seen(trace, arrivals, n, count, False) for n, count in known]
         ends[done] = -np.inf  # Told once.
-        watch.note(ended, [_seen(trace, arrivals, ends, int(number), now) for number in open_])
+        watch.note(ended, running)
         state, proposal = watch.look(float(now))
         if proposal:
             watch.adopted(proposal, now=float(now))
         yield TraceLook(state=state, num_arrived=begun, adopted=proposal)
 
 
-def _seconds(watch: Watch, problem: Problem, outputs: np.ndarray) -> Floats:
+def _seconds(watch: Watch, problem: Problem, longest: int) -> Floats:
+    """When the active plan delivers token 1, 2, ... of a request, from its start, under the lengths it was made for."""
     placed = problem.at(watch.plan.placement)
     steady = steady_state(watch.plan.schedule, watch.planned, placed.cost)
-    return steady.latency(outputs.astype(float))
+    return np.maximum.accumulate(steady.latency(np.arange(1.0, longest + 1.0)))
 
 
-def _seen(trace: Trace, arrivals: Floats, ends: Floats, number: int, now: float) -> Seen:
-    start, end, output = float(arrivals[number]), float(ends[number]), int(trace.outputs[number])
-    complete = end <= now
-    known = output if complete else int(output * (now - start) / max(end - start, 1e-9))
-    return Seen(start, int(trace.inputs[number]), min(known, output - (not complete)), complete)
+def _seen(trace: Trace, arrivals: Floats, number: int, num_tokens: int, complete: bool) -> Seen:
+    return Seen(float(arrivals[number]), int(trace.inputs[number]), num_tokens, complete)

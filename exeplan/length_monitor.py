@@ -72,6 +72,8 @@ class LengthMonitor:
         self._running: tuple[Seen, ...] = ()
         self._since = -np.inf
         self._most_kept = most_kept
+        self._alike = 1.0
+        """How much fewer requests it is worth that like ones follow each other, when there were enough to tell."""
         self.num_noted = 0
         """Requests that have ended, in all."""
 
@@ -97,10 +99,12 @@ class LengthMonitor:
         if not any(row.complete for row in rows):
             return None
         sample = _Sample.of(rows)
+        # A part that is chosen because it differs would not tell: it is like requests that it was chosen for.
+        self._alike = _dependence(sample) or self._alike
         if first := self._changed_at(sample):
             self._since = sample.starts[first]
             sample = sample.after(first)
-        return _observed(sample, self._half_life, name)
+        return _observed(sample, self._half_life, self._alike, name)
 
     def _changed_at(self, sample: "_Sample") -> int:
         """Where what came lately begins, if it differs from what came before; 0 if it does not."""
@@ -113,7 +117,7 @@ class LengthMonitor:
             recent *= 2
             if not early.complete.any():
                 continue
-            one, other = (_observed(part, np.inf, "part").known for part in (late, early))
+            one, other = (_observed(part, np.inf, self._alike, "part").known for part in (late, early))
             far = evidence(one, other, false_alarm=_FALSE_CUT)
             if far > most:
                 found, most = first, far
@@ -142,11 +146,16 @@ class _Sample:
         return _Sample(self.starts[:last], self.inputs[:last], self.outputs[:last], self.complete[:last])
 
 
-def _observed(sample: _Sample, half_life: float, name: str) -> Observed:
+def _dependence(sample: _Sample) -> float | None:
+    """Of the side whose like values follow each other more."""
+    found = [dependence(values[sample.complete]) for values in (sample.inputs, sample.outputs)]
+    return max((one for one in found if one), default=None)
+
+
+def _observed(sample: _Sample, half_life: float, alike: float, name: str) -> Observed:
     weights = 0.5 ** (np.arange(len(sample.starts))[::-1] / half_life)
     inputs, outputs, masses = _points(sample, weights)
     workload = Workload.of(name, inputs=inputs, outputs=outputs, weights=masses, source=f"{len(weights)} requests")
-    alike = max(dependence(values[sample.complete]) for values in (sample.inputs, sample.outputs))
     size = float(weights.sum() ** 2 / np.square(weights).sum()) / alike
     curve = _Curve.of(sample.outputs, sample.complete, weights)
     known = Known(workload, size, curve.lengths, np.minimum(curve.sizes / alike, size))

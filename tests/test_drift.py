@@ -92,7 +92,7 @@ def test_shorter_outputs_are_worth_a_plan_with_more_throughput(plan, problem):
 
 
 def test_two_replans_are_a_dwell_time_apart(plan, problem):
-    parts = [draw(700, seed, scale=(1.0, 1.8)[seed % 2]) for seed in range(6)]
+    parts = [draw(1500, seed, scale=(1.0, 1.8)[seed % 2]) for seed in range(4)]
     rules = Rules(every=4.0, dwell=20.0)
     _, found = replans(plan, problem, joined(*parts), rules)
     times = [look.state.seconds for look in found]

@@ -224,11 +224,10 @@ class Watch:
 
 
 def _policies(problem: Problem) -> tuple[str, ...]:
-    """All that can run; where the placement stays, those that need stages set apart if it has such, else the others."""
-    if problem.cluster is not None:
-        return resolve_policies("auto", problem.cluster)
-    apart = any(stage.phase for stage in problem.cost.placement)
-    return tuple(name for name in policy_names() if apart == load_policy(name).SEPARATE_STAGES)
+    """Those that `auto` is; where the placement stays and has stages set apart, those that need such."""
+    if problem.cluster is None and any(stage.phase for stage in problem.cost.placement):
+        return tuple(name for name in policy_names() if load_policy(name).SEPARATE_STAGES)
+    return resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None)
 
 
 def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:

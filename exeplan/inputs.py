@@ -10,6 +10,7 @@ from exeplan.cluster import Cluster, Link, load_cluster
 from exeplan.deadlines import parse_deadlines
 from exeplan.errors import Infeasible, InputError
 from exeplan.model import ModelSpec, load_model_spec
+from exeplan.orders import ORDERS
 from exeplan.placement_check import check_devices, check_placement
 from exeplan.plan import Plan, load_plan
 from exeplan.problem import MEMORY_UTILIZATION, Problem, make_problem
@@ -135,7 +136,9 @@ def plan_problem(
     gpus = plan_cluster(plan, measured, cluster)
     requests = plan_workload(plan, spec, workload)
     problem = _placed(plan, measured, requests, gpus)
-    return replace(problem, more_bounds=plan.more_bounds, arrivals=_arrivals(plan, requests))
+    # Another schedule keeps the order, but for one that only the plan's own policy has.
+    order = plan.schedule.order if plan.schedule.order in ORDERS else "das"
+    return replace(problem, more_bounds=plan.more_bounds, arrivals=_arrivals(plan, requests), order=order)
 
 
 def _arrivals(plan: Plan, workload: Workload) -> Arrivals | None:

@@ -271,10 +271,18 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
     return replace(candidate.search, frontier=pareto(trials))
 
 
-def resolve_policies(text: str, cluster: Cluster | None = None) -> tuple[str, ...]:
-    """`auto` is every policy, on one device every one that needs no second; otherwise the one that is named."""
+def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
+    """`auto` is every policy that the devices and the requests ask for; otherwise the one that is named.
+
+    On one device none that needs a second; without deadlines none that is made for them.
+    """
     if text == "auto":
-        return tuple(name for name in policy_names() if cluster or not load_policy(name).SEPARATE_STAGES)
+        policies = {name: load_policy(name) for name in policy_names()}
+        return tuple(
+            name
+            for name, policy in policies.items()
+            if (cluster or not policy.SEPARATE_STAGES) and (deadlines or not policy.FOR_DEADLINES)
+        )
     load_policy(text)
     return (text,)
 

@@ -20,7 +20,7 @@ from exeplan.profiler.memory import tensor_bytes
 from exeplan.profiler.points import Work, choose_range
 from exeplan.profiler.several import ONE_DEVICE_SHARE, Several, check_several
 from exeplan.progress import Progress
-from exeplan.runner.model_runner import load_model
+from exeplan.runner.families import load_model
 from exeplan.runner.precision import activation_dtype, check_precision
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256

@@ -4,10 +4,8 @@ It is the data plane only: what runs next is decided by `exeplan.scheduling`, wh
 `runner/sampling.py`.
 """
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -16,14 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.batch import Packing
-from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.model import FP8, ModelSpec
-from exeplan.runner.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
+from exeplan.model import ModelSpec
+from exeplan.runner.checkpoint import OnRead
 from exeplan.runner.decode_graphs import DecodeGraphs
 from exeplan.runner.encoder import EncoderDecoderModel, EncoderStep
+from exeplan.runner.families import load_model
 from exeplan.runner.kv_cache import KVCache
-from exeplan.runner.layers import Model
 from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
 from exeplan.runner.paged_step import PagedStep, Singles, block_table, singles_of
 from exeplan.runner.precision import activation_dtype, cache_dtype
@@ -384,46 +381,3 @@ def _row(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) ->
 
 def _inputs(step: EncoderStep | PackedRows | Step | PagedStep) -> tuple[Tensor, Tensor]:
     return step.token_N, step.position_N
-
-
-def load_model(
-    spec: ModelSpec,
-    *,
-    shard: Shard | None = None,
-    dtype: str,
-    device: str,
-    dummy_weights: bool,
-    seed: int = 0,
-    kernels: Kernels | None = None,
-    on_read: OnRead = lambda num_bytes: None,
-) -> tuple[Model, int]:
-    """The model of a spec, or a shard of it, and the bytes of its weights. Raises InputError when it cannot be run."""
-    family = _family(spec)
-    kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
-    weights: Weights
-    if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)
-    else:
-        weights = Checkpoint(
-            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, fp8=fp8, on_read=on_read
-        )
-    model: Model = family.Model(spec, weights, shard or whole(spec))
-    return model, weights.num_bytes
-
-
-def family_names() -> list[str]:
-    """All families, sorted: the files in `runner/models`."""
-    return sorted(path.stem for path in (Path(__file__).parent / "models").glob("[a-z]*.py"))
-
-
-def _family(spec: ModelSpec) -> ModuleType:
-    if spec.family not in family_names():
-        raise InputError(f"no model family '{spec.family}'; there are {', '.join(family_names())}")
-    if quantization := spec.config.get("quantization_config"):
-        method = (
-            quantization.get("quant_method", "an unknown method") if isinstance(quantization, dict) else quantization
-        )
-        raise InputError(
-            f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
-        )
-    return importlib.import_module(f"exeplan.runner.models.{spec.family}")

@@ -135,7 +135,7 @@ def _solved(args: argparse.Namespace) -> "tuple[Problem, Optimum, tuple[Tried, .
     make, cluster, whole = _asked(args)
 
     def solve(gpus: "Cluster | None", *, advise: bool = False) -> "Optimum":
-        policies = resolve_policies(args.policy, gpus)
+        policies = resolve_policies(args.policy, gpus, deadlines=args.deadline is not None)
         return optimize(make(gpus), policies=policies, method=args.method, risk=risk, advise=advise)
 
     if args.gpus == "auto":

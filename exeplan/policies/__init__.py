@@ -116,6 +116,9 @@ class Policy(Protocol):
     """Some stages only prefill, the others only decode."""
     PADS_PROMPTS: bool
     """All prompts of a batch are computed at the length of its longest, or of a row."""
+    FOR_DEADLINES: bool
+    """Batches run to completion so that who is chosen for one counts: where requests have no deadlines, `auto` leaves
+    the policy out, because others serve more at every bound."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
 

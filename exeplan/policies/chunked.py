@@ -29,6 +29,7 @@ from exeplan.workload import Workload
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
 PADS_PROMPTS = False
+FOR_DEADLINES = False
 
 _BUDGETS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])

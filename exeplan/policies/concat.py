@@ -47,6 +47,7 @@ from exeplan.workload import Workload
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = False
+FOR_DEADLINES = True
 
 _SLOTS = (1, 4)
 """Slots a row that the search tries: pure rows, and rows that are cut."""

@@ -35,6 +35,7 @@ from exeplan.workload import Workload
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
 PADS_PROMPTS = False
+FOR_DEADLINES = False
 
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""

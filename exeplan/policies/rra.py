@@ -32,6 +32,7 @@ from exeplan.workload import Workload
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
 PADS_PROMPTS = False
+FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 

@@ -20,6 +20,7 @@ from exeplan.workload import Workload
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = True
+FOR_DEADLINES = False
 
 
 def check(schedule: Schedule) -> None:

@@ -23,9 +23,9 @@ from exeplan.scheduling import Batch, Scheduler, Sequence
 from exeplan.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
-PADS_PROMPTS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = True
+FOR_DEADLINES = True
 
 _AHEAD, _MOST_AHEAD = 8, 1024
 """So many times a batch is looked at in the queue, and at most so many requests, if a batch has no more."""

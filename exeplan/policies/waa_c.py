@@ -15,6 +15,7 @@ from exeplan.workload import Workload
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = True
 PADS_PROMPTS = False
+FOR_DEADLINES = False
 SPLIT_BY = "time"
 
 __all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]

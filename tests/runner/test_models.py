@@ -13,7 +13,8 @@ from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.model import load_model_spec, model_spec
 from exeplan.plan import Schedule
-from exeplan.runner.model_runner import ModelRunner, family_names
+from exeplan.runner.families import family_names
+from exeplan.runner.model_runner import ModelRunner
 from exeplan.scheduling import Batch, Scheduler, Sequence, num_blocks_for
 
 VOCAB = 199

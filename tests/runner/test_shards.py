@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from exeplan.errors import InputError
 from exeplan.model import load_model_spec, model_spec
 from exeplan.runner.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
-from exeplan.runner.model_runner import ModelRunner, load_model
+from exeplan.runner.families import load_model
+from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.shard import Shard, head_parts, whole
 
 from . import ranks

@@ -215,7 +215,7 @@ def test_any_percentile_of_requests_can_be_bounded(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --latency-bound (inf for none), --ttft or --tpot"),
+        ([], "give --latency-bound (inf for none), --deadline, --ttft or --tpot"),
         (["--ttft", "soon"], "--ttft must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         (["--ttft", "5 parsec"], "--ttft must be a duration such as 2s, 500ms or 1m, found '5 parsec'"),
         (["--tpot", "nan"], "--tpot must be above zero, found 'nan'"),

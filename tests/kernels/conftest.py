@@ -7,6 +7,7 @@ shall not inherit it. The interpreter multiplies bfloat16 wrongly, which is why 
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -26,6 +27,8 @@ def interpreting() -> Iterator[None]:
 
 with interpreting():
     from exeplan.kernels import language, select  # noqa: F401 - importing them defines every kernel
+
+assert language.AVAILABLE or not importlib.util.find_spec("triton"), "somebody imported the kernels before"
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -47,7 +47,7 @@ def test_far_too_many_requests_are_refused_and_the_others_served(benchmark, laun
     load = Load(
         input_tokens=np.full(number, 20),
         output_tokens=np.full(number, 40),
-        arrivals=np.linspace(0, 3.0, number),
+        arrivals=np.linspace(0, 0.3, number),
         seed=0,
     )
     overload = benchmark("overload")

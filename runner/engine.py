@@ -10,10 +10,9 @@ Not here: threads, queues and HTTP (`process`, `server`), which request comes ne
 batch runs on (`execution`).
 """
 
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -24,9 +23,10 @@ from exeplan.runner.device_sampling import needs_tokens
 from exeplan.runner.execution import Arrived, Done, Executor, WorkerError, producing_rows
 from exeplan.runner.requests import Output, Request, Row, as_rows
 from exeplan.runner.room import pass_limit
+from exeplan.runner.rows import row_of
 from exeplan.runner.sampling import GREEDY, SampledToken
 from exeplan.runner.text_stream import TextStream
-from exeplan.runner.tokenizer import Tokenizer, decoder_start_token_id, eos_token_ids
+from exeplan.runner.tokenizer import Tokenizer, eos_token_ids
 from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler
 from exeplan.scheduling import Sequence as SequenceState
 from exeplan.switching import take_over
@@ -119,7 +119,13 @@ class Engine:
         """Queues a request. Raises InputError, and changes nothing, when it cannot be run."""
         if request.request_id in self._rows:
             raise InputError(f"request '{request.request_id}' is running already")
-        row = self._row(request)
+        row = row_of(
+            request,
+            spec=self._spec,
+            tokenizer=self._tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            num_slots=self.num_blocks * BLOCK_SIZE,
+        )
         self._scheduler.add(row)
         self._rows[request.request_id] = row
 
@@ -379,61 +385,6 @@ class Engine:
         self._scheduler.remove(row)
         self._executor.release(row.request_id)
         del self._rows[row.request_id]
-
-    def _row(self, request: Request) -> Row:
-        params, prompt = request.sampling, list(request.prompt_token_ids)
-        self._check_token_ids("the prompt", prompt)
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        self._check_token_ids("logit_bias", list(params.logit_bias))
-        begin = [] if self._spec.first_token_from_prefill else [decoder_start_token_id(self._spec)]
-        max_output_tokens = self._max_output_tokens(len(prompt), params.max_tokens)
-        if params.min_tokens > max_output_tokens:
-            raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
-        ends = (*params.stop_token_ids, *self._eos_token_ids)
-        return Row(
-            request_id=request.request_id,
-            num_prompt_tokens=len(prompt) + len(begin),
-            max_output_tokens=max_output_tokens,
-            sampling=params,
-            plain=params.plain,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            prompt_token_ids=begin or prompt,
-            token_ids=[*prompt, *begin],
-            num_begin_tokens=len(begin),
-            banned_token_ids=ends,
-            end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
-            stream=self._tokenizer.stream(begin or prompt, params.stop),
-            arrival=request.arrival,
-            deadline=request.deadline,
-            weight=request.weight,
-        )
-
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        vocab_size = self._spec.vocab_size
-        for token_id in token_ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise InputError(
-                    f"{name}: token id {token_id!r} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}"
-                )
-
-    def _max_output_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        context = self._spec.max_context
-        if num_prompt_tokens == 0:
-            raise InputError("the prompt is empty; it needs at least one token")
-        most = context - 1 if self._spec.first_token_from_prefill else context
-        if num_prompt_tokens > most:
-            raise InputError(
-                f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {most}"
-            )
-        room = context - num_prompt_tokens if self._spec.first_token_from_prefill else context
-        if max_tokens is None:
-            return max(min(room, self.num_blocks * BLOCK_SIZE - num_prompt_tokens), 1)
-        if max_tokens > room:
-            raise InputError(
-                f"max_tokens {max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the context "
-                f"of {context}; at most {room} fit"
-            )
-        return max_tokens
 
 
 def _note_start(batch: Batch, now: float) -> None:

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from exeplan.model import ModelSpec
 from exeplan.placement import placed
@@ -89,19 +90,22 @@ class _Watched:
 
     def gaps(self, num_seqs: int) -> list[float]:
         """Seconds between the passes of a batch of so many decode rows."""
-        before = len(read_events(self.timeline))
+        before = len(self._passes(self.num_stages - 1))
         for index in range(num_seqs):
             sampling = SamplingParams(temperature=0.0, max_tokens=_STEPS, ignore_eos=True)
             self.engine.add(Request(request_id=f"{index}", prompt_token_ids=[0] * _PROMPT, sampling=sampling))
         while self.engine.has_work:
             self.engine.step()
-        passes = read_events(self.timeline)[before:]
-        first, last = ([p for p in passes if p["tid"] == stage] for stage in (0, self.num_stages - 1))
+        first, last = (self._passes(stage)[before:] for stage in (0, self.num_stages - 1))
         return [
             (after["ts"] - end["ts"] - end["dur"]) * 1e-6
-            for (begin, end), (after, _) in pairwise(zip(first, last, strict=True))
+            # Each stage reports on its own: the latest pass of the first one may not be known yet.
+            for (begin, end), (after, _) in pairwise(zip(first, last, strict=False))
             if len(begin["args"]["decode"]) == len(after["args"]["decode"]) == num_seqs
         ]
+
+    def _passes(self, stage: int) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.timeline) if "dur" in event and event["tid"] == stage]
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class Worker:
         if setup.get("gpu_memory_utilization"):
             self._spec = with_finite_context(self._spec)
         placement = placement_from(setup["placement"])
-        self._seat = seat = seat_of(placement, setup["rank"])
+        seat = seat_of(placement, setup["rank"])
         self._stage = stage = placement[seat.stage]
         device = local_device(options["device"], setup["local_device"])
         check_precision(options["dtype"], options.get("kv_dtype"), device)

@@ -135,11 +135,6 @@ class EngineRun:
     cpu: Floats
     """The wall clock and this thread's CPU clock after every step, seconds from the start."""
 
-    @property
-    def cpu_share(self) -> float:
-        """How much of one core the run got while it had work: about 1 on a quiet machine with one compute thread."""
-        return float(self.cpu[-1] / self.wall[-1])
-
     def on_cpu_clock(self) -> list[RequestRecord]:
         """The records as they would be had nobody else used the core. For a backlog, where the engine never sleeps."""
         return [

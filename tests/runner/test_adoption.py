@@ -200,6 +200,7 @@ def test_layers_move_between_workers_and_policies_change_with_them(directory, ex
         run(engine, found, adopt)
     assert found == expected
     assert [answer["kind"] for answer in answers] == ["adopted"] * len(setups)
+    assert [answer["num_recomputed"] for answer in answers] == [0] * len(setups)
     assert threading.active_count() < 20
     deadline = time.monotonic() + 5
     while (left := [t for t in threading.enumerate() if t.name.startswith("Thread") and t.is_alive()]) and (

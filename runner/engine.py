@@ -11,6 +11,7 @@ batch runs on (`execution`).
 """
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -171,10 +172,11 @@ class Engine:
         """Goes on with another schedule when what is under way is done; no request is lost, none gets a token twice.
 
         Keys and values stay as far as the schedule lets them (`exeplan.switching`). Another `executor`, which has as
-        many blocks as said, takes the place of this one, which is closed first. Where both keep keys and values in
-        `kv_dtype` they are carried over, as far as host memory and blocks go; everybody else's are computed again.
-        Raises InputError where a request does not fit, and whatever the executor raises, and then goes on as before,
-        in the latter case on the one that `restore` makes; what was under way comes with the next step then.
+        many blocks as said, takes the place of this one, which is closed first where `restore` could make it again,
+        and otherwise afterwards, beside what goes on. Where both keep keys and values in `kv_dtype` they are carried
+        over, as far as host memory and blocks go; everybody else's are computed again.
+        Raises InputError where a request does not fit, and whatever the executor raises, and then goes on as before;
+        what was under way comes with the next step then.
         """
         began = self._clock()
         self._due += self._come_to_rest()
@@ -293,15 +295,18 @@ class Engine:
     def _exchange(
         self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None, carried: Carried
     ) -> None:
+        if restore is None:
+            old, self._executor = self._executor, executor()
+            threading.Thread(target=old.close).start()  # Its processes take their time to end.
+            return
         self._executor.close()
         try:
             self._executor = executor()
         except BaseException:
-            if restore is not None:
-                self._executor = restore()
-                before, self._scheduler = self._scheduler, self._same_scheduler()
-                kept = carried.restore(self._executor, _rows(keepable(self._scheduler, before)))
-                self._dismiss(take_over(self._scheduler, before, keep=kept))
+            self._executor = restore()
+            before, self._scheduler = self._scheduler, self._same_scheduler()
+            kept = carried.restore(self._executor, _rows(keepable(self._scheduler, before)))
+            self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 
     def _seen(self, row: Row, now: float) -> Seen:

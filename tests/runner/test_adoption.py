@@ -127,7 +127,8 @@ def test_a_schedule_that_does_not_fit_is_refused_and_the_old_one_goes_on(runner,
     assert found == expected
 
 
-def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(runner, expected):
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, runner, expected):
     engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
 
     def fails() -> Any:
@@ -136,7 +137,7 @@ def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(runner, expected
     def attempt(step: int, outputs: list) -> None:
         if step == 5:
             with pytest.raises(WorkerError):
-                engine.adopt(ON_ONE[1], executor=fails, restore=lambda: Local(runner))
+                engine.adopt(ON_ONE[1], executor=fails, restore=(lambda: Local(runner)) if closed_first else None)
 
     run(engine, found, attempt)
     assert found == expected

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import os
+import signal
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -264,6 +266,24 @@ def test_workers_that_die_meanwhile_cost_no_request(old, new, checkpoint, runner
     assert found == expected("llama")
     assert switched.num_carried == 0 < switched.num_recomputed
     assert "running requests are computed again" in caplog.text
+
+
+def test_a_worker_that_is_dead_has_nothing_to_carry(checkpoint, expected):
+    spec = load_model_spec(checkpoint("llama"))
+    plan = Plan(model=checkpoint("llama"), schedule=ORCA, placement=widths(spec, 1, 1), kv_cache_tokens=16 * BLOCKS)
+    switched: list = []
+    with contextlib.ExitStack() as stack:
+        workers = build_executor(engine_setup(plan, spec))
+        stack.callback(workers.close)
+        engine = Engine(workers, ORCA, num_blocks=BLOCKS)
+        adopt = adopting(engine, switched, RRA, fresh(checkpoint))
+
+        def after_a_death() -> Switched:
+            os.kill(workers.pids[-1], signal.SIGKILL)
+            return adopt()
+
+        assert run(engine, {9: after_a_death}) == expected("llama")
+    assert switched[0].num_carried == 0
 
 
 def test_old_workers_that_are_built_again_take_back_what_they_had(checkpoint, runners, expected):

@@ -6,8 +6,8 @@ Runs the demo model with random weights in an engine process as `exeplan serve` 
 RRA with other batches and frequencies, ORCA, chunked and static ones, WAA with other batches, and switches between all
 of them, which move layers from worker to worker. Clients ask greedily, all the time, one after the other; the answers
 must be those of an engine that keeps its plan. Prints for each re-plan how long nothing was begun, how long it took
-from the order on, who was computed again, and the longest gap between two tokens of a running answer. Writes
-records/replans.json.
+from the order on, whose keys and values were carried to other workers, who was computed again, and the longest gap
+between two tokens of a running answer. Writes records/replans.json.
 """
 
 import argparse
@@ -65,10 +65,17 @@ def main() -> None:
     args = parser.parse_args()
     figures = asyncio.run(_run(args))
     rows = [
-        (row["to"], f"{row['paused_s']:.3f}", f"{row['took_s']:.2f}", str(row["recomputed"]), f"{row['gap_s']:.2f}")
+        (
+            row["to"],
+            f"{row['paused_s']:.3f}",
+            f"{row['took_s']:.2f}",
+            str(row["carried"]),
+            str(row["recomputed"]),
+            f"{row['gap_s']:.2f}",
+        )
         for row in figures["replans"]
     ]
-    print(table(("to", "paused s", "took s", "computed again", "longest gap s"), rows))
+    print(table(("to", "paused s", "took s", "carried", "computed again", "longest gap s"), rows))
     print()
     print(table(("", ""), [[name, str(value)] for name, value in figures.items() if name != "replans"]))
     print(f"\nrecord: {write_record('replans', figures)}")
@@ -135,6 +142,7 @@ async def _replan(client: EngineClient, setup: Mapping[str, Any], name: str, gap
         "stages": len(setup["placement"]),
         "paused_s": round(answer["seconds"], 4),
         "took_s": round(took, 3),
+        "carried": answer["num_carried"],
         "recomputed": answer["num_recomputed"],
         "gap_s": round(max(gaps, default=0.0), 3),
     }

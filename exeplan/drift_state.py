@@ -96,6 +96,8 @@ class Replanned:
     """In which no batch ran."""
     num_recomputed: int = 0
     """Requests whose keys and values could not stay."""
+    num_carried: int = 0
+    """Requests that took theirs along to other workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

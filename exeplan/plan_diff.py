@@ -1,8 +1,8 @@
 """What lies between two plans for one model: what changes, what it gains, and what moving costs.
 
 Weights that a GPU does not hold yet are loaded anew, all GPUs at once; a tensor-parallel share counts as what of the
-layer it is. Keys and values stay where their layers' shares stay; this version moves none, so where any would have to
-move, the requests under way are prefilled again or finished first.
+layer it is. Keys and values go where their layers' shares go, over host memory, as far as the new cache has room; with
+other weights, numbers or machines the requests under way are prefilled again or finished first.
 
 Not here: how it is shown (`plan_diff_text.py`), and how a running server swaps plans.
 """
@@ -54,6 +54,8 @@ class Moving:
     """Until the last GPU has loaded, by where from."""
     kv_share_kept: float
     """Of the keys and values in use, those that are where the new plan needs them."""
+    kv_carried: bool
+    """Whether the others can be brought there."""
     kv_bytes_moved: float | None
     """What the others weigh under the old plan's load; None where it has no estimate."""
     recomputed_tokens: float | None
@@ -139,15 +141,16 @@ def _moving(old: Plan, new: Plan, spec: ModelSpec, bytes_per_second: Mapping[str
     before, after = () if afresh else old.placement, new.placement
     held, sizes = _held(before, spec), _bytes(spec, new.dtype or old.dtype or _DTYPE)
     loaded = {gpu: _missing(held.get(gpu, {}), parts, sizes) for gpu, parts in sorted(_held(after, spec).items())}
-    kept = _kv_kept(before, after, spec)
+    kept, carried = _kv_kept(before, after, spec), not afresh and old.kv_dtype == new.kv_dtype
     used = old.estimate.kv_tokens if old.estimate else None
     per_token = spec.kv_bytes_per_token(old.kv_dtype or old.dtype or new.kv_dtype or new.dtype or _DTYPE)
     return Moving(
         loaded_bytes=loaded,
         load_seconds={where: max(loaded.values()) / speed for where, speed in bytes_per_second.items()},
         kv_share_kept=kept,
+        kv_carried=carried,
         kv_bytes_moved=None if used is None else (1 - kept) * used * per_token,
-        recomputed_tokens=None if used is None else used if kept < 1 else _excess(used, new),
+        recomputed_tokens=None if used is None else _excess(used, new) if carried or kept == 1 else used,
         finish_seconds=old.estimate.latency_p99 if old.estimate else None,
     )
 

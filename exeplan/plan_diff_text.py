@@ -69,6 +69,12 @@ def _request_line(moving: Moving) -> str:
             "requests, for which the new KV cache has no room: those are recomputed"
         )
     lost = f"{100 * (1 - moving.kv_share_kept):.0f} % of the keys and values are on other GPUs"
+    if moving.kv_carried:
+        lost += f" ({show_bytes(moving.kv_bytes_moved)})" if moving.kv_bytes_moved is not None else ""
+        short = (
+            f", but for {moving.recomputed_tokens:.0f} tokens that are recomputed" if moving.recomputed_tokens else ""
+        )
+        return f"requests under way: {lost}, and move there over host memory{short}"
     if moving.recomputed_tokens is None or moving.kv_bytes_moved is None:
         return f"requests under way: {lost}, so that all of them are recomputed, or finished first"
     return (

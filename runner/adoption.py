@@ -5,6 +5,9 @@ workers are built: on CPUs beside the old ones, in a thread, so that these serve
 devices have no room for two, after them, and the old ones again where that fails. Weights come from host memory, where
 several devices might have to load others (`host_memory`).
 
+Keys and values of running requests are carried over (`carrying`) where both plans keep them in the same dtype, made by
+weights of the same dtype, and on this host; otherwise they are computed again.
+
 Not here: which plan, and why (`exeplan.drift`, `replan`).
 """
 
@@ -123,8 +126,13 @@ class Adoption:
         restore: "Callable[[], Executor] | None" = None,
     ) -> dict[str, Any]:
         setup, began = message["setup"], time.perf_counter()
-        num_blocks = setup["engine"]["num_blocks"] if executor else None
-        switched = self._engine.adopt(schedule_of(setup), executor=executor, restore=restore, num_blocks=num_blocks)
+        switched = self._engine.adopt(
+            schedule_of(setup),
+            executor=executor,
+            restore=restore,
+            num_blocks=setup["engine"]["num_blocks"] if executor else None,
+            kv_dtype=self._kv_dtype(setup),
+        )
         outputs += switched.outputs
         self._setup = setup
         return {
@@ -133,4 +141,15 @@ class Adoption:
             "num_blocks": self._engine.num_blocks,
             "seconds": time.perf_counter() - began,
             "num_recomputed": switched.num_recomputed,
+            "num_carried": switched.num_carried,
         }
+
+    def _kv_dtype(self, setup: Mapping[str, Any]) -> str | None:
+        """That of keys and values; None where workers of that setup cannot use those that there are."""
+        if self._setup["hosts"] or setup["hosts"]:
+            return None
+        old, new = (
+            (engine["kv_dtype"] or engine["dtype"], engine["dtype"], engine["dummy_weights"])
+            for engine in (self._setup["engine"], setup["engine"])
+        )
+        return new[0] if old == new else None

@@ -20,6 +20,7 @@ from torch import Tensor
 from exeplan.runner.device_sampling import Picked, pick
 from exeplan.runner.execution import Done, WorkerError, compute_each, producing_rows
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.parcels import Parcel, restore_parcels, save_parcels
 from exeplan.runner.requests import Row, as_rows
 from exeplan.runner.room import Room
 from exeplan.runner.sampling import SampledToken
@@ -87,6 +88,12 @@ class Ahead:
 
     def release(self, request_id: str) -> None:
         self.runner.free(request_id)
+
+    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
+        return save_parcels(self.runner, path, parcels)
+
+    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
+        restore_parcels(self.runner, path, parcels)
 
     def restart(self) -> None:
         raise WorkerError("the model runs in the engine's own process, which cannot begin again")

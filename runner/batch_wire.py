@@ -10,6 +10,7 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from exeplan.batch import Packing, Place
+from exeplan.runner.parcels import Parcel
 from exeplan.runner.requests import Row, as_rows
 from exeplan.runner.sampling import SampledToken, SamplingParams
 from exeplan.scheduling import Batch, Chunk
@@ -50,6 +51,12 @@ def row_message(row: Row) -> dict[str, Any]:
         "token_ids": row.token_ids,
         "banned_token_ids": row.banned_token_ids,
     }
+
+
+def parcel_message(parcel: Parcel) -> list[Any]:
+    """A parcel of a row that the workers know, and which gets so many blocks."""
+    row, *place = parcel
+    return [row.request_id, row.num_blocks, *place]
 
 
 def _progress(row: Row) -> tuple[str, int, int, int]:
@@ -96,6 +103,11 @@ class Mirror:
         )
         self.rows[row.request_id] = row
         return row
+
+    def parcel(self, message: Sequence[Any]) -> Parcel:
+        """The parcel of a message."""
+        request_id, num_blocks, *place = message
+        return Parcel(self._granted(request_id, num_blocks), *place)
 
     def batch(self, message: Mapping[str, Any]) -> Batch:
         """The batch of a message, whose new rows are added first."""

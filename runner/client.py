@@ -173,7 +173,7 @@ class EngineClient:
         return await self._ask({"kind": "census"})
 
     async def adopt(self, setup: Mapping[str, Any]) -> dict[str, Any]:
-        """Goes on with the plan of a setup: `{num_blocks, seconds, num_recomputed}`.
+        """Goes on with the plan of a setup: `{num_blocks, seconds, num_recomputed, num_carried}`.
 
         Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
         """

@@ -10,6 +10,8 @@ Not here: threads, queues and HTTP (`process`, `server`), which request comes ne
 batch runs on (`execution`).
 """
 
+import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,6 +21,7 @@ from typing import cast
 from exeplan.errors import InputError
 from exeplan.length_monitor import MOST_KEPT, Seen
 from exeplan.plan import Schedule
+from exeplan.runner.carrying import Carried
 from exeplan.runner.device_sampling import needs_tokens
 from exeplan.runner.execution import Arrived, Done, Executor, WorkerError, producing_rows
 from exeplan.runner.requests import Output, Request, Row, as_rows
@@ -29,7 +32,7 @@ from exeplan.runner.text_stream import TextStream
 from exeplan.runner.tokenizer import Tokenizer, eos_token_ids
 from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler
 from exeplan.scheduling import Sequence as SequenceState
-from exeplan.switching import take_over
+from exeplan.switching import keepable, take_over
 
 MAX_CRASHES = 2
 """A request that was running when workers died so often is not tried again: it may be the reason."""
@@ -68,6 +71,8 @@ class Switched:
     """In which nothing new was begun."""
     num_recomputed: int
     """Requests that go on from their tokens, but without their keys and values."""
+    num_carried: int
+    """Requests that go on with their keys and values on another executor."""
 
 
 class Engine:
@@ -93,10 +98,12 @@ class Engine:
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """What is under way, by the identity of the batch, the first one first."""
         self._left: deque[Seen] = deque(maxlen=MOST_KEPT)
+        self._due: list[Output] = []
+        """What has not been returned yet: it is not lost when workers die, or another schedule is refused."""
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._begun)
+        return self._scheduler.has_work or bool(self._begun or self._due)
 
     @property
     def num_waiting(self) -> int:
@@ -145,11 +152,13 @@ class Engine:
         One output for each request that got a token, failed or expired; none where nothing can run, or where a stage
         only came free. Raises WorkerError where workers died: `restart` goes on from there.
         """
-        outputs = self._expire()
+        self._due += self._expire()
         for phase in self._executor.phases:
             while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
                 self._start(batch)
-        return outputs + (self._results() if self._executor.pending else [])
+        if self._executor.pending:
+            self._due += self._results()
+        return self._take_due()
 
     def adopt(
         self,
@@ -158,26 +167,39 @@ class Engine:
         executor: Callable[[], Executor] | None = None,
         restore: Callable[[], Executor] | None = None,
         num_blocks: int | None = None,
+        kv_dtype: str | None = None,
     ) -> Switched:
         """Goes on with another schedule when what is under way is done; no request is lost, none gets a token twice.
 
         Keys and values stay as far as the schedule lets them (`exeplan.switching`). Another `executor`, which has as
-        many blocks as said, takes the place of this one, which is closed first, and everybody's are computed again.
-        Raises InputError where a request does not fit, and whatever the executor raises, and then goes on as before,
-        in the latter case on the one that `restore` makes.
+        many blocks as said, takes the place of this one, which is closed first where `restore` could make it again,
+        and otherwise afterwards, beside what goes on. Where both keep keys and values in `kv_dtype` they are carried
+        over, as far as host memory and blocks go; everybody else's are computed again.
+        Raises InputError where a request does not fit, and whatever the executor raises, and then goes on as before;
+        what was under way comes with the next step then.
         """
-        began, outputs, before = self._clock(), self._come_to_rest(), self._scheduler
+        began = self._clock()
+        self._due += self._come_to_rest()
+        before = self._scheduler
         after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
         for row in (*before.running, *before.waiting):
             after.check(row)
+        kept = _rows(keepable(after, before))
         if executor is not None:
-            self._exchange(executor, restore)
-            room = self._executor.room
-            after = self._new_scheduler(schedule, room.num_blocks if room else after.num_blocks)
+            with contextlib.closing(Carried()) as carried:
+                if kv_dtype:
+                    token_bytes = self._spec.kv_bytes_per_token(kv_dtype)
+                    carried.save(self._executor, kept, token_bytes=token_bytes)
+                self._exchange(executor, restore, carried)
+                room = self._executor.room
+                after = self._new_scheduler(schedule, room.num_blocks if room else after.num_blocks)
+                kept = carried.restore(self._executor, _rows(keepable(after, before)))
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
-        left = take_over(after, before, keep=executor is None)
+        left = take_over(after, before, keep=kept)
         self._dismiss(left)
-        return Switched(outputs, self._clock() - began, sum(not row.finished for row in left))
+        num_carried = 0 if executor is None else len(kept)
+        seconds = self._clock() - began
+        return Switched(self._take_due(), seconds, sum(not row.finished for row in left), num_carried)
 
     def has_room_for(self, schedule: Schedule) -> bool:
         """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
@@ -190,6 +212,10 @@ class Engine:
         self._left.clear()
         here = (row for row in self._rows.values() if row.start is not None and not row.ended)
         return Census(now, left, tuple(self._seen(row, now) for row in here))
+
+    def _take_due(self) -> list[Output]:
+        due, self._due = self._due, []
+        return due
 
     def _expire(self) -> list[Output]:
         """Drops whoever has not begun by its deadline."""
@@ -266,15 +292,21 @@ class Engine:
             outputs += self.restart()
         return outputs
 
-    def _exchange(self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None) -> None:
+    def _exchange(
+        self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None, carried: Carried
+    ) -> None:
+        if restore is None:
+            old, self._executor = self._executor, executor()
+            threading.Thread(target=old.close).start()  # Its processes take their time to end.
+            return
         self._executor.close()
         try:
             self._executor = executor()
         except BaseException:
-            if restore is not None:
-                self._executor = restore()
-                before, self._scheduler = self._scheduler, self._same_scheduler()
-                self._dismiss(take_over(self._scheduler, before, keep=False))
+            self._executor = restore()
+            before, self._scheduler = self._scheduler, self._same_scheduler()
+            kept = carried.restore(self._executor, _rows(keepable(self._scheduler, before)))
+            self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 
     def _seen(self, row: Row, now: float) -> Seen:
@@ -385,6 +417,10 @@ class Engine:
         self._scheduler.remove(row)
         self._executor.release(row.request_id)
         del self._rows[row.request_id]
+
+
+def _rows(sequences: list[SequenceState]) -> list[Row]:
+    return cast(list[Row], sequences)
 
 
 def _note_start(batch: Batch, now: float) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exeplan.model import ModelSpec
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.parcels import Parcel, restore_parcels, save_parcels
 from exeplan.runner.requests import Row, as_rows
 from exeplan.runner.room import Room
 from exeplan.runner.sampling import SampledToken, sample
@@ -76,6 +77,15 @@ class Executor(Protocol):
     def release(self, request_id: str) -> None:
         """Frees what is kept for a request that left; one that never ran is fine."""
 
+    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
+        """Copies keys and values into the memory at that path; nothing may be under way.
+
+        Returns for each parcel how many tokens are stored. Raises WorkerError when a worker died or hangs.
+        """
+
+    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
+        """Takes in rows that another executor has saved, to be decoded next. Raises WorkerError as `save` does."""
+
     def restart(self) -> None:
         """Begins again with nothing under way and nothing kept. Raises WorkerError when that is not possible."""
 
@@ -119,6 +129,12 @@ class Local:
 
     def release(self, request_id: str) -> None:
         self.runner.free(request_id)
+
+    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
+        return save_parcels(self.runner, path, parcels)
+
+    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
+        restore_parcels(self.runner, path, parcels)
 
     def restart(self) -> None:
         raise WorkerError("the model runs in the engine's own process, which cannot begin again")

@@ -11,7 +11,7 @@ How many blocks a sequence may hold is decided by `exeplan.scheduling`; here the
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,6 +75,11 @@ class KVCache:
         return self._tables.nbytes
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self._tables.itemsize
+
+    @property
     def device(self) -> torch.device:
         return self._tables.device
 
@@ -105,6 +110,23 @@ class KVCache:
             return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
         self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
 
+    def read(self, request_id: str, out_L2KNB: Tensor) -> None:
+        """Copies the first N keys and values of a sequence, as bytes B of a head, to somewhere else."""
+        for run, piece in self._pieces(request_id, out_L2KNB):
+            piece.copy_(run)
+
+    def write(self, request_id: str, in_L2KNB: Tensor) -> None:
+        """The reverse of `read`."""
+        for run, piece in self._pieces(request_id, in_L2KNB):
+            run.copy_(piece)
+
+    def _pieces(self, request_id: str, tokens_L2KNB: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The runs of a sequence's blocks as bytes, each with the tokens that are there."""
+        num_layers, num_tokens = len(self._tables), tokens_L2KNB.shape[3]
+        held_L2KSB = self._tables.view(torch.uint8).view(num_layers, 2, self.num_kv_heads, self.num_slots, -1)
+        for low, high, shift in self._spans(request_id, 0, num_tokens):
+            yield held_L2KSB[:, :, :, low + shift : high + shift], tokens_L2KNB[:, :, :, low:high]
+
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
         """For every token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
         if self._kernels:
@@ -114,14 +136,18 @@ class KVCache:
 
     def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
         """The slots of tokens `start .. stop` of a sequence, in order."""
-        pieces, position = [], 0
+        spans = self._spans(request_id, start, stop)
+        pieces = [np.arange(low + shift, high + shift) for low, high, shift in spans]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _spans(self, request_id: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Tokens `start .. stop` of a sequence by runs: first, last exclusive, and by how much their slots are more."""
+        position = 0
         for first, blocks in self._holdings[request_id].runs:
             low, high = max(position, start), min(position + blocks * BLOCK_SIZE, stop)
             if low < high:
-                shift = first * BLOCK_SIZE - position
-                pieces.append(np.arange(low + shift, high + shift))
+                yield low, high, first * BLOCK_SIZE - position
             position += blocks * BLOCK_SIZE
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
         """The slots of tokens `start .. stop` of each of some sequences, one behind the other."""

@@ -366,6 +366,26 @@ class ModelRunner:
         self._num_cached.pop(request_id, None)
         self.cache.free(request_id)
 
+    @torch.inference_mode()
+    def save(self, sequence: SequenceState, part_L2KNB: Tensor) -> int:
+        """Copies the bytes of a sequence's first N keys and values to `part_L2KNB`; fewer where it has fewer stored.
+
+        Returns how many.
+        """
+        count = part_L2KNB.shape[3]
+        if self.spec.is_encoder_decoder:
+            count = min(count, self._num_cached.get(sequence.request_id, self.num_encoder_tokens(sequence)))
+        self.cache.read(sequence.request_id, part_L2KNB[:, :, :, :count])
+        return count
+
+    @torch.inference_mode()
+    def restore(self, sequence: SequenceState, part_L2KNB: Tensor) -> None:
+        """Takes in a sequence that is new here, with the blocks that it was granted, as `save` left it elsewhere."""
+        self._hold(sequence)
+        self.cache.write(sequence.request_id, part_L2KNB)
+        if self.spec.is_encoder_decoder:
+            self._num_cached[sequence.request_id] = part_L2KNB.shape[3]
+
     def _place(self, batch: Batch) -> None:
         """Gives every row the blocks that it was granted, after taking back those of sequences that hold none."""
         chunks = batch.chunks or (None,) * len(batch.prefill)

@@ -76,4 +76,5 @@ def _outcome(replanned: Replanned) -> Mapping[str, Any]:
         "diff": replanned.diff,
         "pause_seconds": replanned.pause_seconds,
         "num_recomputed": replanned.num_recomputed,
+        "num_carried": replanned.num_carried,
     }

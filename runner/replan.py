@@ -176,16 +176,22 @@ class Replanner:
                 log.warning("re-plan %d was not adopted: %s", replanned.number, error)
                 self.on_event("failed", str(error))
                 raise
-            done = {"pause_seconds": answer["seconds"], "num_recomputed": answer["num_recomputed"]}
-            replanned = replace(replanned, number=self.state.num_replans + 1, **done)
+            replanned = replace(
+                replanned,
+                number=self.state.num_replans + 1,
+                pause_seconds=answer["seconds"],
+                num_recomputed=answer["num_recomputed"],
+                num_carried=answer["num_carried"],
+            )
             self._set(plan=replanned.plan, num_replans=replanned.number, last=replanned, proposed=None, veto="")
             self._on_adopted(replanned.plan)
             log.info(
-                "re-plan %d is active (%s: %s); paused for %.3f s, %d requests are computed again\n%s",
+                "re-plan %d is active (%s: %s); paused for %.3f s, %d requests carried, %d computed again\n%s",
                 replanned.number,
                 replanned.source,
                 replanned.reason,
                 replanned.pause_seconds,
+                replanned.num_carried,
                 replanned.num_recomputed,
                 replanned.diff,
             )

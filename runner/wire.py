@@ -11,7 +11,8 @@ whoever could write into the channel could at most send a request.
                           adopt    {number, setup}: go on with another plan, whose setup this is
     engine -> front end   ready    {num_blocks}
                           census   {now, left, running}: `Seen` each, those that left since the last census first
-                          adopted  {number, num_blocks, seconds, num_recomputed}: from here on the other plan
+                          adopted  {number, num_blocks, seconds, num_recomputed, num_carried}: from here on the other
+                                   plan
                           not-adopted {number, message}: nothing has changed
                           refused  {job | None, message}: bad input, in the setup or in a submit
                           step     {events, stats}: what one iteration brought

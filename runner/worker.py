@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -35,6 +35,7 @@ from exeplan.runner.handover import Expected, PassingCache, Receiver, Sender
 from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.parcels import restore_parcels, save_parcels
 from exeplan.runner.precision import check_precision
 from exeplan.runner.readiness import make_ready
 from exeplan.runner.requests import Row, as_rows
@@ -183,16 +184,16 @@ class Worker:
             self._forget(request_id)
         if message["kind"] == "expect":
             self._expect(message)
+        elif message["kind"] == "save":
+            self._save(message)
+        elif message["kind"] == "restore":
+            self._restore(message)
         else:
             self._run(message)
 
     def _run(self, message: Mapping[str, Any]) -> None:
         batch = self._mirror.batch(message)
-        for number in message["encoded"]:
-            if rows := self._prefilled.pop(number, None):
-                self._take_encoded(rows)
-        if self._receiver:
-            self._place_received(self._receiver, batch)
+        self._take_outstanding(message["encoded"], as_rows(batch.decode))
         everyone = as_rows(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
         begun = self._completion.begin()
@@ -237,6 +238,26 @@ class Worker:
         elif not self._sender:
             self._prefilled[number] = rows
 
+    def _take_outstanding(self, encoded: Sequence[int], rows: Sequence[Row]) -> None:
+        """What these rows, which are to be decoded, still need of what other stages sent."""
+        for number in encoded:
+            if prefilled := self._prefilled.pop(number, None):
+                self._take_encoded(prefilled)
+        if self._receiver:
+            self._place_received(self._receiver, rows)
+
+    def _save(self, message: Mapping[str, Any]) -> None:
+        parcels = [self._mirror.parcel(parcel) for parcel in message["parcels"]]
+        self._take_outstanding(message["encoded"], [parcel.row for parcel in parcels])
+        self._reports.send({"kind": "saved", "stored": save_parcels(self._runner, message["path"], parcels)})
+
+    def _restore(self, message: Mapping[str, Any]) -> None:
+        for row in message["new"]:
+            self._mirror.add(row)
+        parcels = [self._mirror.parcel(parcel) for parcel in message["parcels"]]
+        restore_parcels(self._runner, message["path"], parcels)
+        self._reports.send({"kind": "restored"})
+
     def _take_encoded(self, rows: tuple[Row, ...]) -> None:
         encoded_NE = self._links.receive_encoded(sum(self._runner.num_encoder_tokens(row) for row in rows))
         self._runner.take_encoded(rows, encoded_NE)
@@ -255,9 +276,9 @@ class Worker:
     def _arrived(self, number: int) -> None:
         self._reports.send({"kind": "arrived", "number": number})
 
-    def _place_received(self, receiver: Receiver, batch: Batch) -> None:
+    def _place_received(self, receiver: Receiver, rows: Sequence[Row]) -> None:
         """Puts what was handed over of rows that now have blocks where it belongs; drops what nobody waits for."""
-        for row in as_rows(batch.decode):
+        for row in rows:
             if part := self._incoming.pop(row.request_id, None):
                 self._place(row, receiver.received[part.number], part)
         awaited = {part.number for part in self._incoming.values()}

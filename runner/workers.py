@@ -15,11 +15,12 @@ from typing import Any
 
 from exeplan.model import ModelSpec
 from exeplan.plan import Placement
-from exeplan.runner.batch_wire import batch_message, beginning, row_message, tokens_from
+from exeplan.runner.batch_wire import batch_message, beginning, parcel_message, row_message, tokens_from
 from exeplan.runner.execution import Arrived, Done, WorkerError
 from exeplan.runner.hosts import Hosts, ThisHost
 from exeplan.runner.links import stage_ranks
 from exeplan.runner.loading import LoadingBar
+from exeplan.runner.parcels import Parcel
 from exeplan.runner.requests import Row
 from exeplan.runner.room import Room
 from exeplan.runner.timeline import TimelineFile
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 3
 """Generations in a row that died young and without having finished a batch; after that there is no other."""
 _LONG_LIFE_SECONDS = 10.0
+_COPY_SECONDS = 60.0
+"""At least, for keys and values of all requests to or from host memory."""
 
 
 @dataclass(slots=True)
@@ -130,6 +133,17 @@ class Workers:
             for freed in self._freed.values():
                 freed.append(request_id)
 
+    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
+        self._note_preempted()
+        encoded, self._encoded = self._encoded, []
+        reports = self._tell("save", path, parcels, encoded=encoded)
+        return [min(stored) for stored in zip(*(report["stored"] for report in reports), strict=True)]
+
+    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
+        rows = [parcel.row for parcel in parcels]
+        self._resident.update((row.request_id, row) for row in rows)
+        self._tell("restore", path, parcels, new=[row_message(row) for row in rows])
+
     def restart(self) -> None:
         self._reset()
         self._begin()
@@ -192,11 +206,29 @@ class Workers:
                 return _NOTHING
             raise WorkerError(f"a batch took longer than {self._deadline:g} s: a worker hangs") from None
 
+    def _tell(self, kind: str, path: str, parcels: Sequence[Parcel], **more: Any) -> list[Mapping[str, Any]]:
+        """Has all who decode copy parcels, while nothing is under way. Returns what they report."""
+        assert self._group is not None
+        phase = self.phases[0]
+        places = [parcel_message(parcel) for parcel in parcels]
+        self._group.send(
+            self._ranks[phase], {"kind": kind, "freed": self._flush(phase), "path": path, "parcels": places, **more}
+        )
+        waiting, found = set(self._ranks[phase]), []
+        deadline = time.monotonic() + max(self._deadline, _COPY_SECONDS)
+        while waiting:
+            try:
+                rank, message = self._reports.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                raise WorkerError(f"workers {sorted(waiting)} do not {kind} keys and values: they hang") from None
+            message = _sound(rank, message)
+            if message["kind"] == f"{kind}d":
+                waiting.discard(rank)
+                found.append(message)
+        return found
+
     def _take(self, report: Report, found: list[Done | Arrived]) -> None:
-        rank, message = report
-        if message is None or message["kind"] == "failed":
-            reason = "died" if message is None else f"failed: {message['message']}"
-            raise WorkerError(f"worker {rank} {reason}")
+        rank, message = report[0], _sound(*report)
         if message["kind"] == "arrived":
             self._take_arrival(message["number"], rank, found)
         elif message["kind"] == "ran":
@@ -238,6 +270,13 @@ class Workers:
     def _flush(self, phase: str) -> list[str]:
         freed, self._freed[phase] = self._freed[phase], []
         return freed
+
+
+def _sound(rank: int, message: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if message is None or message["kind"] == "failed":
+        reason = "died" if message is None else f"failed: {message['message']}"
+        raise WorkerError(f"worker {rank} {reason}")
+    return message
 
 
 _NOTHING = Report(-1, {"kind": "nothing"})

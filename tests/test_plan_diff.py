@@ -74,7 +74,7 @@ def test_a_gpu_loads_the_layers_that_it_lacks() -> None:
     assert moving.load_seconds == {"from tape": LAYER / 1e6}
     assert moving.kv_share_kept == pytest.approx(5 / 6)
     assert moving.kv_bytes_moved == pytest.approx(100 * DEMO.kv_bytes_per_token("bfloat16") / 6)
-    assert moving.recomputed_tokens == 100
+    assert (moving.kv_carried, moving.recomputed_tokens) == (True, 0)
 
 
 def test_a_new_gpu_loads_everything_and_the_others_nothing() -> None:
@@ -101,7 +101,12 @@ def test_a_prefilling_stage_holds_the_layers_but_no_cache() -> None:
 def test_other_weights_or_machines_start_afresh(change: dict[str, str]) -> None:
     moving = diff(plan(pipeline(6), cluster="a100"), replace(plan(pipeline(6), cluster="a100"), **change)).moving  # type: ignore[arg-type]
     assert moving.loaded_bytes == {0: 2 * model_parameters(DEMO)}
-    assert moving.kv_share_kept == 0
+    assert (moving.kv_share_kept, moving.kv_carried, moving.recomputed_tokens) == (0, False, 100)
+
+
+def test_keys_and_values_of_another_dtype_are_recomputed() -> None:
+    moving = diff(plan(pipeline(3, 3)), plan(pipeline(4, 2), kv_dtype="fp8")).moving
+    assert (moving.kv_carried, moving.recomputed_tokens) == (False, 100)
 
 
 def test_a_smaller_cache_recomputes_what_it_cannot_hold() -> None:
@@ -140,7 +145,7 @@ def test_gains_are_relative_and_doubted_under_another_workload() -> None:
 def test_without_an_estimate_it_says_how_to_get_one() -> None:
     text = diff_text(diff(plan(pipeline(6), estimate=None), plan(PARALLEL)))
     assert "what it gains is open: the old plan has no estimate; `exeplan simulate PLAN -o PLAN` fills it in" in text
-    assert "requests under way: 50 % of the keys and values are on other GPUs, so that all of them are recom" in text
+    assert "requests under way: 50 % of the keys and values are on other GPUs, and move there over host memory" in text
 
 
 def test_different_models_are_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from exeplan.errors import InputError
 from exeplan.plan import Schedule
 from exeplan.scheduling import Scheduler, Sequence
-from exeplan.switching import take_over
+from exeplan.switching import keepable, take_over
 
 TOGETHER = [
     Schedule("static", {"batch_size": 4}),
@@ -52,7 +52,7 @@ def step(scheduler: Scheduler) -> bool:
 requests = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=14)
 
 
-@pytest.mark.parametrize("schedules", [TOGETHER, APART], ids=["together", "apart"])
+@pytest.mark.parametrize("schedules", [TOGETHER, APART, TOGETHER + APART], ids=["together", "apart", "both"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), requests=requests, num_blocks=st.integers(5, 40))
 def test_everybody_gets_all_tokens_whatever_follows_what(schedules, data, requests, num_blocks):
@@ -68,7 +68,10 @@ def test_everybody_gets_all_tokens_whatever_follows_what(schedules, data, reques
         assert scheduler.free_blocks == num_blocks - held
         after = Scheduler(data.draw(st.sampled_from(schedules)), num_blocks)
         before = [one.num_output_tokens for one in sequences]
-        left = take_over(after, scheduler, keep=data.draw(st.sampled_from([True, True, False])))
+        able = keepable(after, scheduler)
+        kept = data.draw(st.sampled_from([able, able[::2], []]))
+        left = take_over(after, scheduler, keep=kept)
+        assert [one for one in after.running if one.num_blocks] == kept
         assert [one.num_output_tokens for one in sequences] == before
         assert all(one.num_blocks == 0 for one in left)
         scheduler = after
@@ -77,7 +80,7 @@ def test_everybody_gets_all_tokens_whatever_follows_what(schedules, data, reques
     assert not scheduler.waiting
 
 
-@pytest.mark.parametrize(("old", "new"), [*itertools.permutations(TOGETHER[1:5], 2), *itertools.permutations(APART, 2)])
+@pytest.mark.parametrize(("old", "new"), [*itertools.permutations(TOGETHER[1:5] + APART, 2)])
 def test_who_is_prefilled_keeps_its_blocks(old, new):
     scheduler = Scheduler(old, 40)
     for number in range(6):
@@ -87,7 +90,7 @@ def test_who_is_prefilled_keeps_its_blocks(old, new):
     running = list(scheduler.running)
     assert running
     after = Scheduler(new, 40)
-    assert take_over(after, scheduler, keep=True) == []
+    assert take_over(after, scheduler, keep=keepable(after, scheduler)) == []
     assert after.running == running
     assert len(after.running) + len(after.waiting) == 6
 
@@ -99,7 +102,7 @@ def test_a_smaller_cache_takes_the_oldest_and_computes_the_others_again():
         scheduler.add(row)
     step(scheduler)
     after = Scheduler(TOGETHER[1], 5)
-    assert take_over(after, scheduler, keep=True) == rows[2:4]
+    assert take_over(after, scheduler, keep=keepable(after, scheduler)) == rows[2:4]
     assert (after.running, list(after.waiting)) == (rows[:2], rows[2:4])
 
 
@@ -108,5 +111,5 @@ def test_a_request_that_the_new_cache_cannot_hold_is_refused_and_nothing_changes
     scheduler.add(sequence(0, 100, 10))
     step(scheduler)
     with pytest.raises(InputError, match="100 prompt and 10 output tokens need 7 KV blocks, the cache has 4"):
-        take_over(Scheduler(TOGETHER[1], 4), scheduler, keep=True)
+        take_over(Scheduler(TOGETHER[1], 4), scheduler, keep=[])
     assert scheduler.running[0].num_blocks == 7

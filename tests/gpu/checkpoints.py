@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from exeplan.model import ModelSpec, load_model_spec, model_spec
-from exeplan.runner import model_runner
+from exeplan.runner import families
 from exeplan.runner.checkpoint import RandomWeights
+from exeplan.runner.model_runner import ModelRunner
 
 _SPREAD = 5.0
 """Weights this much larger than usual leave no two logits close."""
@@ -28,8 +29,8 @@ def checkpoint(config: dict[str, Any], folder: Path) -> ModelSpec:
             return taken[name].clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "RandomWeights", Kept)
-        model_runner.ModelRunner(model_spec(config, name="tiny"), num_blocks=1, dummy_weights=True)
+        patch.setattr(families, "RandomWeights", Kept)
+        ModelRunner(model_spec(config, name="tiny"), num_blocks=1, dummy_weights=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(taken, folder / "model.safetensors")

@@ -1,5 +1,8 @@
 """The engine on a GPU gives the CPU engine's tokens in float32, recorded or not, and logits near them in bfloat16."""
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ from exeplan.kernels.select import kernels_for
 from exeplan.model import ModelSpec
 from exeplan.plan import Schedule
 from exeplan.runner.ahead import Ahead
-from exeplan.runner.engine import Engine, Request
+from exeplan.runner.engine import Engine, Output, Request
 from exeplan.runner.execution import Local
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.sampling import SamplingParams
@@ -48,7 +51,8 @@ def on_gpu(spec: ModelSpec, *, num_blocks: int = 64, **precision: str) -> ModelR
     return ModelRunner(spec, device=str(DEVICE), num_blocks=num_blocks, paged_with=kernels, **precision)
 
 
-def outputs(engine: Engine) -> dict[str, list[int]]:
+def outputs(engine: Engine, before: Callable[[int], list[Output]] = lambda step: []) -> dict[str, list[int]]:
+    """All tokens by request; `before` may do something before a step, and returns what that brought."""
     drawing = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=5, max_tokens=9, ignore_eos=True)
     for number, length in enumerate((40, 3, 17, 64, 1, 25)):
         greedy = SamplingParams(temperature=0.0, max_tokens=6 + number, ignore_eos=True)
@@ -56,10 +60,11 @@ def outputs(engine: Engine) -> dict[str, list[int]]:
         sampling = drawing if number == 2 else greedy
         engine.add(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
     found: dict[str, list[int]] = {str(number): [] for number in range(6)}
-    while engine.has_work:
-        for output in engine.step():
+    for step in itertools.count():
+        if not engine.has_work:
+            return found
+        for output in before(step) + engine.step():
             found[output.request_id] += output.token_ids
-    return found
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
@@ -74,6 +79,26 @@ def test_tokens_are_those_of_the_cpu(specs, case, recorded):
             runner.record(5)
         assert outputs(Engine(Ahead(runner), schedule, num_blocks=64)) == expected
         assert runner.cache.free_blocks == 64
+
+
+@pytest.mark.parametrize("case", ["llama", "t5"])
+def test_keys_and_values_are_carried_to_another_cache_and_from_there_to_a_cpus(specs, case):
+    expected = outputs(Engine(Local(ModelRunner(specs[case], num_blocks=64)), SCHEDULES["orca"], num_blocks=64))
+    recorded = on_gpu(specs[case])
+    recorded.record(6)
+    engine = Engine(Ahead(on_gpu(specs[case])), SCHEDULES["rra"], num_blocks=64)
+    others = {4: Ahead(recorded), 7: Local(ModelRunner(specs[case], num_blocks=64))}
+    carried = []
+
+    def adopt(step: int) -> list[Output]:
+        if step not in others:
+            return []
+        switched = engine.adopt(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
+        carried.append((switched.num_carried > 1, switched.num_recomputed))
+        return switched.outputs
+
+    assert outputs(engine, adopt) == expected
+    assert carried == [(True, 0), (True, 0)]
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:

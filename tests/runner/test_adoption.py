@@ -128,7 +128,8 @@ def test_a_schedule_that_does_not_fit_is_refused_and_the_old_one_goes_on(runner,
     assert found == expected
 
 
-def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(runner, expected):
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, runner, expected):
     engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
 
     def fails() -> Any:
@@ -137,7 +138,7 @@ def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(runner, expected
     def attempt(step: int, outputs: list) -> None:
         if step == 5:
             with pytest.raises(WorkerError):
-                engine.adopt(ON_ONE[1], executor=fails, restore=lambda: Local(runner))
+                engine.adopt(ON_ONE[1], executor=fails, restore=(lambda: Local(runner)) if closed_first else None)
 
     run(engine, found, attempt)
     assert found == expected
@@ -202,4 +203,5 @@ def test_layers_move_between_workers_and_policies_change_with_them(directory, ex
         run(engine, found, adopt)
     assert found == expected
     assert [answer["kind"] for answer in answers] == ["adopted"] * len(setups)
+    assert [answer["num_recomputed"] for answer in answers] == [0] * len(setups)
     eventually(lambda: set(threading.enumerate()) <= threads)

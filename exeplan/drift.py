@@ -5,6 +5,7 @@ for when, at two looks in a row, the law differs from the one of the last decisi
 (`drift_evidence.py`), or when that decision rested on a sample half as large as today's. It is proposed when
 
     the bound    is broken under the observed law, another plan keeps it, and moving takes less than the law may last
+    or misses    it by clearly less, where no plan keeps it: the gentlest one (`drift_search.py`), until one does again
     or the gain  in throughput is above the threshold, and over that time brings more requests than moving costs
 
 A law is expected to last as long again as it has lasted, a dwell time at least; within a dwell time after a re-plan
@@ -23,23 +24,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.bounds import fullest, scaled, share_of_requests
+from exeplan.bounds import fullest, scaled
 from exeplan.drift_cost import moving_seconds
-from exeplan.drift_evidence import Known, evidence, tail_within
+from exeplan.drift_evidence import Known, evidence
+from exeplan.drift_search import STEP, best_plan
 from exeplan.drift_state import DriftState, Rules
 from exeplan.errors import Infeasible, InputError
-from exeplan.inputs import engine_blocks
 from exeplan.length_monitor import LengthMonitor, Observed, Seen
-from exeplan.optimize import optimize, resolve_policies
+from exeplan.optimize import resolve_policies
 from exeplan.plan import Estimate, Plan
 from exeplan.policies import load_policy, policy_names
 from exeplan.problem import Problem
-from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload import Workload
 
-_ASKED = ("model", "profile", "cluster", "gpus", "bound", "more_bounds", "deadline")
-"""Of a plan: what was asked for, and on what."""
 _SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
 _SLOW_SHARE = 0.9
 """Of the longer requests, those that a corrected prediction covers."""
@@ -96,6 +94,7 @@ class Watch:
         self._planned = self._basis
         self._agreeing, self._told, self._last_replan = 0, 0, -math.inf
         self._best_gain: float | None = None
+        self._missed: float | None = None
         self._verdict = ""
         self.observed: Workload | None = None
         """The law at the last look."""
@@ -122,6 +121,7 @@ class Watch:
             assert problem is not None
             self.plan, self._problem = proposal_or_plan, _without_trace(problem)
             self._basis = self._planned = _Basis.of(problem.workload)
+            self._missed, self._verdict = None, ""
         else:
             self.plan = proposal_or_plan.plan
             self._problem = self._problem.at(self.plan.placement)
@@ -152,6 +152,7 @@ class Watch:
             bound_share=share,
             predicted=kept,
             best_gain=self._best_gain,
+            missed=self._missed,
             verdict=self._verdict or ("as planned" if far <= 1 else "the law has changed"),
         )
         return state, proposal
@@ -174,23 +175,57 @@ class Watch:
         self._agreeing = 0
         self._basis = _Basis(observed.known, observed.size, planned=False)
         slowdown = self._slowdown(problem)
-        found = _best(problem, observed, self.plan, self.policies, self.rules.confidence, slowdown)
-        if isinstance(found, str):
-            self._best_gain, self._verdict = None, f"no other plan: {found}"
+        try:
+            best = best_plan(
+                problem,
+                observed,
+                self.plan,
+                policies=self.policies,
+                confidence=self.rules.confidence,
+                slowdown=slowdown,
+            )
+        except InputError as refusal:
+            self._best_gain, self._missed, self._verdict = None, None, f"no other plan: {refusal}"
             return None
+        found = best.plan
         new = problem.at(found.placement).estimate(found.schedule)
         self._best_gain = new.throughput / kept.throughput - 1 if kept else math.inf
+        self._missed = best.missed if best.missed > 1 else None
         cost = moving_seconds(problem, self.plan, found)
         lasts = max(now - observed.since, self.rules.dwell)
         real = None if share is None else share * slowdown
-        reason = self._reason(real, kept, new, cost=cost, lasts=lasts)
         if found.schedule == self.plan.schedule and found.placement == self.plan.placement:
-            reason, self._verdict = "", "the active plan is the best there is"
+            reason, self._verdict = "", self._unkept(problem) or "the active plan is the best there is"
+        elif self._missed:
+            reason = self._gentler(problem, real, _share(problem, new) * slowdown, cost=cost, lasts=lasts)
+        else:
+            reason = self._reason(real, kept, new, cost=cost, lasts=lasts)
         if not reason:
             return None
         self._verdict = reason
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
+
+    def _unkept(self, problem: Problem) -> str:
+        """That no plan keeps the bounds, by how much they are missed, and which ones would be kept; or nothing."""
+        if not self._missed:
+            return ""
+        wider = scaled(problem.bounds, [self._missed] * len(problem.bounds))
+        asked, kept = (", ".join(map(str, bounds)) for bounds in (problem.bounds, wider))
+        return f"no plan keeps {asked} under the observed lengths; the narrowest that one keeps is {kept}"
+
+    def _gentler(self, problem: Problem, share: float | None, least: float, *, cost: float, lasts: float) -> str:
+        """Why to move where no plan keeps the bound; `share` and `least` say how full it is with the active plan, and
+        with the gentlest one."""
+        active = "does not sustain the rate" if share is None else f"fills it to {100 * share:.0f} %"
+        reason = f"{self._unkept(problem)}. The gentlest plan fills it to {100 * least:.0f} %, the active one {active}"
+        if share is not None and share <= least * (1 + max(self.rules.gain, STEP)):
+            self._verdict = f"{reason}, which is hardly more"
+            return ""
+        if cost >= lasts:
+            self._verdict = f"{reason}; moving takes {cost:.3g} s, the law may last {lasts:.3g} s"
+            return ""
+        return reason
 
     def _reason(self, share: float | None, kept: Estimate | None, new: Estimate, *, cost: float, lasts: float) -> str:
         """Why to move; empty where it does not pay, and the verdict says so. `share` is how full the bound is."""
@@ -236,63 +271,13 @@ def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float |
         kept = problem.estimate(plan.schedule)
     except Infeasible:
         return None, None
-    full = fullest(problem.bounds, kept)
-    return kept, full[1] if full else 0.0
+    return kept, _share(problem, kept)
 
 
-def _best(
-    problem: Problem,
-    observed: Observed,
-    plan: Plan,
-    policies: tuple[str, ...],
-    confidence: float,
-    slowdown: float,
-) -> Plan | str:
-    """The best plan for the observed law, with a tail and bounds on the safe side; or why there is none.
-
-    Its bounds and everything else that was asked for are the active plan's.
-    """
-    share = share_of_requests(problem.bound.about) or 0.99
-    safe = replace(problem, workload=cautious(observed, problem.workload, share=share, confidence=confidence))
-    refusal = ""
-    for trial in (safe.held_to(scaled(safe.bounds, [1 / slowdown] * len(safe.bounds))), problem):
-        try:
-            found = optimize(trial, policies=policies, advise=False).plan
-        except (Infeasible, InputError) as error:
-            refusal = str(error)
-            continue
-        kept = {name: getattr(plan, name) for name in _ASKED}
-        kept |= {"arrival_rate": problem.arrivals.rate if problem.arrivals else None, "trace_arrivals": False}
-        return replace(found, **kept, workload=None, kv_cache_tokens=_room(plan, found, problem))
-    return refusal
-
-
-def _room(plan: Plan, found: Plan, problem: Problem) -> int | None:
-    """KV tokens for the new plan: what the engine has already, where that is enough."""
-    there = engine_blocks(plan, problem.profile.model) * BLOCK_SIZE
-    needed = found.estimate.kv_tokens if found.estimate else math.inf
-    return there if found.placement == plan.placement and needed <= there else found.kv_cache_tokens
-
-
-def cautious(observed: Observed, workload: Workload, *, share: float, confidence: float) -> Workload:
-    """The law with its tail so heavy that, with this confidence, no more requests are as long.
-
-    What a share `share` of requests does not exceed becomes a length of which the sample is that sure.
-    """
-    beyond = 1.0 - share
-    kept = tail_within(beyond, size=observed.size, confidence=confidence)
-    order = np.argsort(workload.outputs, kind="stable")
-    tail = np.concatenate([[1.0], 1.0 - np.cumsum(workload.weights[order])])[:-1]  # From this point on.
-    in_tail = np.zeros(len(order), bool)
-    in_tail[order] = tail <= max(kept, tail[-1]) + 1e-12
-    mass = float(workload.weights[in_tail].sum())
-    if not 0 < mass < beyond:
-        return workload
-    factors = np.where(in_tail, beyond / mass, (1 - beyond) / (1 - mass))
-    heavier = Workload.of(
-        workload.name, inputs=workload.inputs, outputs=workload.outputs, weights=workload.weights * factors
-    )
-    return replace(heavier, deadlines=workload.deadlines)
+def _share(problem: Problem, estimate: Estimate) -> float:
+    """How full the fullest bound is; 0 where nothing is bounded."""
+    full = fullest(problem.bounds, estimate)
+    return full[1] if full else 0.0
 
 
 def _in_context(workload: Workload, problem: Problem) -> Workload:

@@ -70,6 +70,8 @@ class DriftState:
     """Of the active plan under the observed law."""
     best_gain: float | None = None
     """Relative gain in throughput of the best other plan, when one was last searched for."""
+    missed: float | None = None
+    """Where no plan kept the bounds when one was last searched for: the narrowest that one keeps over those asked."""
     verdict: str = ""
     """In words."""
 
@@ -141,6 +143,7 @@ def summary(state: ReplanState) -> Mapping[str, float]:
         "drift_requests": state.drift.num_requests,
         "drift_bound_share": state.drift.bound_share,
         "drift_best_gain": state.drift.best_gain,
+        "drift_bound_missed": state.drift.missed,
         "replan_pause_seconds": state.last.pause_seconds if state.last else None,
         "replan_last_seconds": state.last.seconds if state.last else None,
         "replan_proposed": float(state.proposed is not None),

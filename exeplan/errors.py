@@ -12,8 +12,11 @@ class InputError(ValueError):
 
 
 class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
-    """Correct input that no schedule can satisfy; `nearest` says in a few words what would be possible."""
+    """Correct input that no schedule can satisfy; `nearest` says in a few words what would be possible.
 
-    def __init__(self, message: str, *, nearest: str = "") -> None:
+    `wider` is the factor by which all bounds would have to be wider, where that is known.
+    """
+
+    def __init__(self, message: str, *, nearest: str = "", wider: float | None = None) -> None:
         super().__init__(message)
-        self.nearest = nearest
+        self.nearest, self.wider = nearest, wider

@@ -185,8 +185,8 @@ def _last_resort(
     assert best.placement is not None
     placed = problem.at(best.placement)
     schedule = problem.schedule(best.policy, gentlest[best.policy].point)
+    estimate = placed.estimate(schedule)  # Refuses a rate beyond it, which takes long to replay.
     run, replayed = replay_estimate(placed, schedule, seed=seed)
-    estimate = placed.estimate(schedule)
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
     predicted = shares(problem.bounds, estimate)
     filled = [max(pair) for pair in zip(predicted, _filled(problem, winner, replayed, margin), strict=True)]

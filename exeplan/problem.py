@@ -74,8 +74,8 @@ class Problem:
             raise InputError(f"no order '{self.order}'; there are {', '.join(ORDERS)}")
 
     def at(self, placement: Placement) -> "Problem":
-        """The same on another placement."""
-        return replace(self, cost=CostModel(self.cost.timings, placement, self.cluster))
+        """The same on another placement, with the same links."""
+        return replace(self, cost=CostModel(self.cost.timings, placement, self.cost.cluster))
 
     @property
     def bounds(self) -> tuple[Bound, ...]:

@@ -35,6 +35,7 @@ def too_tight(problem: Problem, gentlest: Schedule, bound: Bound, needed: float)
         f"for {_meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest bound that is possible is "
         f"{tightest}",
         nearest=f"the tightest {name} would be {tightest}",
+        wider=needed / bound.seconds,
     )
 
 
@@ -56,6 +57,7 @@ def burst(problem: Problem, schedule: Schedule, bound: Bound, needed: float) -> 
         f"{problem.arrivals} come, and the best schedule that was replayed with them, {schedule}, needs "
         f"{show_seconds(needed)} for {bound.about}, the wait included; the bound is {show_seconds(bound.seconds)}",
         nearest=f"{bound.about} would be {_round_up(needed)}",
+        wider=needed / bound.seconds,
     )
 
 

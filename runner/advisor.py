@@ -8,10 +8,12 @@
     frontier  {}                               frontier {rows}
 
 Each may be answered by refused {message} instead. The process runs at the lowest priority, so that a search costs the
-engine next to nothing, and ends with its input.
+engine little, and ends with its input. Linux may share processors out by session first (autogroups, sched(7)): then a
+nice value counts within this session only, and the session has one of its own.
 Not here: who asks, and what a proposal leads to (`replan.py`).
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -31,6 +33,8 @@ from exeplan.plan import Plan, as_json, plan_from
 from exeplan.problem import Problem
 
 _NICENESS = 19
+_AUTOGROUP, _SESSION_NICENESS = Path("/proc/self/autogroup"), 10
+"""A tenth of what another session gets of a processor that both want: with less a search would not end in time."""
 _READY: dict[str, Any] = {"kind": "ready"}
 
 
@@ -96,9 +100,16 @@ class Advisor:
         return {"kind": "frontier", "rows": [asdict(row) for row in frontier_rows(results)]}
 
 
+def yield_to_others() -> None:
+    """Puts this process last, and its session where processors are shared out by session."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):  # No autogroups here: the nice value is all it takes.
+        _AUTOGROUP.write_text(str(_SESSION_NICENESS))
+
+
 def main() -> int:
     """Answers until its input ends."""
-    os.nice(_NICENESS)
+    yield_to_others()
     advisor: Advisor | None = None
     for line in sys.stdin:
         message, answer = json.loads(line), _READY

@@ -157,6 +157,7 @@ def _replanning(state: ReplanState | None) -> Mapping[str, Any] | None:
         "num_requests": state.drift.num_requests,
         "bound_share": state.drift.bound_share,
         "best_gain": state.drift.best_gain,
+        "missed": state.drift.missed,
         "verdict": state.drift.verdict,
         "last": last and {"reason": last.reason, "source": last.source, "diff": last.diff, "pause": last.pause_seconds},
         "proposed": proposed and {"reason": proposed.reason, "diff": proposed.diff},

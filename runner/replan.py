@@ -33,7 +33,7 @@ from exeplan.plan_diff_text import diff_text
 from exeplan.runner.client import EngineClient, EngineError
 
 log = logging.getLogger("exeplan.replan")
-SEARCH_SECONDS = 60.0
+SEARCH_SECONDS = 300.0
 """How long the advisor may take for an answer; then it is ended, and begins again with what it is told from then on."""
 _MOST_KEPT = 4096
 _LINE_BYTES = 1 << 26
@@ -223,11 +223,14 @@ class Replanner:
         self._vetoed = False
         try:
             answer = await self._advisor.ask(look)
-        except (TimeoutError, EOFError) as error:
+        except (TimeoutError, EOFError, ConnectionError) as error:
             await self._end_advisor()
             raise OSError(f"the advisor did not answer ({type(error).__name__}); it begins again") from None
+        drift = _drift_state(answer["state"])
+        if drift.missed and drift.verdict != self.state.drift.verdict:
+            log.warning("%s", drift.verdict)
         self._set(
-            drift=_drift_state(answer["state"]),
+            drift=drift,
             planned=_lengths(answer["planned"]),
             observed=_lengths(answer["observed"]),
             error="",
@@ -279,11 +282,17 @@ class _AdvisorProcess:
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The answer. Raises TimeoutError where it takes too long, EOFError where the process has ended."""
-        async with self._asking, asyncio.timeout(SEARCH_SECONDS):
+        async with self._asking:
             assert self._process.stdin
             assert self._process.stdout
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            if not (line := await self._process.stdout.readline()):
+            try:
+                async with asyncio.timeout(SEARCH_SECONDS):
+                    line = await self._process.stdout.readline()
+            except TimeoutError:  # What it says later would be taken for the next answer.
+                await self.close()
+                raise
+            if not line:
                 raise EOFError
             return json.loads(line)
 

@@ -9,14 +9,16 @@ import pytest
 
 from exeplan.bounds import Bound
 from exeplan.cli import main
-from exeplan.drift import Watch, cautious
+from exeplan.drift import Watch
 from exeplan.drift_cost import moving_seconds
 from exeplan.drift_lengths import lengths_of
+from exeplan.drift_search import cautious, narrowest
 from exeplan.drift_state import DriftState, ReplanState, Rules, as_json, summary
 from exeplan.drift_trace import arrivals_of, play_trace
+from exeplan.errors import Infeasible
 from exeplan.length_monitor import LengthMonitor, Seen
 from exeplan.optimize import optimize
-from exeplan.plan import Stage, load_plan
+from exeplan.plan import Schedule, Stage, load_plan
 from exeplan.problem import make_problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload import Trace, Workload
@@ -89,6 +91,71 @@ def test_shorter_outputs_are_worth_a_plan_with_more_throughput(plan, problem):
     hindsight = optimize(drifted, policies=POLICIES).plan.estimate
     reached = drifted.estimate(found[-1].adopted.plan.schedule)
     assert reached.throughput > 0.9 * hindsight.throughput
+
+
+@pytest.fixture(scope="module")
+def tight(problem):
+    """A bound that one request alone nearly fills, and the plan for it."""
+    alone = steady_state(Schedule("orca", {"max_num_seqs": 1}), problem.workload, problem.cost)
+    tight = problem.held_to([Bound(seconds=1.3 * alone.bound_latency("p99-length"))])
+    return tight, optimize(tight, policies=POLICIES).plan
+
+
+def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_one_does(tight):
+    problem, plan = tight
+    parts = [draw(1500, 1), draw(2000, 2, scale=2.5), draw(2000, 3)]
+    looks, found = replans(plan, problem, joined(*parts), Rules(every=4.0, dwell=20.0))
+    first, *_, last = [look.adopted for look in found]
+    missed = next(look.state.missed for look in looks if look.adopted)
+    bound = problem.bound.seconds
+    assert first.old.latency > 1.03 * first.new.latency > bound
+    assert first.new.latency <= missed * bound
+    assert f"no plan keeps {problem.bound} under the observed lengths; the narrowest that one keeps is" in first.reason
+    assert "The gentlest plan fills it to" in first.reason
+    assert first.plan.bound == problem.bound
+    assert first.plan.drift_headroom == 0
+    # Each move in the drifted part is clearly gentler, so there are few; afterwards one keeps the bound.
+    during = [look.adopted for look in found if look.state.missed]
+    assert all(one.old.latency > 1.03 * one.new.latency for one in during)
+    assert len(during) <= 2
+    assert last.new.latency <= bound
+    assert looks[-1].state.missed is None
+
+
+def test_the_gentlest_plan_is_left_alone_while_the_law_stays(tight):
+    problem, _ = tight
+    drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=2.5)))
+    gentlest = narrowest(drifted, lambda wider: optimize(wider, policies=POLICIES).plan)
+    assert gentlest.missed > 1.3
+    active = replace(gentlest.plan, bound=problem.bound)
+    looks, found = replans(active, problem, draw(600, 5, scale=2.5), Rules(every=15.0, dwell=4.0))
+    assert found == []
+    assert looks[-1].state.missed > 1.3
+    assert "no plan keeps" in looks[-1].state.verdict
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("needed", [1.0, 1.02, 1.5, 7.0])
+def test_the_narrowest_bounds_are_found_to_within_a_step(problem, plan, needed, told):
+    tried = []
+
+    def make(wider):
+        tried.append(factor := wider.bound.seconds / BOUND)
+        if factor < needed * (1 - 1e-9):
+            raise Infeasible("narrow", wider=needed / factor if told else None)
+        return replace(plan, replay=replace(plan.replay, latency=BOUND * factor))
+
+    found = narrowest(problem, make)
+    assert needed * (1 - 1e-9) <= found.missed <= needed * 1.031
+    assert len(tried) <= (2 if told else 15)
+
+
+def test_what_no_bounds_would_help_is_refused_as_it_was(problem):
+    def make(wider):
+        raise Infeasible(f"too much under {wider.bound.seconds:g}")
+
+    with pytest.raises(Infeasible, match=f"too much under {BOUND:g}$"):
+        narrowest(problem, make)
 
 
 def test_two_replans_are_a_dwell_time_apart(plan, problem):

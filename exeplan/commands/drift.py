@@ -98,6 +98,8 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
     furthest = max((look.state.measure for look in looks), default=0.0)
     lines += ["", f"largest drift measure {furthest:.2f} (above 1 the lengths have changed)"]
     if last:
+        if last.missed:
+            lines.append(f"no plan keeps the bound: the narrowest that one keeps is {last.missed:.3g} times as wide")
         lines.append(f"at the end: {last.verdict}")
     return "\n".join(lines)
 

@@ -159,6 +159,48 @@ def test_too_many_connections_are_told_so(monkeypatch):
             assert time.monotonic() < deadline
 
 
+async def refuses(scope, receive, send):
+    """An application that reads no body."""
+    await send({"type": "http.response.start", "status": 429, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
+
+
+def answered(client):
+    answer = b""
+    while not answer.endswith(b"no"):
+        answer += client.recv(1000)
+    return answer.startswith(b"HTTP/1.1 429")
+
+
+def test_a_body_that_comes_after_the_refusal_is_thrown_away():
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        for _ in range(2):
+            client.sendall(POST + b"\r\n")
+            assert answered(client)
+            client.sendall(b"x" * 15)
+            client.sendall(b"x" * 5)
+
+
+@pytest.mark.parametrize("limit", ["BODY_SECONDS", "MAX_BODY_BYTES"])
+def test_it_may_not_come_for_ever(limit, monkeypatch):
+    monkeypatch.setattr(connection, limit, 0.1)
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(POST + b"\r\n")
+        assert answered(client)
+        client.sendall(b"x")
+        assert client.recv(1000) == b""  # Closed, and long before any other timer.
+
+
+def test_a_refusal_instead_of_100_continue_ends_the_connection():
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(POST + b"expect: 100-continue\r\n\r\n")
+        assert answered(client)
+        assert client.recv(1000) == b""
+
+
 def test_bodies_have_a_limit_together(monkeypatch):
     monkeypatch.setattr(connection, "MAX_BODIES_BYTES", 10_000)
     answers = []

@@ -165,7 +165,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(checkpoint: Path) -> Callable[..., Any]:
     """`launch(schedule, placement, **options)` starts a server; leaving the context ends it.
 
-    `directory` has another checkpoint, `log` is a file for its standard error.
+    `directory` has another checkpoint, `log` is a file for its standard error; a server that is `loading` is not
+    waited for longer than until it listens, which its log says.
     """
 
     def plan_file(directory: Path, schedule: str, placement: str) -> Path:
@@ -189,6 +190,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         *,
         directory: Path = checkpoint,
         log: Path | None = None,
+        loading: bool = False,
         **options: Any,
     ) -> Iterator[Running]:
         given = {
@@ -208,6 +210,9 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         ):
             assert process.stdout
             try:
+                if loading:
+                    yield Running(process, _listening(log), [], plan, given.get("api_key", "none"))
+                    return
                 # A server with JSON logs prints no summary: it is in the log.
                 lines = [process.stdout.readline() for _ in range(1 if given.get("log_format") == "json" else 2)]
                 assert lines[-1].startswith("ready http"), lines
@@ -216,6 +221,16 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
                 process.kill()
 
     return run
+
+
+def _listening(log: Path | None) -> str:
+    """The address that a server's log names."""
+    assert log
+    deadline = time.monotonic() + 30
+    while not (found := re.search(r"listening at (\S+) while", log.read_text())):
+        assert time.monotonic() < deadline, "it does not listen"
+        time.sleep(0.01)
+    return found[1]
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,17 @@ def streaming(server, **fields):
         yield response
 
 
+def status_before_the_body(server):
+    """Of a request whose body does not come."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("authorization", f"Bearer {server.api_key}")
+        connection.putheader("content-length", "100")
+        connection.endheaders()
+        return connection.getresponse().status
+
+
 def is_idle(server):
     running, used = server.metric("num_requests_running"), server.metric("kv_cache_usage_perc")
     return running == used == server.metric("num_requests_waiting") == 0
@@ -140,6 +151,7 @@ def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded, eventually
             refused = guarded.complete({"prompt": "a"})
             assert refused.status == 429
             assert refused.headers["retry-after"] == "4"  # 2 are waiting, and the plan does 0.5 a second.
+            assert status_before_the_body(guarded) == 429
         eventually(lambda: guarded.metric("num_requests_waiting") == 1)
         assert guarded.complete({"prompt": ["a", "b"]}).status == 429
     eventually(lambda: is_idle(guarded))

@@ -72,9 +72,11 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """A request may be refused without its body being read; that is thrown away as it comes, within limits."""
         super().on_response_complete()
-        if self.cycle.waiting_for_100_continue:  # Whether a body follows is not known.
+        if not self._rest_comes:
+            return
+        if any(name == b"expect" for name, _ in self.headers):  # Whether a body follows is not known.
             self.transport.close()
-        elif self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+        else:
             self._rest_timer = self.loop.call_later(BODY_SECONDS, self.transport.close)
 
     def pause_writing(self) -> None:
@@ -101,9 +103,13 @@ class GuardedProtocol(H11Protocol):
         elif self.conn.trailing_data[0]:
             self._expect_header()
 
+    @property
+    def _rest_comes(self) -> bool:
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+
     def _take_rest(self, num_bytes: int) -> None:
         self._num_rest_bytes += num_bytes
-        if self.conn.their_state is not h11.SEND_BODY:
+        if not self._rest_comes:  # Perhaps it is the next request's body that comes now.
             self._rest_came()
         elif self._num_rest_bytes > MAX_BODY_BYTES:
             self.transport.close()

@@ -171,17 +171,22 @@ POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
 def answered(client):
     answer = b""
     while not answer.endswith(b"no"):
-        answer += client.recv(1000)
+        part = client.recv(1000)
+        assert part, "closed"
+        answer += part
     return answer.startswith(b"HTTP/1.1 429")
 
 
-def test_a_body_that_comes_after_the_refusal_is_thrown_away():
+def test_a_body_that_comes_after_the_refusal_is_thrown_away(monkeypatch):
     with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
-        for _ in range(2):
-            client.sendall(POST + b"\r\n")
+        monkeypatch.setattr(connection, "MAX_BODY_BYTES", 150)
+        client.sendall(POST + b"\r\n")
+        for _ in range(20):
             assert answered(client)
             client.sendall(b"x" * 15)
-            client.sendall(b"x" * 5)
+            client.sendall(b"x" * 5 + POST + b"\r\n" + b"x")  # The next request may come with the end of it.
+            assert answered(client)
+            client.sendall(b"x" * 19 + POST + b"\r\n")
 
 
 @pytest.mark.parametrize("limit", ["BODY_SECONDS", "MAX_BODY_BYTES"])

@@ -41,6 +41,13 @@ class Linear:
         return y_NO[:rows]
 
 
+def rounded_rows(rows: int) -> int:
+    """The next of the numbers of rows that products should be asked for: all to 32, then 16 to each power of two, and
+    multiples of 16 from 256 on."""
+    step = 1 << min(4, max(0, (rows - 1).bit_length() - 5))
+    return max(_MIN_ROWS, -(-rows // step) * step)
+
+
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a weight of that kind is packed, so that its plain copy is not kept."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch has no types here

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.batch import Packing
+from exeplan.kernels.linear import packs
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.model import ModelSpec
 from exeplan.runner.checkpoint import OnRead
@@ -24,6 +25,7 @@ from exeplan.runner.kv_cache import KVCache
 from exeplan.runner.packed import PackedRows, PackedStep, one_a_row
 from exeplan.runner.paged_step import PagedStep, Singles, block_table, singles_of
 from exeplan.runner.precision import activation_dtype, cache_dtype
+from exeplan.runner.rounding import Rounding
 from exeplan.runner.shard import Shard, whole
 from exeplan.runner.step import Row, Step
 from exeplan.scheduling import Batch, Chunk, num_blocks_for
@@ -65,6 +67,7 @@ class ModelRunner:
             paged_with = kernels_for(self.device, self.activation)
         self.kernels = paged_with
         """None where attention is the CPU's own."""
+        self._packed = packs(self.device, self.activation)
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,
@@ -125,10 +128,13 @@ class ModelRunner:
         step = self.step(batch, token_ids, sources)
         if hidden_NE is None:
             hidden_NE = self.model.embed(step.token_N, step.position_N)
-        angles = self.model.angles(step.position_N, step.length_N)
-        for layer in self.model.layers:
-            hidden_NE = layer(hidden_NE, angles, step.attend)
+        rounding = self._rounding(len(hidden_NE))
+        angles = self.model.angles(rounding.add(step.position_N), rounding.add(step.length_N, 1))
+        hidden_NE = rounding.through(self.model.layers, hidden_NE, angles, step.attend)
         return self.model.head(hidden_NE[step.logit_R]).float() if self.shard.last else hidden_NE
+
+    def _rounding(self, num_rows: int) -> Rounding:
+        return Rounding.of(num_rows) if self._packed else Rounding(num_rows, 0)
 
     def _recorded_rows(self, batch: Batch, graphs: DecodeGraphs) -> list[Row]:
         """The rows of a batch that was recorded: none where one computes more than a token."""
@@ -211,10 +217,12 @@ class ModelRunner:
         if hidden_NE is None:
             hidden_NE = model.embed(*(torch.cat(pair) for pair in zip(_inputs(prompts), _inputs(step), strict=True)))
         encoder_NE, decoder_NE = torch.split_with_sizes(hidden_NE, [prompts.num_tokens, step.num_tokens])
-        for layer in model.encoder_layers if batch.whole_prefills else ():
-            encoder_NE = layer(encoder_NE, None, prompts.attend)
-        for layer in model.layers if batch.decode else ():
-            decoder_NE = layer(decoder_NE, None, step.attend)
+        if batch.whole_prefills:
+            rounding = self._rounding(len(encoder_NE))
+            encoder_NE = rounding.through(model.encoder_layers, encoder_NE, None, prompts.attend)
+        if batch.decode:
+            rounding = self._rounding(len(decoder_NE))
+            decoder_NE = rounding.through(model.layers, decoder_NE, None, step.attend)
         for sequence in batch.decode:
             self._num_cached[sequence.request_id] = sequence.num_tokens
         if not self.shard.last:

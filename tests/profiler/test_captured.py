@@ -17,6 +17,7 @@ from exeplan.profiler.points import Point, Work
 from exeplan.profiler.profile_model import profile_model
 from exeplan.runner.engine import Engine, Request
 from exeplan.runner.model_runner import ModelRunner
+from exeplan.runner.paged_step import PagedAttention
 from exeplan.runner.sampling import SamplingParams
 from exeplan.scheduling import Batch, Sequence
 from exeplan.simulator.cost import CostModel
@@ -57,38 +58,71 @@ def tiny(config: dict[str, object] = LLAMA) -> ModelSpec:
     return model_spec(config, name="tiny")
 
 
-class _Slow:
-    """A layer of a known length."""
+class _Clock:
+    """Seconds that pass only where a test says so: what is timed is the same on every machine."""
 
-    def __init__(self, layer, seconds: float) -> None:
-        self._layer, self._seconds = layer, seconds
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    def __call__(self, hidden_NE, angles, attend):
-        def slowly(shape, qkv_NMD):
-            time.sleep(2 * self._seconds)
-            return attend(shape, qkv_NMD)
+    def __call__(self) -> float:
+        return self.now
 
-        time.sleep(self._seconds)
-        return self._layer(hidden_NE, angles, slowly if getattr(attend, "__name__", "") != "queries" else attend)
+    def slowed(self, compute, seconds: float):
+        """The function, of a known length."""
+
+        def slowly(*arguments):
+            self.now += seconds
+            return compute(*arguments)
+
+        return slowly
+
+    def slowed_layer(self, layer, *, rest: float, attention: float):
+        """The layer; a profile that leaves out attention puts a function of its own in its place."""
+
+        def run(hidden_NE, angles, attend):
+            slow = self.slowed(attend, attention) if isinstance(attend, PagedAttention) else attend
+            return layer(hidden_NE, angles, slow)
+
+        return self.slowed(run, rest)
 
 
-def test_the_parts_are_told_apart():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def test_the_parts_are_told_apart(clock: _Clock):
     runner = ModelRunner(tiny(), num_blocks=16, paged_with=REFERENCE)
-    runner.model.layers = [_Slow(layer, 5e-3) for layer in runner.model.layers]
+    model = runner.model
+    model.layers = [clock.slowed_layer(layer, rest=5e-3, attention=10e-3) for layer in model.layers]
+    model.embed, model.head = clock.slowed(model.embed, 2e-3), clock.slowed(model.head, 3e-3)
     rows = tuple(
         Sequence(request_id=name, num_prompt_tokens=9, max_output_tokens=1, num_blocks=1) for name in ("a", "b", "c")
     )
-    found = decode_parts(
-        runner, runner.model, Batch(decode=rows), {row.request_id: [1] * 9 for row in rows}, num_layers=3
-    )
-    # A sleep may last longer, and the real layer beside it takes a millisecond on a busy machine.
-    assert 0.014 < found.layer < 0.03
-    assert 0.009 < found.attention < 0.02
-    assert 0 < found.embed + found.head < 0.01
+    found = decode_parts(runner, model, Batch(decode=rows), {row.request_id: [1] * 9 for row in rows}, num_layers=3)
+    parts = (found.embed, found.layer, found.attention, found.head)
+    assert parts == pytest.approx((2e-3, 15e-3, 10e-3, 3e-3))
 
 
-def test_a_replay_is_timed_by_the_mean_of_many():
-    assert replay_seconds(lambda: time.sleep(1e-3), torch.device("cpu")) == pytest.approx(1e-3, rel=0.5)
+@pytest.mark.parametrize(
+    ("first", "rounds", "seconds"),
+    [(4e-3, [9e-3, 2e-3, 1e-3, 7e-3, 2e-3], 2e-3), (1e-3, [1e-3, 2e-3, 3e-3, 6e-3] * 5, 3e-3)],
+    ids=["one a round", "four a round"],
+)
+def test_a_replay_is_timed_by_the_median_of_rounds_of_the_mean_of_many(clock: _Clock, first, rounds, seconds):
+    left = [first, *rounds]
+
+    def replay():
+        clock.now += left.pop(0)
+
+    assert replay_seconds(replay, torch.device("cpu")) == pytest.approx(seconds)
+    assert left == []
+
+
+def test_a_sleep_is_not_timed_shorter():
+    assert replay_seconds(lambda: time.sleep(1e-3), torch.device("cpu")) >= 1e-3
 
 
 def test_overheads_are_what_steps_take_beyond_the_passes():

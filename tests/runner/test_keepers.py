@@ -109,7 +109,7 @@ def test_generations_of_workers_on_two_hosts(plan, process, listen):
             assert listening([os.getpid(), *group.pids, keeper.pid, *family]) == {"127.0.0.1"}
     keepers.close()
     assert keeper.wait(10) == 0
-    eventually(lambda: not any(map(is_alive, family)), 20)
+    eventually(lambda: not any(map(is_alive, family)))
 
 
 def test_ranks_of_one_host_share_its_memory(tmp_path, process, listen):
@@ -129,7 +129,7 @@ def test_a_keeper_that_is_gone_takes_its_worker_along_and_never_comes_back(plan,
         family = descendants(keeper.pid)
         keeper.kill()
         assert group.reports.get(timeout=5) == Report(1, None)
-        eventually(lambda: not any(map(is_alive, family)), 20)
+        eventually(lambda: not any(map(is_alive, family)))
     with pytest.raises(WorkerError, match="device 1 on host 1 is gone, and torchrun starts no other"):
         begin(PIPELINE, generation=2, hosts=keepers)
 
@@ -175,7 +175,7 @@ def test_a_keeper_without_its_torchrun_ends(plan, process, listen, number):
     keepers.prepare()
     family = descendants(launcher.pid)
     os.kill(launcher.pid, number)
-    eventually(lambda: not any(map(is_alive, family)), 20)
+    eventually(lambda: not any(map(is_alive, family)))
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_all_hosts_end_well_when_the_first_one_is_told_to(both):
     first, second, family = both
     first.send_signal(signal.SIGTERM)
     assert first.wait(20) == second.wait(20) == 0
-    eventually(lambda: not any(map(is_alive, family)), 20)
+    eventually(lambda: not any(map(is_alive, family)))
 
 
 def test_a_keeper_that_loses_the_engine_ends(both):
@@ -198,7 +198,7 @@ def test_a_keeper_that_loses_the_engine_ends(both):
     os.kill(descendants(first.pid)[0], signal.SIGKILL)
     assert second.wait(2) == 1
     assert second.stderr.read() == "exeplan.runner: the engine is gone\n"
-    eventually(lambda: not any(map(is_alive, family)), 20)
+    eventually(lambda: not any(map(is_alive, family)))
 
 
 @pytest.mark.parametrize(

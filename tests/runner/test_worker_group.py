@@ -27,7 +27,7 @@ def traces():
 def test_workers_come_up_and_leave_nothing():
     threads = threading.active_count()
     begin(WIDE).kill()  # From then on the fork server is there, which stays.
-    eventually(lambda: threading.active_count() == threads, 5)
+    eventually(lambda: threading.active_count() == threads)
     before = traces()
     for generation, placement in enumerate((WIDE, PIPELINE, MIXED), 2):
         group = begin(placement, generation=generation)
@@ -36,7 +36,7 @@ def test_workers_come_up_and_leave_nothing():
         assert all(map(is_alive, pids))
         group.kill()
         assert not any(map(is_alive, pids))
-    eventually(lambda: traces() == before, 5)
+    eventually(lambda: traces() == before)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_loaded_is_the_users_business(tmp_path):
     before = set(descendants(os.getpid()))
     with pytest.raises(InputError, match="safetensors"):
         begin(PIPELINE, model=str(tmp_path), dummy_weights=False)
-    eventually(lambda: {pid for pid in descendants(os.getpid()) if is_alive(pid)} <= before, 5)
+    eventually(lambda: {pid for pid in descendants(os.getpid()) if is_alive(pid)} <= before)
 
 
 @pytest.fixture
@@ -90,6 +90,6 @@ def test_nothing_listens_on_other_than_loopback(supervised):
 def test_nothing_outlives_its_supervisor(supervised, number):
     _, _, fork_server, *workers = supervised
     os.kill(supervised[0], number)
-    eventually(lambda: not any(map(is_alive, workers)), 2)
-    eventually(lambda: not is_alive(fork_server), 20)  # It takes its time to unload torch, and holds nothing.
+    eventually(lambda: not any(map(is_alive, workers)))
+    eventually(lambda: not is_alive(fork_server))  # It takes its time to unload torch, and holds nothing.
     assert not any(map(is_alive, supervised))

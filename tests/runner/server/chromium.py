@@ -17,6 +17,8 @@ from typing import Any
 
 import aiohttp
 
+from ..processes import PATIENCE
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars")
@@ -42,7 +44,7 @@ class Page:
         self._number += 1
         answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
-        found = await asyncio.wait_for(answer, 20)
+        found = await asyncio.wait_for(answer, PATIENCE)
         assert "error" not in found, found
         return found["result"]
 
@@ -53,8 +55,8 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
+    async def until(self, expression: str) -> None:
+        deadline = time.monotonic() + PATIENCE
         while not await self.value(expression):
             assert time.monotonic() < deadline, f"never came true: {expression}"
             await asyncio.sleep(0.02)
@@ -112,7 +114,7 @@ async def opened(url: str, *, width: int = 1280, height: int = 900) -> AsyncIter
 
 
 async def _port(file: Path) -> int:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < deadline, "Chromium does not start"
         await asyncio.sleep(0.05)

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ..processes import PATIENCE, descendants, eventually
 
 CONTEXT = 4096
 ONE_DEVICE = "[{devices: [0], layers: [0, 2]}]"
@@ -84,13 +85,13 @@ class Running:
         return [pid for pid in descendants(self.process.pid) if _forked(pid) and _forked(_parent(pid))]
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=PATIENCE)
 
     def call(
         self, path: str, body: bytes | dict[str, Any] | None = None, method: str | None = None, **headers: str
     ) -> Reply:
         """One request with the server's key: a POST where there is a body, else a GET; `x_a` is the header `x-a`."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {"authorization": f"Bearer {self.api_key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
         with contextlib.closing(connection):
@@ -106,22 +107,6 @@ class Running:
         rows = re.findall(rf"^exeplan:{name}(?:{{.*}})? (\S+)$", self.call("/metrics").text, re.MULTILINE)
         assert rows, f"no metric {name}"
         return sum(float(value) for value in rows)
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those that they did."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [found for child in map(int, children) for found in (child, *descendants(child))]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _forked(pid: int) -> bool:
@@ -226,11 +211,9 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
 def _listening(log: Path | None) -> str:
     """The address that a server's log names."""
     assert log
-    deadline = time.monotonic() + 30
-    while not (found := re.search(r"listening at (\S+) while", log.read_text())):
-        assert time.monotonic() < deadline, "it does not listen"
-        time.sleep(0.01)
-    return found[1]
+    said = re.compile(r"listening at (\S+) while")
+    eventually(lambda: said.search(log.read_text()) is not None)
+    return said.findall(log.read_text())[0]
 
 
 @pytest.fixture(scope="session")
@@ -246,14 +229,15 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture(scope="session")
-def eventually() -> Callable[..., None]:
-    """`eventually(claim, seconds)` waits until the claim holds, and fails when it does not in time."""
+@contextlib.contextmanager
+def dropped(server: Running, tokens: int) -> Iterator[None]:
+    """Of the requests that are left meanwhile not all the tokens are generated, and nothing of them stays."""
+    before = server.metric("generation_tokens_total")
+    yield
+    eventually(lambda: is_idle(server))
+    assert server.metric("generation_tokens_total") - before < tokens
 
-    def wait(claim: Callable[[], bool], seconds: float = 5.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not claim():
-            assert time.monotonic() < deadline, "it did not come true in time"
-            time.sleep(0.02)
 
-    return wait
+def is_idle(server: Running) -> bool:
+    running, used = server.metric("num_requests_running"), server.metric("kv_cache_usage_perc")
+    return running == used == server.metric("num_requests_waiting") == 0

@@ -36,7 +36,7 @@ import exeplan
 from exeplan.runner import connection
 from exeplan.runner.connection import OPEN_PATHS, Gate
 
-from .conftest import descendants
+from ..processes import descendants
 from .test_bad_input import BODIES
 
 PACKAGE = Path(exeplan.__file__).parent

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ..processes import PATIENCE
+
 BODIES = {
     "zero max_tokens": ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     "negative max_tokens": ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
@@ -128,7 +130,7 @@ def test_no_value_of_any_field_is_a_server_error(fields, server):
 
 
 def send(server, data):
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
     connection.sendall(data)
     return connection
 
@@ -150,10 +152,8 @@ def test_large_headers_are_refused(size, server):
 
 def test_announced_oversized_body_is_refused_before_it_is_sent(server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300000000\r\n\r\n"
-    start = time.monotonic()
     with send(server, head) as connection:
-        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
-    assert time.monotonic() - start < 1
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")  # And not 408, after ten seconds without a body.
 
 
 def test_chunked_bodies_count_against_the_same_cap(server):
@@ -183,9 +183,9 @@ def test_what_is_not_http_gets_400(server):
 
 
 def test_half_sent_requests_are_closed_after_ten_seconds(server):
+    start = time.monotonic()
     header = send(server, b"POST /v1/completions HTTP/1.1\r\nhost:")
     body = send(server, b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt"')
-    start = time.monotonic()
     assert receive(header).startswith(b"HTTP/1.1 408")
     assert receive(body).startswith(b"HTTP/1.1 408")
-    assert 9 < time.monotonic() - start < 14
+    assert time.monotonic() - start >= 10

@@ -8,12 +8,14 @@ import os
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
+
+from ..processes import PATIENCE, eventually, is_alive
+from .conftest import dropped, is_idle
 
 LONG = {"prompt": "the quick", "max_tokens": 4000, "ignore_eos": True}
 API_KEY = "correct horse"
@@ -22,7 +24,7 @@ API_KEY = "correct horse"
 @contextlib.contextmanager
 def request(server, **fields):
     """A connection on which a long request has been sent; it is closed in the end."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         headers = {"authorization": f"Bearer {server.api_key}"}
         connection.request("POST", "/v1/completions", json.dumps({**LONG, **fields}), headers)
@@ -40,7 +42,7 @@ def streaming(server, **fields):
 
 def status_before_the_body(server):
     """Of a request whose body does not come."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("authorization", f"Bearer {server.api_key}")
@@ -53,11 +55,6 @@ def resident_mib(server):
     """Of the process that answers."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
-
-
-def is_idle(server):
-    running, used = server.metric("num_requests_running"), server.metric("kv_cache_usage_perc")
-    return running == used == server.metric("num_requests_waiting") == 0
 
 
 def test_says_what_it_serves_in_one_line_and_without_torch(server):
@@ -94,27 +91,25 @@ def test_metrics_count_what_was_generated(server):
         assert server.metric(f"{name}_count") > 0
 
 
-def test_a_stream_that_is_left_is_dropped(server, eventually):
-    with streaming(server, n=3):
+def test_a_stream_that_is_left_is_dropped(server):
+    with dropped(server, 3 * LONG["max_tokens"]), streaming(server, n=3):
         assert server.metric("num_requests_running") == 3
-    eventually(lambda: is_idle(server), 2)
 
 
-def test_a_whole_answer_that_nobody_waits_for_is_dropped(server, eventually):
-    with request(server):
-        eventually(lambda: server.metric("num_requests_running") == 1, 2)
-    eventually(lambda: is_idle(server), 2)
+def test_a_whole_answer_that_nobody_waits_for_is_dropped(server):
+    with dropped(server, LONG["max_tokens"]), request(server):
+        eventually(lambda: server.metric("num_requests_running") == 1)
 
 
-def test_a_client_that_does_not_read_delays_nobody(server, eventually):
+def test_a_client_that_does_not_read_delays_nobody(server):
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", server.port))
         body = json.dumps({**LONG, "max_tokens": 500, "n": 3, "logprobs": 20, "stream": True}).encode()
         stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         assert server.complete({"prompt": "a", "max_tokens": 20}).status == 200
-        eventually(lambda: server.metric("num_requests_running") == 0, 20)
-    eventually(lambda: is_idle(server), 2)
+        eventually(lambda: server.metric("num_requests_running") == 0)
+    eventually(lambda: is_idle(server))
 
 
 def test_port_in_use_is_one_sentence_and_status_2(server, launch, capfd):
@@ -131,7 +126,7 @@ def test_unloadable_checkpoint_is_one_sentence_and_status_2(launch, capfd):
 
 @pytest.fixture(scope="module")
 def guarded(launch):
-    """A server with a key that runs one request at a time and lets two wait; it is told to stop by the last test."""
+    """A server with a key that runs one request at a time and lets two wait."""
     with launch("policy: orca, max_num_seqs: 1", api_key=API_KEY, max_queue=2) as running:
         yield running
 
@@ -153,7 +148,7 @@ def test_openai_client_reports_the_wrong_key(guarded):
         client.models.list()
 
 
-def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded, eventually):
+def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded):
     with streaming(guarded), request(guarded):
         with request(guarded):
             eventually(lambda: guarded.metric("num_requests_waiting") == 2)
@@ -166,7 +161,7 @@ def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded, eventually
     eventually(lambda: is_idle(guarded))
 
 
-def test_who_is_refused_costs_no_memory(guarded, eventually):
+def test_who_is_refused_costs_no_memory(guarded):
     """Bodies of all at once would be 32 MiB."""
     body = b" " * (1 << 20)
 
@@ -197,31 +192,33 @@ def test_one_bad_prompt_refuses_the_batch(guarded):
     assert guarded.metric("generation_tokens_total") == generated + 1
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_comes(guarded):
-    with streaming(guarded, max_tokens=1500) as response:
-        guarded.process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-        refused = guarded.complete({"prompt": "a"})
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(launch):
+    with launch() as server, streaming(server, max_tokens=300) as response:
+        os.kill(server.engine_pid, signal.SIGSTOP)  # So that it runs for as long as is asked here.
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.call("/ready").status == 503)
+        refused = server.complete({"prompt": "a"})
         assert refused.status == 503
         assert int(refused.headers["retry-after"]) >= 1
-        assert guarded.call("/ready").status == 503
-        assert guarded.call("/health").status == 200  # Alive, and not to be killed for going.
+        assert server.call("/health").status == 200  # Alive, and not to be killed for going.
+        os.kill(server.engine_pid, signal.SIGCONT)
         rest = response.read()
-    assert rest.endswith(b"data: [DONE]\n\n")
-    assert rest.count(b"data: {") == 1499
-    assert guarded.process.wait(10) == 0
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert rest.count(b"data: {") == 299
+        assert server.process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, launch):
     with launch(drain_seconds=0.3 if signals == 1 else 60) as server, streaming(server) as response:
-        for _ in range(signals):
+        for _ in range(signals - 1):
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
+            eventually(lambda: server.call("/ready").status == 503)  # Two at once would count as one.
+        server.process.send_signal(signal.SIGTERM)
         last, done = response.read().decode().split("\n\n")[-3:-1]
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server has shut down"
         assert done == "data: [DONE]"
-        assert server.process.wait(5) == 0
+        assert server.process.wait(PATIENCE) == 0
 
 
 def test_a_killed_engine_fails_what_was_pending_and_ends_the_server_with_1(launch):
@@ -233,15 +230,14 @@ def test_a_killed_engine_fails_what_was_pending_and_ends_the_server_with_1(launc
         assert (health.status, json.loads(health.text)["status"]) == (503, reason)
         assert server.call("/ready").status == 503
         assert server.complete({"prompt": "a"}).error["message"] == reason
-        assert server.process.wait(10) == 1
+        assert server.process.wait(PATIENCE) == 1
 
 
-def test_engine_does_not_outlive_a_killed_server(launch, eventually):
+def test_engine_does_not_outlive_a_killed_server(launch):
     with launch() as server, streaming(server):
-        engine = Path(f"/proc/{server.engine_pid}/stat")
+        engine = server.engine_pid
         server.process.kill()
-        server.process.wait(5)
-        eventually(lambda: not engine.exists() or engine.read_text().split()[2] == "Z", 1)
+        eventually(lambda: not is_alive(engine))
 
 
 def test_an_expired_request_is_answered_408_and_counted(server):

@@ -9,7 +9,8 @@ from schemathesis import checks
 
 from exeplan.runner.openapi import describe
 
-from .test_lifecycle import is_idle
+from ..processes import PATIENCE, eventually
+from .conftest import is_idle
 
 KEY = "the key"
 SCHEMA = schemathesis.openapi.from_dict(describe(model="tiny", vocab_size=300, keyed=True))
@@ -44,9 +45,9 @@ def test_answers_as_described(case, fuzzed):
     if isinstance(case.body, dict) and {"prompt", "messages"} & set(case.body):
         case.body["max_tokens"] = 2  # What is tested is the server, not how long a tiny model can go on.
     headers = {"authorization": f"Bearer {KEY}"}
-    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=WANTED, timeout=30)
+    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=WANTED, timeout=PATIENCE)
 
 
-def test_nothing_is_left_of_it(fuzzed, eventually):
+def test_nothing_is_left_of_it(fuzzed):
     eventually(lambda: is_idle(fuzzed))
     assert fuzzed.call("/ready").status == 200

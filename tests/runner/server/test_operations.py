@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from ..processes import PATIENCE, eventually
+from .conftest import is_idle
 from .test_lifecycle import streaming
 
 SECRET = "xyzzy-a-user-secret"
@@ -20,8 +22,8 @@ def records(path):
 
 @pytest.fixture(scope="module")
 def logged(launch, tmp_path_factory):
-    """What a server logged about one request of each kind, as records, and the ids that the answers carried."""
-    path, ids = tmp_path_factory.mktemp("logs") / "log", {}
+    """What a server logged about one request of each kind, as records, the ids of the answers, and seconds in all."""
+    path, ids, began = tmp_path_factory.mktemp("logs") / "log", {}, time.monotonic()
     with launch(log=path, log_format="json", api_key=SECRET) as server:
         for name, body in {
             "answered": {"prompt": SECRET, "max_tokens": 3, "ignore_eos": True},
@@ -35,10 +37,10 @@ def logged(launch, tmp_path_factory):
         ids["probe"] = server.call("/health").headers["x-request-id"]
         with streaming(server) as response:
             ids["left"] = response.headers["x-request-id"]
-        time.sleep(0.3)
+        eventually(lambda: is_idle(server))
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(10)
-    return records(path), ids
+        server.process.wait(PATIENCE)
+    return records(path), ids, time.monotonic() - began
 
 
 def of(logged, name):
@@ -60,7 +62,7 @@ def test_an_answer_is_logged_with_its_counts(logged):
     record = of(logged, "answered")
     assert (record["message"], record["status"]) == ("POST /v1/completions", 200)
     assert (record["prompt_tokens"] > 3, record["completion_tokens"]) == (True, 3)
-    assert 0 < record["seconds"] < 10
+    assert 0 < record["seconds"] < logged[2]
 
 
 def test_errors_and_who_left_are_logged_as_such(logged):
@@ -81,21 +83,21 @@ def test_probes_are_not_logged(logged):
     assert logged[1]["probe"] not in json.dumps(logged[0])
 
 
-def test_an_engine_that_gets_nowhere_is_alive_but_not_ready(launch, eventually):
+def test_an_engine_that_gets_nowhere_is_alive_but_not_ready(launch):
     with launch(deadline_seconds=0.5) as server, streaming(server):
-        assert server.call("/ready").status == 200
+        eventually(lambda: server.call("/ready").status == 200)
         os.kill(server.engine_pid, signal.SIGSTOP)
-        eventually(lambda: server.call("/ready").status == 503, 15)
+        eventually(lambda: server.call("/ready").status == 503)
         assert json.loads(server.call("/ready").text)["status"].startswith("no iteration for")
         assert server.call("/health").status == 200
         os.kill(server.engine_pid, signal.SIGCONT)
-        eventually(lambda: server.call("/ready").status == 200, 15)
+        eventually(lambda: server.call("/ready").status == 200)
 
 
 def test_workers_that_keep_dying_end_the_server_with_status_1(launch):
     stages = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
     with launch("policy: orca, max_num_seqs: 4, micro_batches: 2", stages) as server:
-        deadline, killed = time.monotonic() + 60, set()
+        deadline, killed = time.monotonic() + PATIENCE, set()
         while server.process.poll() is None and time.monotonic() < deadline:
             for pid in set(server.worker_pids) - killed:
                 killed.add(pid)

@@ -15,24 +15,26 @@ import uvicorn
 from exeplan.runner import connection
 from exeplan.runner.connection import GuardedProtocol
 
-from .test_lifecycle import is_idle, request, streaming
+from ..processes import PATIENCE, eventually
+from .conftest import dropped, is_idle
+from .test_lifecycle import LONG, request, streaming
 
 
 @pytest.fixture(scope="module")
 def hurried(launch):
-    """A server that gives every request a second, runs one at a time, and turns away who would come late."""
-    options = {"request_seconds": 1.0, "admission": "refuse-late", "cors_origins": ["https://chat.example.org"]}
+    """A server that gives every request a second, and runs one at a time."""
+    options = {"request_seconds": 1.0, "cors_origins": ["https://chat.example.org"]}
     with launch("policy: orca, max_num_seqs: 1", **options) as running:
         yield running
 
 
-def test_a_request_that_takes_too_long_gets_504(hurried, eventually):
+def test_a_request_that_takes_too_long_gets_504(hurried):
     began = time.monotonic()
-    reply = hurried.complete({"prompt": "a", "max_tokens": 4000, "ignore_eos": True})
+    with dropped(hurried, LONG["max_tokens"]):
+        reply = hurried.complete(LONG)
     assert reply.status == 504
     assert (reply.error["message"], reply.error["code"]) == ("the request was not done within 1 s", "timeout")
-    assert 0.9 < time.monotonic() - began < 10
-    eventually(lambda: is_idle(hurried))
+    assert time.monotonic() - began >= 1
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(hurried):
@@ -42,18 +44,18 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(hurried):
     assert done == "data: [DONE]"
 
 
-def test_who_would_come_late_is_refused_early(hurried, eventually):
-    with streaming(hurried), request(hurried):
-        eventually(lambda: hurried.metric("num_requests_waiting") == 1)
-        began = time.monotonic()
-        refused = hurried.complete({"prompt": "a"})  # 2 s of waiting, for a bound of 2 s.
-        assert time.monotonic() - began < 2  # It did not wait for anybody.
+def test_who_would_come_late_is_refused_early(launch):
+    with launch("policy: orca, max_num_seqs: 1", admission="refuse-late") as server:
+        with streaming(server), request(server):
+            eventually(lambda: server.metric("num_requests_waiting") == 1)
+            refused = server.complete({"prompt": "a"})  # 2 s of waiting, for a bound of 2 s.
+            assert server.metric("num_requests_waiting") == 1  # It did not wait for anybody.
         assert (refused.status, refused.error["code"]) == (429, "late")
         assert int(refused.headers["retry-after"]) >= 1
-        assert 'reason="late"' in hurried.call("/metrics").text
+        assert 'reason="late"' in server.call("/metrics").text
 
 
-def test_a_reader_who_is_too_slow_loses_the_answer_and_nothing_else(server, eventually):
+def test_a_reader_who_is_too_slow_loses_the_answer_and_nothing_else(server):
     body = {"prompt": "the quick", "max_tokens": 1500, "ignore_eos": True, "n": 8, "logprobs": 20, "stream": True}
     data = json.dumps(body).encode()
     with socket.socket() as stuck:
@@ -62,17 +64,16 @@ def test_a_reader_who_is_too_slow_loses_the_answer_and_nothing_else(server, even
         stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
         eventually(lambda: server.metric("num_requests_running") == 8)
         before = server.metric("generation_tokens_total")
-        eventually(lambda: is_idle(server), 30)
+        eventually(lambda: is_idle(server))
         assert server.metric("generation_tokens_total") - before < 8 * 1300  # Not run to its end for nobody.
 
 
-def test_a_connection_that_is_reset_frees_everything(server, eventually):
+def test_a_connection_that_is_reset_frees_everything(server):
     for _ in range(5):
-        with request(server, n=2) as connection:
+        with dropped(server, 2 * LONG["max_tokens"]), request(server, n=2) as connection:
             eventually(lambda: server.metric("num_requests_running") == 2)
             linger = struct.pack("ii", 1, 0)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        eventually(lambda: is_idle(server), 3)
 
 
 def test_pages_of_other_sites_are_refused_unless_allowed(hurried, server):
@@ -101,7 +102,9 @@ def test_an_allowed_page_may_ask_first(hurried):
 @contextlib.contextmanager
 def guarded(app):
     """The port of an application behind `GuardedProtocol`, in a thread of this process."""
-    config = uvicorn.Config(app, port=0, http=GuardedProtocol, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, port=0, http=GuardedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     listener = socket.create_server(("127.0.0.1", 0))
@@ -133,7 +136,7 @@ def test_a_client_who_takes_nothing_is_cut_off(monkeypatch):
 
     with guarded(app) as port, socket.create_connection(("127.0.0.1", port)) as stuck:
         stuck.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert left.wait(5)
+        assert left.wait(PATIENCE)
 
 
 def test_too_many_connections_are_told_so(monkeypatch):
@@ -144,9 +147,12 @@ def test_too_many_connections_are_told_so(monkeypatch):
         await send({"type": "http.response.body", "body": b""})
 
     def status(port):
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as client:
-            client.request("GET", "/")
-            return client.getresponse().status
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client:
+            try:
+                client.request("GET", "/")
+                return client.getresponse().status
+            except ConnectionError:  # The refusal was written, and the connection closed, before it had asked.
+                return None
 
     with guarded(app) as port:
         held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
@@ -154,9 +160,7 @@ def test_too_many_connections_are_told_so(monkeypatch):
             assert one_more.recv(1000).startswith(b"HTTP/1.1 503")
         for entry in held:
             entry.close()
-        deadline = time.monotonic() + 5
-        while status(port) != 204:
-            assert time.monotonic() < deadline
+        eventually(lambda: status(port) == 204)
 
 
 async def refuses(scope, receive, send):
@@ -178,7 +182,7 @@ def answered(client):
 
 
 def test_a_body_that_comes_after_the_refusal_is_thrown_away(monkeypatch):
-    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
         monkeypatch.setattr(connection, "MAX_BODY_BYTES", 150)
         client.sendall(POST + b"\r\n")
         for _ in range(20):
@@ -192,7 +196,7 @@ def test_a_body_that_comes_after_the_refusal_is_thrown_away(monkeypatch):
 @pytest.mark.parametrize("limit", ["BODY_SECONDS", "MAX_BODY_BYTES"])
 def test_it_may_not_come_for_ever(limit, monkeypatch):
     monkeypatch.setattr(connection, limit, 0.1)
-    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
         client.sendall(POST + b"\r\n")
         assert answered(client)
         client.sendall(b"x")
@@ -200,7 +204,7 @@ def test_it_may_not_come_for_ever(limit, monkeypatch):
 
 
 def test_a_refusal_instead_of_100_continue_ends_the_connection():
-    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
         client.sendall(POST + b"expect: 100-continue\r\n\r\n")
         assert answered(client)
         assert client.recv(1000) == b""

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from ..processes import eventually
 from .test_lifecycle import streaming
 
 KEY = "the key"
@@ -28,7 +29,7 @@ def adopted(server):
     return server.metric("replans_total")
 
 
-def test_sighup_reads_the_file_again(served, eventually):
+def test_sighup_reads_the_file_again(served):
     before, text = adopted(served), served.plan_file.read_text()
     with streaming(served, max_tokens=600) as response:
         served.plan_file.write_text(re.sub("decode_steps: 4", "decode_steps: 7", text))
@@ -39,7 +40,7 @@ def test_sighup_reads_the_file_again(served, eventually):
     assert "decode_steps" in served.log.read_text()
 
 
-def test_a_broken_file_changes_nothing(served, eventually):
+def test_a_broken_file_changes_nothing(served):
     before, text, plan = adopted(served), served.plan_file.read_text(), shown(served)["schedule"]
     for broken in ("schedule: [", text.replace("prefill_batch", "prefill_patch"), text.replace("[0, 2]", "[0, 3]")):
         length = len(served.log.read_text())

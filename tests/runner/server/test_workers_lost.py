@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 
-from .conftest import descendants, is_alive
+from ..processes import PATIENCE, descendants, eventually, is_alive
 
 TWO_STAGES = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
 ORCA = "policy: orca, max_num_seqs: 6, micro_batches: 2"
@@ -37,7 +36,7 @@ def answers(server, bodies):
 
     def wait():
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         return found
 
     return wait
@@ -59,7 +58,7 @@ def test_a_pipeline_gives_the_tokens_of_one_device(launch, undisturbed):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, eventually, stage):
+def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, stage):
     before = pipeline.worker_pids
     wait = answers(pipeline, BODIES)
     eventually(lambda: pipeline.metric("num_requests_running") > 3)
@@ -70,54 +69,54 @@ def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, eventua
     assert not any(map(is_alive, before))
 
 
-def test_a_killed_worker_is_noticed_while_nothing_runs(pipeline, eventually):
+def test_a_killed_worker_is_noticed_while_nothing_runs(pipeline):
     before = pipeline.worker_pids
     os.kill(before[0], signal.SIGKILL)
-    eventually(lambda: pipeline.call("/ready").status == 503, 2)
+    eventually(lambda: pipeline.call("/ready").status == 503)
     eventually(lambda: pipeline.call("/ready").status == 200)
     assert tokens(pipeline.complete({**BODIES[0], "max_tokens": 3, "logprobs": 0}))
 
 
-def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline, eventually):
+def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline):
     wait = answers(pipeline, [{**BODIES[0], "max_tokens": 4000}])
     for _ in range(2):
         eventually(lambda: pipeline.metric("num_requests_running") == 1 and pipeline.call("/ready").status == 200)
         os.kill(pipeline.worker_pids[0], signal.SIGKILL)
-        eventually(lambda: pipeline.call("/ready").status == 503, 2)
+        eventually(lambda: pipeline.call("/ready").status == 503)
     (reply,) = wait()
     assert reply.status == 500
     assert "worker" in json.loads(reply.text)["error"]["message"]
     eventually(lambda: pipeline.call("/ready").status == 200)
 
 
-def test_a_worker_that_hangs_is_noticed_within_the_deadline(launch, undisturbed, eventually):
-    with launch(ORCA, TWO_STAGES, deadline_seconds=1.0) as server:
+def test_a_worker_that_hangs_is_noticed_by_the_deadline(launch, undisturbed, tmp_path):
+    log = tmp_path / "log"
+    with launch(ORCA, TWO_STAGES, deadline_seconds=2.0, log=log) as server:
         before = server.worker_pids
         wait = answers(server, BODIES[:3])
         eventually(lambda: server.metric("num_requests_running") == 3)
         os.kill(before[1], signal.SIGSTOP)
-        started = time.monotonic()
-        eventually(lambda: server.call("/ready").status == 503, 10)
-        assert time.monotonic() - started < 5
+        eventually(lambda: server.call("/ready").status == 503)
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))
+    assert "a batch took longer than 2 s: a worker hangs" in log.read_text()
 
 
 @pytest.mark.parametrize("killed", ["server", "engine"])
-def test_no_process_outlives_its_supervisor(launch, eventually, killed):
+def test_no_process_outlives_its_supervisor(launch, killed):
     with launch(ORCA, TWO_STAGES) as server:
         family = descendants(server.process.pid)
         assert len(family) >= 4
         os.kill(server.engine_pid if killed == "engine" else server.process.pid, signal.SIGKILL)
-        eventually(lambda: not any(is_alive(pid) for pid in family), 5)
+        eventually(lambda: not any(is_alive(pid) for pid in family))
 
 
-def test_sigterm_finishes_what_runs_and_leaves_nothing(launch, eventually):
+def test_sigterm_finishes_what_runs_and_leaves_nothing(launch):
     with launch(ORCA, TWO_STAGES) as server:
         family = descendants(server.process.pid)
         wait = answers(server, BODIES[:2])
         eventually(lambda: server.metric("num_requests_running") == 2)
         server.process.send_signal(signal.SIGTERM)
         assert [len(tokens(reply)) for reply in wait()] == [300, 340]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(PATIENCE) == 0
         eventually(lambda: not any(is_alive(pid) for pid in family))

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ from exeplan.simulator.cost import CostModel
 
 _MOST_PROCESSES = 4
 """More would only start more engines side by side."""
+
+if find_spec("hypothesis"):  # Tests of a GPU do without.
+    from hypothesis import HealthCheck, settings
+
+    unhurried = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("repeatable", derandomize=True, print_blob=True, **unhurried)
+    settings.register_profile("searching", **unhurried)
+    settings.load_profile("repeatable")  # `--hypothesis-profile searching` tries other cases each time.
 
 
 @pytest.hookimpl(tryfirst=True)

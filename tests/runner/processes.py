@@ -1,5 +1,6 @@
 """What can be seen of a process from outside: those it started, whether they live, and where they listen."""
 
+import contextlib
 import ipaddress
 import os
 import time
@@ -27,9 +28,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def open_files(pid: int) -> dict[str, str]:
+    """By number, what a process has open."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # Closed meanwhile.
+            found[path.name] = os.readlink(path)
+    return found
+
+
 def listening(pids: Iterable[int]) -> set[str]:
     """The numeric addresses on which any of these processes accepts connections."""
-    inodes = {target for pid in pids for target in _open_files(pid)}
+    inodes = {target for pid in pids for target in open_files(pid).values()}
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -45,11 +55,6 @@ def eventually(claim: Callable[[], bool]) -> None:
     while not claim():
         assert time.monotonic() < deadline, f"it did not come true within {PATIENCE:g} s"
         time.sleep(0.02)
-
-
-def _open_files(pid: int) -> list[str]:
-    folder = Path(f"/proc/{pid}/fd")
-    return [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
 
 
 def _address(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -31,7 +31,7 @@ def begin(
     plan = Plan(model=model, schedule=schedule, placement=placement, kv_cache_tokens=1024)
     setup = engine_setup(plan, load_model_spec(model), dummy_weights=dummy_weights)
     shared: dict[str, Any] = {name: setup[name] for name in ("model", "placement", "engine", "num_threads")}
-    shared["timeout"] = 30.0
+    shared["timeout"] = 120.0
     return WorkerGroup(shared, placement, generation=generation, on_loss=on_loss, hosts=hosts)
 
 

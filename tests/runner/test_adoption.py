@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import queue
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -20,6 +19,8 @@ from exeplan.runner.execution import Local, WorkerError
 from exeplan.runner.launch import build_engine, build_executor, engine_setup
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.runner.sampling import SamplingParams
+
+from .processes import eventually
 
 VOCAB, BLOCKS = 300, 24
 ONE = (Stage(layers=(0, 3)),)
@@ -179,6 +180,7 @@ def test_layers_move_between_workers_and_policies_change_with_them(directory, ex
     ]
     setups = [plan_setup(directory, *plan) for plan in plans]
     inbox: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    threads = set(threading.enumerate())
     found: dict[str, list[int]] = {}
     answers = []
     with contextlib.ExitStack() as stack:
@@ -200,10 +202,4 @@ def test_layers_move_between_workers_and_policies_change_with_them(directory, ex
         run(engine, found, adopt)
     assert found == expected
     assert [answer["kind"] for answer in answers] == ["adopted"] * len(setups)
-    assert threading.active_count() < 20
-    deadline = time.monotonic() + 5
-    while (left := [t for t in threading.enumerate() if t.name.startswith("Thread") and t.is_alive()]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    assert not left
+    eventually(lambda: set(threading.enumerate()) <= threads)

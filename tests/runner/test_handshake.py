@@ -11,6 +11,8 @@ from exeplan.errors import InputError
 from exeplan.runner import handshake
 from exeplan.runner.handshake import StrangerError, admit, cluster_key, dial
 
+from .processes import PATIENCE
+
 KEY, OTHER = b"one key that several hosts share", b"another one, of somebody else...."
 
 
@@ -35,12 +37,12 @@ def port():
     thread.port = listener.getsockname()[1]
     thread.start()
     yield thread
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
 def outcome(port):
-    port.join(10)
+    port.join(PATIENCE)
     return port.outcome
 
 
@@ -60,7 +62,7 @@ def test_who_has_another_key_is_told_to_give_the_same(port):
 
 @pytest.mark.parametrize("said", [b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10])
 def test_a_stranger_gets_a_nonce_and_no_more(port, said):
-    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
         assert len(stranger.recv(100)) == 40
         with contextlib.suppress(OSError):  # It may be hung up on before it is done.
             stranger.sendall(said)
@@ -71,7 +73,7 @@ def test_a_stranger_gets_a_nonce_and_no_more(port, said):
 
 def test_silence_is_not_waited_for_long(port, monkeypatch):
     monkeypatch.setattr(handshake, "SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
         assert isinstance(outcome(port), OSError)
         stranger.close()
 
@@ -89,11 +91,11 @@ def test_a_proof_cannot_be_sent_back_to_who_made_it():
         thread.start()
         with pytest.raises(InputError, match="another EXEPLAN_CLUSTER_KEY"):
             dial("127.0.0.1", listener.getsockname()[1], KEY, patience=0)
-        thread.join(10)
+        thread.join(PATIENCE)
 
 
 def test_an_old_proof_is_of_no_use(port):
-    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as stranger:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
         stranger.recv(100)
         stranger.sendall(bytes(32) + hmac.digest(KEY, b"exeplan1" + b"dials" + bytes(32) + bytes(32), "sha256"))
         assert stranger.recv(100) == b""

@@ -138,7 +138,7 @@ def test_two_ranks_equal_generate(checkpoint):
     buffer = SharedBuffer(group_bytes(2))
 
     def rank(number: int) -> list[list[int]]:
-        group = SharedMemoryGroup(buffer.path, number, 2, timeout=60.0)
+        group = SharedMemoryGroup(buffer.path, number, 2, timeout=120.0)
         shard = Shard(layers=(0, 2), encoder_layers=(0, 2), first=True, last=True, group=group)
         runner = ModelRunner(load_model_spec(str(directory)), num_blocks=64, shard=shard)
         return serve(runner, SCHEDULES["orca"], requests)[0]

@@ -22,10 +22,11 @@ from exeplan.runner.launch import engine_setup
 from exeplan.runner.replan import Replanner
 from exeplan.runner.sampling import SamplingParams
 
+from .processes import PATIENCE
+
 SPEC = load_model_spec("demo")
 SLOW = Schedule("rra", {"prefill_batch": 1, "decode_steps": 90})
 RULES = Rules(every=0.2, dwell=0.0, least_requests=16, least_for_search=32)
-PATIENCE = 40.0
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from exeplan.runner.shared_link import LINK_BYTES, RING_BYTES, SharedMemoryLink
 @pytest.fixture
 def ends():
     buffer = SharedBuffer(LINK_BYTES)
-    sender, receiver = (SharedMemoryLink(buffer.path, timeout=20.0) for _ in range(2))
+    sender, receiver = (SharedMemoryLink(buffer.path, timeout=120.0) for _ in range(2))
     buffer.close()
     return sender, receiver
 

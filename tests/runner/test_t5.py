@@ -252,7 +252,7 @@ def test_two_ranks_equal_generate(case, cuts, checkpoint):
     buffer = SharedBuffer(group_bytes(2))
 
     def rank(number: int) -> list[list[int]]:
-        group = SharedMemoryGroup(buffer.path, number, 2, timeout=60.0)
+        group = SharedMemoryGroup(buffer.path, number, 2, timeout=120.0)
         return serve(Stages(directory, cuts, group=group), SCHEDULES["orca"], requests)[0]
 
     with ThreadPoolExecutor(2) as threads:

@@ -1,16 +1,23 @@
 """Progress on standard error: a bar with the time left on a terminal, plain lines elsewhere."""
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 _WIDTH = 24
+OnProgress = Callable[[str, float], None]
+"""Is told what is being done, and the share of it that is."""
+
+
+def untold(title: str, share: float) -> None:
+    """For who has nobody to tell."""
 
 
 class Progress:
     """Shows how far a run is; silent when not `shown`. As a context manager it leaves no half-drawn bar behind."""
 
-    def __init__(self, title: str, *, shown: bool) -> None:
-        self.title, self.shown = title, shown
+    def __init__(self, title: str, *, shown: bool, on_progress: OnProgress = untold) -> None:
+        self.title, self.shown, self._on_progress = title, shown, on_progress
         self._bar = shown and sys.stderr.isatty()
         self._drawn = False
 
@@ -23,7 +30,8 @@ class Progress:
         self._end_line()
 
     def update(self, share: float, seconds_left: float, text: str) -> None:
-        """Redraws the bar; nothing without a terminal."""
+        """Redraws the bar, which there is on a terminal only; `on_progress` is told everywhere."""
+        self._on_progress(self.title, min(share, 1.0))
         if not self._bar:
             return
         filled = round(min(share, 1.0) * _WIDTH)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exeplan.errors import InputError
-from exeplan.runner.wire import HEADER, Event, Stats, frame
+from exeplan.runner.wire import HEADER, Event, Loading, Stats, frame
 
 _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
@@ -82,6 +82,8 @@ class EngineClient:
         """Set when there is a failure."""
         self.pause: str | None = None
         """Why nothing runs at the moment, though it soon will; None while all is well."""
+        self.loading: Loading | None = Loading("starting the engine")
+        """What is being done before anything can run, None once it is; again where workers begin again."""
         self.stats = Stats()
         self.num_blocks = 0
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
@@ -97,10 +99,18 @@ class EngineClient:
 
     @classmethod
     async def start(cls, setup: Mapping[str, Any]) -> "EngineClient":
-        """Starts the engine process and waits until the model is loaded.
+        """A client that is ready: `launch` and `until_ready`."""
+        client = await cls.launch(setup)
+        try:
+            await client.until_ready()
+        except BaseException:
+            await client.close()
+            raise
+        return client
 
-        Raises InputError when the model cannot be loaded, EngineError when the process failed.
-        """
+    @classmethod
+    async def launch(cls, setup: Mapping[str, Any]) -> "EngineClient":
+        """Starts the engine process, which begins to load; nothing may be asked of it before `until_ready`."""
         ours, theirs = socket.socketpair()
         # The child looks modules up exactly where this process does, and not in the working directory besides.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -116,17 +126,34 @@ class EngineClient:
         client = cls(process, await asyncio.open_unix_connection(sock=ours))
         client._writer.write(frame(setup))
         client._patience = setup.get("deadline_seconds") or math.inf
-        try:
-            await client._until_ready()
-        except BaseException:
-            await client.close()
-            raise
-        client._reading = asyncio.create_task(client._read_on())
         return client
+
+    async def until_ready(self) -> None:
+        """Waits until the model is loaded and warm; `loading` says how far it is.
+
+        Raises InputError when the model cannot be loaded, EngineError when the process failed.
+        """
+        try:
+            while (message := await self._read())["kind"] == "loading":
+                self._take(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EngineError(await self._how_it_ended()) from None
+        if message["kind"] == "refused":
+            raise InputError(message["message"])
+        if message["kind"] == "broken":
+            raise EngineError(message["message"])
+        self.num_blocks, self.loading = message["num_blocks"], None
+        self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
+        self._reading = asyncio.create_task(self._read_on())
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def unready(self) -> str | None:
+        """What it does before it can be asked anything; None from then on."""
+        return f"not ready: {self.loading}" if self._reading is None else None
 
     @property
     def num_jobs(self) -> int:
@@ -185,8 +212,8 @@ class EngineClient:
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         async with self._asking:
-            if self.failure:
-                raise EngineError(self.failure)
+            if reason := self.failure or self.unready:
+                raise EngineError(reason)
             self._asked = asyncio.get_running_loop().create_future()
             self._writer.write(frame(message))
             try:
@@ -214,18 +241,6 @@ class EngineClient:
             await self._reading
         return self._process.returncode
 
-    async def _until_ready(self) -> None:
-        try:
-            message = await self._read()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise EngineError(await self._how_it_ended()) from None
-        if message["kind"] == "refused":
-            raise InputError(message["message"])
-        if message["kind"] == "broken":
-            raise EngineError(message["message"])
-        self.num_blocks = message["num_blocks"]
-        self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
-
     async def _read(self) -> dict[str, Any]:
         header = await self._reader.readexactly(HEADER.size)
         return json.loads(await self._reader.readexactly(HEADER.unpack(header)[0]))
@@ -251,7 +266,10 @@ class EngineClient:
                 self._asked.set_result(dict(message))
             return None
         if message["kind"] in ("down", "up"):
-            self.pause = message.get("message")
+            self.pause, self.loading = message.get("message"), None
+            return None
+        if message["kind"] == "loading":
+            self.loading = Loading(message["stage"], message["share"])
             return None
         if message["kind"] == "refused":
             if job := self._jobs.get(message["job"]):

@@ -49,6 +49,9 @@ class GuardedProtocol(H11Protocol):
     max_connections = MAX_CONNECTIONS
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
+    _num_rest_bytes = 0
+    """Of a body that comes though its request has been answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
@@ -62,8 +65,19 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_came()
+        self._rest_came()
         self.resume_writing()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """A request may be refused without its body being read; that is thrown away as it comes, within limits."""
+        super().on_response_complete()
+        if not self._rest_comes:
+            return
+        if any(name == b"expect" for name, _ in self.headers):  # Whether a body follows is not known.
+            self.transport.close()
+        else:
+            self._rest_timer = self.loop.call_later(BODY_SECONDS, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -82,10 +96,28 @@ class GuardedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._rest_timer is not None:
+            self._take_rest(len(data))
         if self.conn.their_state is not h11.IDLE:
             self._header_came()
         elif self.conn.trailing_data[0]:
             self._expect_header()
+
+    @property
+    def _rest_comes(self) -> bool:
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+
+    def _take_rest(self, num_bytes: int) -> None:
+        self._num_rest_bytes += num_bytes
+        if not self._rest_comes:  # Perhaps it is the next request's body that comes now.
+            self._rest_came()
+        elif self._num_rest_bytes > MAX_BODY_BYTES:
+            self.transport.close()
+
+    def _rest_came(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer, self._num_rest_bytes = None, 0
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles the parser's exception, which knows the status that fits."""

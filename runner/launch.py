@@ -16,7 +16,7 @@ from exeplan.inputs import engine_blocks
 from exeplan.model import ModelSpec, model_spec
 from exeplan.plan import Plan, placement_from, stage_json
 from exeplan.problem import MEMORY_UTILIZATION
-from exeplan.progress import Progress
+from exeplan.progress import OnProgress, Progress, untold
 
 if TYPE_CHECKING:
     from exeplan.runner.engine import Engine
@@ -84,12 +84,16 @@ def hosts_from(setup: Mapping[str, Any]) -> "Hosts | None":
 
 
 def build_engine(
-    setup: Mapping[str, Any], *, hosts: "Hosts | None" = None, on_loss: Callable[[], None] = lambda: None
+    setup: Mapping[str, Any],
+    *,
+    hosts: "Hosts | None" = None,
+    on_loss: Callable[[], None] = lambda: None,
+    on_progress: OnProgress = untold,
 ) -> "Engine":
     """Loads the model and warms it up. Sets torch's compute threads to the plan's: a process has one engine.
 
-    `on_loss` is called, in some thread, when a worker died: `step` raises WorkerError then. Raises InputError when the
-    model cannot be loaded.
+    `on_loss` is called, in some thread, when a worker died: `step` raises WorkerError then. `on_progress` is called in
+    this thread, also when workers load again. Raises InputError when the model cannot be loaded.
     """
     import torch
 
@@ -99,7 +103,7 @@ def build_engine(
 
     spec = _spec(setup)
     torch.set_num_threads(setup["num_threads"])
-    executor, schedule = _executor(setup, spec, hosts, on_loss), schedule_of(setup)
+    executor, schedule = _executor(setup, spec, hosts, on_loss, on_progress), schedule_of(setup)
     room, planned = executor.room, setup["engine"]["num_blocks"]
     if room:
         warn_of_shortage(room, planned)
@@ -110,7 +114,7 @@ def build_engine(
         num_blocks=room.num_blocks if room else planned,
     )
     try:
-        warm_up(engine)
+        warm_up(engine, on_progress=on_progress)
     except BaseException:
         engine.close()
         raise
@@ -133,7 +137,11 @@ def _spec(setup: Mapping[str, Any]) -> ModelSpec:
 
 
 def _executor(
-    setup: Mapping[str, Any], spec: ModelSpec, hosts: "Hosts | None", on_loss: Callable[[], None]
+    setup: Mapping[str, Any],
+    spec: ModelSpec,
+    hosts: "Hosts | None",
+    on_loss: Callable[[], None],
+    on_progress: OnProgress = untold,
 ) -> "Executor":
     from exeplan.runner.timeline import TimelineFile
 
@@ -146,7 +154,14 @@ def _executor(
         shared = {name: setup[name] for name in names}
         deadline = setup["deadline_seconds"]
         return Workers(
-            spec, placement, shared, deadline_seconds=deadline, timeline=timeline, on_loss=on_loss, hosts=hosts
+            spec,
+            placement,
+            shared,
+            deadline_seconds=deadline,
+            timeline=timeline,
+            on_loss=on_loss,
+            on_progress=on_progress,
+            hosts=hosts,
         )
     from exeplan.runner.ahead import Ahead
     from exeplan.runner.device import local_device
@@ -160,16 +175,16 @@ def _executor(
 
     place = local_device(setup["engine"]["device"])
     check_precision(setup["engine"]["dtype"], setup["engine"]["kv_dtype"], place)
-    with LoadingBar(spec, placement, setup["engine"]["dtype"]) as bar:
+    with LoadingBar(spec, placement, setup["engine"]["dtype"], on_progress=on_progress) as bar:
         runner = ModelRunner(spec, **own_engine(setup, str(place)), on_read=partial(bar.show, 0))
     room = room_for(runner, setup)
     if runner.kernels is None:
         return Local(runner, timeline=timeline, room=room)
-    make_ready(runner, most_rows(schedule_of(setup)), shown=True)
+    make_ready(runner, most_rows(schedule_of(setup)), shown=True, on_progress=on_progress)
     return Ahead(runner, timeline=timeline, room=room)
 
 
-def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> None:
+def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = untold) -> None:
     """Runs a few short requests, so that the first real one does not pay for torch's first calls."""
     from exeplan.runner.requests import Request
     from exeplan.runner.sampling import SamplingParams
@@ -178,7 +193,7 @@ def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8) -> Non
     for index in range(num_requests):
         engine.add(Request(request_id=f"warm-up-{index}", prompt_token_ids=[0] * num_tokens, sampling=sampling))
     done, total, began = 0, num_requests * num_tokens, time.monotonic()
-    with Progress("warming up", shown=sys.stderr.isatty()) as bar:
+    with Progress("warming up", shown=sys.stderr.isatty(), on_progress=on_progress) as bar:
         while engine.has_work:
             done += sum(len(output.token_ids) for output in engine.step())
             left = (time.monotonic() - began) * (total / done - 1) if done else 0.0

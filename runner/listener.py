@@ -6,12 +6,13 @@ import socket
 from exeplan.errors import InputError
 
 MAX_CONNECTIONS = 4096
+_BACKLOG = 2048
 _SPARE_FILES = 256
 """Open files that are kept for everything but connections."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises InputError when the address cannot be had."""
+    """A socket that listens. Raises InputError when the address cannot be had."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # A name such as localhost may have both; clients try 127.0.0.1 more surely than ::1.
@@ -22,6 +23,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # Who only binds may find the port taken when he listens at last.
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)

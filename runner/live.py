@@ -19,6 +19,7 @@ from exeplan.report import json_line
 from exeplan.runner.observed import TICK_SECONDS, TIMELINE_SECONDS, Finished, Tick, shares
 from exeplan.runner.predicted import beside
 from exeplan.runner.service import Service
+from exeplan.runner.wire import as_values
 from exeplan.scheduling import BLOCK_SIZE
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Live:
             "schedule": str(plan.schedule),
             "workload": plan.workload,
             "status": service.not_ready or "ok",
+            "loading": as_values(service.engine.loading) or None,
             "running": stats.num_running,
             "waiting": service.engine.num_waiting,
             "max_queue": service.admission.max_queue,

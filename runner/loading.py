@@ -1,11 +1,11 @@
-"""LoadingBar: how much of a model's weights has been read, by one process or several at once, on a terminal."""
+"""LoadingBar: how much of a model's weights has been read, by one process or several at once."""
 
 import sys
 import time
 
 from exeplan.model import DTYPE_BYTES, ModelSpec
 from exeplan.plan import Placement
-from exeplan.progress import Progress
+from exeplan.progress import OnProgress, Progress, untold
 from exeplan.shape import model_parameters
 from exeplan.units import show_bytes
 
@@ -13,13 +13,13 @@ from exeplan.units import show_bytes
 class LoadingBar:
     """Shows the bytes that all ranks together have read; as a context manager it leaves no half-drawn bar behind."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, dtype: str) -> None:
+    def __init__(self, spec: ModelSpec, placement: Placement, dtype: str, *, on_progress: OnProgress = untold) -> None:
         # Decoder-only models have their weights twice where some stages prefill and the others decode.
         copies = 2 if any(stage.phase for stage in placement) and not spec.is_encoder_decoder else 1
         self._total = copies * model_parameters(spec) * DTYPE_BYTES[dtype]
         self._read: dict[int, int] = {}
         self._began = time.monotonic()
-        self._bar = Progress(f"loading {spec.name}", shown=sys.stderr.isatty())
+        self._bar = Progress(f"loading {spec.name}", shown=sys.stderr.isatty(), on_progress=on_progress)
 
     def __enter__(self) -> "LoadingBar":
         self._read.clear()

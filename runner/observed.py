@@ -95,13 +95,18 @@ class Observed:
     """Takes what happens; `snapshot` tells about the last `WINDOW_SECONDS`, or the last `MOST_REQUESTS` if fewer."""
 
     def __init__(self, plan: Plan, *, clock: Callable[[], float]) -> None:
-        self._clock, self._began = clock, clock()
+        self._clock = clock
+        self.begin()
         self._finished: deque[Finished] = deque(maxlen=MOST_REQUESTS)
         self.timeline: deque[Tick] = deque(maxlen=round(TIMELINE_SECONDS / TICK_SECONDS))
         self._window: deque[Tick] = deque(maxlen=round(WINDOW_SECONDS / TICK_SECONDS))
         self.p99_output: int | None = None
         """The planned 99th percentile of the outputs, where it is known."""
         self.adopt(plan)
+
+    def begin(self) -> None:
+        """Rates count from now: before, nothing could come."""
+        self._began = self._clock()
 
     def adopt(self, plan: Plan) -> None:
         """From now on by the bounds of this plan; what was seen stays. `waiting` says whether times hold the wait."""

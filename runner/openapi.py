@@ -25,11 +25,13 @@ _ERRORS = {
     429: "the queue is full, or the request would come late; Retry-After says when to try again",
     431: "the header is too large",
     500: "a fault of the server",
-    503: "the server is starting workers again, or going",
+    503: "the server is loading the model, starting workers again, or going; Retry-After says when to try again",
     504: "not done in time",
 }
 _GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504)
 _OBJECT = {"type": "object"}
+_LOADING = {"stage": {"type": "string"}, "share": {"type": "number", "minimum": 0, "maximum": 1}}
+"""What is loaded or warmed up, and how much of it is done; only while that is so."""
 
 
 def describe(*, model: str, vocab_size: int, keyed: bool) -> Schema:
@@ -37,15 +39,15 @@ def describe(*, model: str, vocab_size: int, keyed: bool) -> Schema:
     paths = {
         "/v1/completions": {"post": _generation("CompletionRequest", "a text that goes on from a prompt")},
         "/v1/chat/completions": {"post": _generation("ChatRequest", "an answer in a conversation")},
-        "/v1/models": {"get": _view("the models, of which there is one", _OBJECT)},
+        "/v1/models": {"get": _models()},
         "/v1/models/{name}": {"get": _model(model)},
         "/plan": {"get": _view("the active plan, predictions and observations", _OBJECT), "post": _control()},
         "/live": {"get": _view("what the page at / shows", _OBJECT)},
         "/metrics": {
             "get": _view("for Prometheus", {"type": "string"}, kind="text/plain; version=0.0.4; charset=utf-8")
         },
-        "/health": {"get": _probe("alive")},
-        "/ready": {"get": _probe("answering")},
+        "/health": {"get": _probe("alive", {})},
+        "/ready": {"get": _probe("answering", _LOADING)},
         "/openapi.json": {"get": _view("this description", _OBJECT)},
         "/": {"get": _view("a page that shows it all live", {"type": "string"}, kind="text/html; charset=utf-8")},
     }
@@ -211,15 +213,24 @@ def _view(summary: str, schema: Schema, *, kind: str = "application/json") -> Sc
     return {"summary": summary, "responses": answers}
 
 
+def _models() -> Schema:
+    view = _view("the models, of which there is one", _OBJECT)
+    return {**view, "responses": {**view["responses"], **_failures(503)}}
+
+
 def _model(model: str) -> Schema:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     view = _view(f"one model, such as {model}", _OBJECT)
-    return {**view, "parameters": [name], "responses": {**view["responses"], **_failures(404, 405)}}
+    return {**view, "parameters": [name], "responses": {**view["responses"], **_failures(404, 405, 503)}}
 
 
-def _probe(summary: str) -> Schema:
-    status = _content({"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}})
-    answers = {"200": {"description": summary, **status}, "503": {"description": f"not {summary}", **status}}
+def _probe(summary: str, meanwhile: Schema) -> Schema:
+    status: Schema = {"status": {"type": "string"}}
+    good, bad = (
+        _content({"type": "object", "required": ["status"], "properties": properties})
+        for properties in (status, {**status, **meanwhile})
+    )
+    answers = {"200": {"description": summary, **good}, "503": {"description": f"not {summary}", **bad}}
     return {"summary": summary, "responses": {**answers, **_failures(403, 431)}}
 
 

@@ -51,7 +51,7 @@ def main(descriptor: int) -> int:
         def lost() -> None:
             inbox.put({"kind": "lost"})
 
-        engine = build_engine(setup, hosts=hosts, on_loss=lost)
+        engine = build_engine(setup, hosts=hosts, on_loss=lost, on_progress=_Told(connection).tell)
         build = partial(build_executor, hosts=hosts, on_loss=lost)
         inbox.wake = engine.wake
         connection.sendall(frame({"kind": "ready", "num_blocks": engine.num_blocks}))
@@ -78,6 +78,19 @@ class _Inbox:
     def put(self, message: dict[str, Any]) -> None:
         self.commands.put((clock(), message))
         self.wake()
+
+
+class _Told:
+    """Tells the server how far loading is, once a percent: some models have more tensors than anybody wants frames."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._last = connection, ("", 0)
+
+    def tell(self, stage: str, share: float) -> None:
+        now = (stage, int(100 * share))
+        if now != self._last:
+            self._last = now
+            self._connection.sendall(frame({"kind": "loading", "stage": stage, "share": now[1] / 100}))
 
 
 def _read(connection: socket.socket, inbox: _Inbox) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from exeplan.progress import Progress
+from exeplan.progress import OnProgress, Progress, untold
 from exeplan.runner.model_runner import ModelRunner
 from exeplan.scheduling import BLOCK_SIZE, Batch, Chunk, num_blocks_for
 from exeplan.scheduling import Sequence as SequenceState
@@ -26,16 +26,25 @@ _DRAWN = 8
 """Rows that tokens are drawn for."""
 
 
-def make_ready(runner: ModelRunner, max_num_seqs: int, *, phase: str = "", shown: bool = False) -> None:
+def make_ready(
+    runner: ModelRunner,
+    max_num_seqs: int,
+    *,
+    phase: str = "",
+    shown: bool = False,
+    on_progress: OnProgress = untold,
+) -> None:
     """Tunes the kernels for the passes of a phase, and records the decode iterations of up to so many rows.
 
     Every rank of a stage must call it. `shown` draws a bar on a terminal.
     """
+    on_progress("tuning kernels", 0.0)
     tune(runner, phase)
     if phase == "prefill":
         return
     began = time.monotonic()
-    with Progress("recording decode iterations", shown=shown and sys.stderr.isatty()) as bar:
+    drawn = shown and sys.stderr.isatty()
+    with Progress("recording decode iterations", shown=drawn, on_progress=on_progress) as bar:
 
         def progress(done: int, of: int) -> None:
             spent = time.monotonic() - began

@@ -18,7 +18,7 @@ from exeplan.runner.logs import REQUEST_ID
 log = logging.getLogger("exeplan.access")
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _QUIET = ("/health", "/ready", "/metrics", "/live")
-"""Asked for every few seconds by machines; logged only at level debug."""
+"""Asked for every few seconds by machines; logged only at level debug, unless there is a fault."""
 _NOTES: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("notes", default=None)
 
 
@@ -60,7 +60,7 @@ class RequestLog:
         finally:
             fields["seconds"] = round(time.monotonic() - began, 4)
             path = scope["path"]
-            level = logging.DEBUG if path in _QUIET and fields["status"] < 500 else logging.INFO
+            level = logging.DEBUG if path in _QUIET and fields["status"] in (200, 503) else logging.INFO
             log.log(level, "%s %s", scope["method"], f"{path!a:.202}"[1:-1], extra=fields)
 
 

@@ -1,7 +1,7 @@
 """The routes of the server: generation, and views of what is served.
 
-A request's life: `RequestLog` (its id), `Gate` (header size, origin, key), `read_body`, `parse`, `Service.admit`,
-`Generation`. Every error, also of routing, is an OpenAI error object.
+A request's life: `RequestLog` (its id), `Gate` (header size, origin, key), `Service.check_room`, `read_body`, `parse`,
+`Service.admit`, `Generation`. Every error, also of routing, is an OpenAI error object.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +28,7 @@ from exeplan.runner.predicted import beside
 from exeplan.runner.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError, parse
 from exeplan.runner.request_log import RequestLog
 from exeplan.runner.service import Service
+from exeplan.runner.wire import as_values
 
 _EXPOSED = ["x-request-id", "retry-after"]
 """Headers that a page of an allowed origin may read."""
@@ -51,6 +52,10 @@ def build_app(service: Service, *, api_key: str | None = None, cors_origins: Seq
         shown = f"{request.method} {request.url.path:.200}"
         return error_response(RequestError(f"{shown}: {error.detail}", status=error.status_code))
 
+    @app.exception_handler(RequestError)
+    async def refusal(request: Request, error: RequestError) -> Response:
+        return error_response(error)
+
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> Response:
         return error_response(RequestError("an internal fault; the server's log has it", status=500))
@@ -66,14 +71,13 @@ def build_app(service: Service, *, api_key: str | None = None, cors_origins: Seq
 
 def _generation(service: Service, kind: type[GenerationRequest]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
+        service.check_room()
         try:
-            generation_request, params = parse(kind, await read_body(request))
-            job = service.admit(generation_request, params)
-            return Generation(service, job, generation_request, params)
+            body = await read_body(request)
         except ClientDisconnect:
             return Response()
-        except RequestError as error:
-            return error_response(error)
+        generation_request, params = parse(kind, body)
+        return Generation(service, service.admit(generation_request, params), generation_request, params)
 
     return endpoint
 
@@ -81,6 +85,7 @@ def _generation(service: Service, kind: type[GenerationRequest]) -> Callable[[Re
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        service.check_loaded()
         entry = {"id": service.model_name, "object": "model", "created": 0, "owned_by": "exeplan"}
         return {"object": "list", "data": [{**entry, "max_model_len": service.max_context}]}
 
@@ -88,7 +93,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> Response:
         if name == service.model_name:
             return JSONResponse((await models())["data"][0])
-        return error_response(service.unknown_model(name))
+        raise service.unknown_model(name)
 
 
 def _add_views(app: FastAPI, service: Service) -> None:
@@ -101,8 +106,10 @@ def _add_views(app: FastAPI, service: Service) -> None:
     @app.api_route("/ready", methods=["GET", "HEAD"], response_model=None)
     async def ready() -> Response:
         """Answering: the model is warm, work gets on, and the server is not going."""
-        reason = service.not_ready
-        return JSONResponse({"status": reason or "ok"}, status_code=503 if reason else 200)
+        if not (reason := service.not_ready):
+            return JSONResponse({"status": "ok"})
+        body = {"status": reason, **as_values(service.engine.loading)}
+        return JSONResponse(body, status_code=503, headers={"retry-after": str(service.retry_after)})
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
@@ -127,6 +134,7 @@ def _add_control(app: FastAPI, service: Service, *, allowed: bool) -> None:
             if not allowed:
                 message = "changing the plan needs a server with an API key (--api-key), or SIGHUP"
                 raise RequestError(message, status=403)
+            service.check_loaded()
             return JSONResponse(await control(service, await read_body(request)))
         except ClientDisconnect:
             return Response()

@@ -20,6 +20,7 @@ from exeplan.runner.client import EngineClient, EngineError
 from exeplan.runner.launch import engine_setup
 from exeplan.runner.lifecycle import answer_until_told
 from exeplan.runner.listener import open_listener
+from exeplan.runner.notify import notify
 from exeplan.runner.options import ServeOptions
 from exeplan.runner.replan import Replanner
 from exeplan.runner.routes import build_app
@@ -34,21 +35,21 @@ def serve(
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status: 0, or 1 when the engine had died.
 
-    When the model is loaded and requests are answered, one summary line is printed (with JSON logs it is a record) and
-    `on_ready` gets the base URL. Raises InputError for what a user can mend: a port in use, a model that cannot be
-    loaded.
+    It listens from the start. When the model is loaded and requests are answered, one summary line is printed (with
+    JSON logs it is a record) and `on_ready` gets the base URL. Raises InputError for what a user can mend: a port in
+    use, a model that cannot be loaded.
     """
     logs.configure(options.log_format, options.log_level)
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
-    setup = partial(_setup, spec=spec, options=options)
     tokenizer = Tokenizer.load(spec)
     host = options.host
     with open_listener(host, options.port) as listener:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
-            engine = await EngineClient.start(setup(plan))
+            setup = partial(_setup, spec=spec, options=options)
+            engine = await EngineClient.launch(setup(plan))
             service = Service(
                 engine,
                 tokenizer,
@@ -70,28 +71,34 @@ def serve(
                 fixed_placement=options.hosts is not None,
                 on_adopted=service.switch_to,
             )
-            service.replanner.start()
 
             def ready() -> None:
-                if options.log_format == "json":
-                    log.info("%s", summary(service, url))
-                else:
-                    print(summary(service, url), flush=True)
+                line = summary(service, url)
+                _announce(line, options)
+                notify(READY="1", STATUS=line)
                 on_ready(url)
 
             app = build_app(service, api_key=options.api_key, cors_origins=options.cors_origins)
+            log.info("listening at %s while %s is loaded", url, service.model_name)
+            notify(STATUS=f"loading {service.model_name}; {url}/ready says how far it is")
             try:
                 await answer_until_told(app, service, listener, drain_seconds=options.drain_seconds, on_ready=ready)
                 return 1 if engine.failure else 0
             finally:
-                await service.replanner.close()
-                await engine.close()
+                await service.close()
 
         try:
             return asyncio.run(run())
         except EngineError as error:  # Its traceback is the engine process's own.
             log.error("%s", error)
             return 1
+
+
+def _announce(line: str, options: ServeOptions) -> None:
+    if options.log_format == "json":
+        log.info("%s", line)
+    else:
+        print(line, flush=True)
 
 
 def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from exeplan.runner.serve_metrics import ServeMetrics
 from exeplan.runner.tokenizer import Tokenizer
 from exeplan.scheduling import BLOCK_SIZE
 
+RETRY_LOADING = 5
+"""Seconds after which somebody who came while workers load may try again."""
+
 
 class Service:
     """What the routes share."""
@@ -45,7 +48,6 @@ class Service:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
         self.request_seconds, self.plan_file = request_seconds, plan_file
-        self.max_context = min(spec.max_context, engine.num_blocks * BLOCK_SIZE)
         self.draining = False
         self.replanner: Replanner | None = None
         self.observed = Observed(plan, clock=time.monotonic)
@@ -58,17 +60,33 @@ class Service:
     @property
     def down(self) -> str | None:
         """Why nothing can be answered now, None when it can."""
-        return self.engine.failure or ("the server is shutting down" if self.draining else self.engine.pause)
+        engine = self.engine
+        return engine.failure or ("the server is shutting down" if self.draining else engine.pause or engine.unready)
 
     @property
     def not_ready(self) -> str | None:
         """Why no traffic should be sent here, None when it may: also where the engine has work and gets nowhere."""
         return self.down or self.engine.stall
 
+    async def until_ready(self) -> None:
+        """Waits for the engine; from then on requests are let in, what they bring is observed, and drift is looked for.
+
+        Raises InputError where the model cannot be loaded, EngineError where the engine failed.
+        """
+        await self.engine.until_ready()
+        self.observed.begin()
+        if self.replanner:
+            self.replanner.start()
+
+    async def close(self) -> None:
+        """Ends all that was started for it."""
+        if self.replanner:
+            await self.replanner.close()
+        await self.engine.close()
+
     def switch_to(self, plan: Plan) -> None:
         """The engine runs another plan: what is shown, promised and admitted goes by it from now on."""
         self.plan = plan
-        self.max_context = min(self.spec.max_context, self.engine.num_blocks * BLOCK_SIZE)
         self.admission.adopt(plan)
         self.observed.adopt(plan)
         self.metrics.adopt(plan)
@@ -80,26 +98,53 @@ class Service:
         return self.observed.snapshot()
 
     @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its output; not before the engine is ready."""
+        return min(self.spec.max_context, self.engine.num_blocks * BLOCK_SIZE)
+
+    @property
     def retry_after(self) -> int:
-        return self.admission.retry_after(self.engine.num_waiting)
+        """Whole seconds, for whoever is told 503."""
+        return RETRY_LOADING if self.engine.loading else self.admission.retry_after(self.engine.num_waiting)
+
+    def check_up(self) -> None:
+        """Raises RequestError 503 while nothing can be answered."""
+        if self.down:
+            raise self._unavailable(self.down)
+
+    def check_loaded(self) -> None:
+        """Raises RequestError 503 before the model is loaded for the first time."""
+        if self.engine.unready:
+            raise self._unavailable(self.engine.unready)
+
+    def _unavailable(self, reason: str) -> RequestError:
+        return RequestError(reason, status=503, code="unavailable", retry_after=self.retry_after)
+
+    def check_room(self) -> None:
+        """Raises what `admit` would raise of any request, whatever is in it: its body need not be read for that."""
+        self.check_up()
+        if refusal := self.admission.refusal(1, num_waiting=self.engine.num_waiting, max_tokens=1):
+            raise self._counted(refusal)
 
     def admit(self, request: GenerationRequest, params: SamplingParams) -> Job:
         """Places in the queue for all of a request's sequences, to be given back with `release`.
 
         Raises RequestError 404 for another model, 429 when it is not let in, 503 when the server is going or broken.
         """
-        if self.down:
-            raise RequestError(self.down, status=503, code="unavailable", retry_after=self.retry_after)
+        self.check_up()
         if request.model not in (None, self.model_name):
             raise self.unknown_model(request.model)
         count = request.n * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
         waiting, deadline = self.engine.num_waiting, request.deadline
         refusal = self.admission.refusal(count, num_waiting=waiting, max_tokens=params.max_tokens, deadline=deadline)
         if refusal:
-            if refusal.status == 429:
-                self.metrics.rejected[refusal.code or ""] += 1
-            raise refusal
+            raise self._counted(refusal)
         return self.engine.reserve(count)
+
+    def _counted(self, refusal: RequestError) -> RequestError:
+        if refusal.status == 429:
+            self.metrics.rejected[refusal.code or ""] += 1
+        return refusal
 
     def unknown_model(self, name: str | None) -> RequestError:
         """404 for every name but that of the model that is served."""

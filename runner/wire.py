@@ -9,7 +9,8 @@ whoever could write into the channel could at most send a request.
                           abort    {request_ids}
                           census   {}: asks for the lengths of requests
                           adopt    {number, setup}: go on with another plan, whose setup this is
-    engine -> front end   ready    {num_blocks}
+    engine -> front end   loading  {stage, share}: how far it is, until it is ready, and where workers load again
+                          ready    {num_blocks}
                           census   {now, left, running}: `Seen` each, those that left since the last census first
                           adopted  {number, num_blocks, seconds, num_recomputed, num_carried}: from here on the other
                                    plan
@@ -81,6 +82,21 @@ class Event(NamedTuple):
     def of(cls, values: list[Any]) -> "Event":
         """From the list that JSON makes of it."""
         return cls(*values)._replace(logprobs=[Logprob(*entry) for entry in values[-1]])
+
+
+class Loading(NamedTuple):
+    """What an engine that is not ready does, and the share of it that is done."""
+
+    stage: str
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.stage}, {100 * self.share:.0f} %" if self.share else self.stage
+
+
+def as_values(loading: Loading | None) -> dict[str, Any]:
+    """Its fields by name, nothing where there is nothing to load."""
+    return loading._asdict() if loading else {}
 
 
 class Stats(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 
 from exeplan.model import ModelSpec
 from exeplan.plan import Placement
+from exeplan.progress import OnProgress, untold
 from exeplan.runner.batch_wire import batch_message, beginning, parcel_message, row_message, tokens_from
 from exeplan.runner.execution import Arrived, Done, WorkerError
 from exeplan.runner.hosts import Hosts, ThisHost
@@ -61,13 +62,14 @@ class Workers:
         deadline_seconds: float,
         timeline: TimelineFile | None = None,
         on_loss: Callable[[], None] = lambda: None,
+        on_progress: OnProgress = untold,
         hosts: Hosts | None = None,
     ) -> None:
         """`on_loss` is called, in some thread, when a worker has died: `results` raises then.
 
         `hosts` are where the devices are: here, unless it says otherwise.
         """
-        self._hosts = hosts or ThisHost()
+        self._hosts, self._on_progress = hosts or ThisHost(), on_progress
         self.spec, self._placement, self._setup = spec, placement, {**setup, "timeout": deadline_seconds}
         self._deadline, self._timeline, self._on_loss = deadline_seconds, timeline, on_loss
         self.phases = tuple(sorted({stage.phase for stage in placement}))
@@ -179,7 +181,8 @@ class Workers:
             self._failed_starts += 1
             self.num_generations += 1
             try:
-                with LoadingBar(self.spec, self._placement, self._setup["engine"]["dtype"]) as bar:
+                dtype = self._setup["engine"]["dtype"]
+                with LoadingBar(self.spec, self._placement, dtype, on_progress=self._on_progress) as bar:
                     self._group = WorkerGroup(
                         self._setup,
                         self._placement,

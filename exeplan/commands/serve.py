@@ -1,13 +1,15 @@
 """serve a plan over an OpenAI-compatible HTTP API
 
 Completions, chat completions, models, health, metrics and the plan itself, and a page at / that shows it all live.
-Listens on 127.0.0.1 unless told otherwise. SIGTERM stops taking requests and finishes the running ones. SIGHUP reads
-the plan's file again and goes over to it, as does POST /plan with an API key. When the engine fails for good the server
-ends with status 1.
+Listens on 127.0.0.1 unless told otherwise, from the start: while the model is loaded /health is 200, /ready and
+generation are 503; when it is warm, one line is printed. SIGTERM stops taking requests and finishes the running ones.
+SIGHUP reads the plan's file again and goes over to it, as does POST /plan with an API key. When the engine fails for
+good the server ends with status 1.
 """
 
 import argparse
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
     """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process until the server asks for it.
     from exeplan.inputs import plan_model, read_plan
     from exeplan.plan import with_utilization
     from exeplan.runner.options import ServeOptions

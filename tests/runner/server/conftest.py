@@ -150,7 +150,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(checkpoint: Path) -> Callable[..., Any]:
     """`launch(schedule, placement, **options)` starts a server; leaving the context ends it.
 
-    `directory` has another checkpoint, `log` is a file for its standard error.
+    `directory` has another checkpoint, `log` is a file for its standard error; a server that is `loading` is not
+    waited for longer than until it listens, which its log says.
     """
 
     def plan_file(directory: Path, schedule: str, placement: str) -> Path:
@@ -174,6 +175,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         *,
         directory: Path = checkpoint,
         log: Path | None = None,
+        loading: bool = False,
         **options: Any,
     ) -> Iterator[Running]:
         given = {
@@ -193,6 +195,9 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         ):
             assert process.stdout
             try:
+                if loading:
+                    yield Running(process, _listening(log), [], plan, given.get("api_key", "none"))
+                    return
                 # A server with JSON logs prints no summary: it is in the log.
                 lines = [process.stdout.readline() for _ in range(1 if given.get("log_format") == "json" else 2)]
                 assert lines[-1].startswith("ready http"), lines
@@ -201,6 +206,14 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
                 process.kill()
 
     return run
+
+
+def _listening(log: Path | None) -> str:
+    """The address that a server's log names."""
+    assert log
+    said = re.compile(r"listening at (\S+) while")
+    eventually(lambda: said.search(log.read_text()) is not None)
+    return said.findall(log.read_text())[0]
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,10 @@ def test_the_unit_starts_drains_and_reloads(flags):
     args = flags.parse_args(command[2:])
     assert int(service["TimeoutStopSec"]) > seconds(args.drain)
     assert "-HUP" in service["ExecReload"]
+    assert service["Type"] == "notify"
     assert service["Restart"] == "on-failure"  # The server ends with 1 when only a new start helps.
+    assert service["RestartPreventExitStatus"] == "2"
+    assert "AF_NETLINK" in service["RestrictAddressFamilies"].split()
     assert args.host == "127.0.0.1"
 
 

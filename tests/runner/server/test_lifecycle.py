@@ -1,12 +1,16 @@
 """Who leaves is dropped, a full queue says so, and both processes end when and how they should."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
+from pathlib import Path
 
+import aiohttp
 import openai
 import pytest
 
@@ -34,6 +38,23 @@ def streaming(server, **fields):
         assert response.status == 200
         assert response.readline().startswith(b"data: {")
         yield response
+
+
+def status_before_the_body(server):
+    """Of a request whose body does not come."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("authorization", f"Bearer {server.api_key}")
+        connection.putheader("content-length", "100")
+        connection.endheaders()
+        return connection.getresponse().status
+
+
+def resident_mib(server):
+    """Of the process that answers."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
 
 
 def test_says_what_it_serves_in_one_line_and_without_torch(server):
@@ -134,8 +155,33 @@ def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded):
             refused = guarded.complete({"prompt": "a"})
             assert refused.status == 429
             assert refused.headers["retry-after"] == "4"  # 2 are waiting, and the plan does 0.5 a second.
+            assert status_before_the_body(guarded) == 429
         eventually(lambda: guarded.metric("num_requests_waiting") == 1)
         assert guarded.complete({"prompt": ["a", "b"]}).status == 429
+    eventually(lambda: is_idle(guarded))
+
+
+def test_who_is_refused_costs_no_memory(guarded):
+    """Bodies of all at once would be 32 MiB."""
+    body = b" " * (1 << 20)
+
+    async def ask_all():
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {API_KEY}"}) as session:
+
+            async def ask():
+                found = []
+                for _ in range(8):
+                    async with session.post(f"{guarded.url}/v1/completions", data=body) as reply:
+                        found.append(reply.status)
+                return found
+
+            return [status for found in await asyncio.gather(*(ask() for _ in range(32))) for status in found]
+
+    with streaming(guarded), request(guarded), request(guarded):
+        eventually(lambda: guarded.metric("num_requests_waiting") == 2)
+        before = resident_mib(guarded)
+        assert set(asyncio.run(ask_all())) == {429}
+        assert resident_mib(guarded) - before < 16
     eventually(lambda: is_idle(guarded))
 
 

@@ -53,7 +53,9 @@ def test_every_line_is_one_object_with_time_and_level(logged):
     for record in logged[0]:
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
         assert {"level", "logger", "message"} <= set(record)
-    assert logged[0][0]["message"].startswith("serving tiny with rra(")
+    first, then = (record["message"] for record in logged[0][:2])
+    assert first.startswith("listening at http://127.0.0.1:")
+    assert then.startswith("serving tiny with rra(")
 
 
 def test_an_answer_is_logged_with_its_counts(logged):

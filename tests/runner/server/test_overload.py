@@ -102,7 +102,9 @@ def test_an_allowed_page_may_ask_first(hurried):
 @contextlib.contextmanager
 def guarded(app):
     """The port of an application behind `GuardedProtocol`, in a thread of this process."""
-    config = uvicorn.Config(app, port=0, http=GuardedProtocol, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, port=0, http=GuardedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=600
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     listener = socket.create_server(("127.0.0.1", 0))
@@ -159,6 +161,53 @@ def test_too_many_connections_are_told_so(monkeypatch):
         for entry in held:
             entry.close()
         eventually(lambda: status(port) == 204)
+
+
+async def refuses(scope, receive, send):
+    """An application that reads no body."""
+    await send({"type": "http.response.start", "status": 429, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"no"})
+
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
+
+
+def answered(client):
+    answer = b""
+    while not answer.endswith(b"no"):
+        part = client.recv(1000)
+        assert part, "closed"
+        answer += part
+    return answer.startswith(b"HTTP/1.1 429")
+
+
+def test_a_body_that_comes_after_the_refusal_is_thrown_away(monkeypatch):
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+        monkeypatch.setattr(connection, "MAX_BODY_BYTES", 150)
+        client.sendall(POST + b"\r\n")
+        for _ in range(20):
+            assert answered(client)
+            client.sendall(b"x" * 15)
+            client.sendall(b"x" * 5 + POST + b"\r\n" + b"x")  # The next request may come with the end of it.
+            assert answered(client)
+            client.sendall(b"x" * 19 + POST + b"\r\n")
+
+
+@pytest.mark.parametrize("limit", ["BODY_SECONDS", "MAX_BODY_BYTES"])
+def test_it_may_not_come_for_ever(limit, monkeypatch):
+    monkeypatch.setattr(connection, limit, 0.1)
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+        client.sendall(POST + b"\r\n")
+        assert answered(client)
+        client.sendall(b"x")
+        assert client.recv(1000) == b""  # Closed, and long before any other timer.
+
+
+def test_a_refusal_instead_of_100_continue_ends_the_connection():
+    with guarded(refuses) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as client:
+        client.sendall(POST + b"expect: 100-continue\r\n\r\n")
+        assert answered(client)
+        assert client.recv(1000) == b""
 
 
 def test_bodies_have_a_limit_together(monkeypatch):

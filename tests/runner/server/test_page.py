@@ -1,11 +1,14 @@
 """The page at `/` in a real browser: small, alive, quiet, readable at both widths, asking only its own server."""
 
 import asyncio
+import os
 import re
+import signal
 
 import pytest
 
 from .chromium import CHROMIUM, opened
+from .test_loading import held_up
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 KEY = "the key"
@@ -134,3 +137,26 @@ def test_names_of_a_user_are_text_and_nothing_else(launch):
 
     with launch(served_model_name=name) as server:
         assert browse(f"{server.url}/", look) == (0, name)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_it_says_that_the_model_is_being_loaded_and_goes_on_by_itself(launch, tmp_path, width):
+    async def look(page):
+        await page.until("document.getElementById('status').textContent === 'loading …'")
+        seen = await page.value(
+            """({
+            wide: document.documentElement.scrollWidth,
+            sections: [...document.querySelectorAll('section')].filter((s) => s.offsetParent).map((s) => s.id),
+            stage: document.getElementById('stage').textContent,
+        })"""
+        )
+        os.kill(server.engine_pid, signal.SIGCONT)
+        await page.until("document.getElementById('status').textContent === 'ok'")
+        await page.until(SHOWN)
+        return seen, await page.value("document.getElementById('loading').hidden"), page.complaints()
+
+    with held_up(launch, tmp_path / "log") as server:
+        seen, hidden, complaints = browse(f"{server.url}/", look, width=width)
+    stage = "starting the engine; requests get 503 until it is done"
+    assert seen == {"wide": width, "sections": ["loading"], "stage": stage}
+    assert (hidden, complaints) == (True, [])

@@ -199,7 +199,7 @@ class _Keeper:
         """The channel of the worker of a generation. Raises ChildProcessError when it does not come."""
         while True:
             try:
-                arrival = self._arrivals.get(timeout=_REPLY_SECONDS)
+                arrival = self._arrivals.get(timeout=START_SECONDS)
             except queue.Empty:
                 arrival = None
             if arrival is None:

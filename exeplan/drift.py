@@ -39,8 +39,8 @@ from exeplan.simulator.closed_form import steady_state
 from exeplan.workload import Workload
 
 _SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
-_SLOW_SHARE = 0.9
-"""Of the longer requests, those that a corrected prediction covers."""
+_LONGEST = 10
+"""One in so many requests, the longest, tells how much longer than predicted they take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,16 +246,19 @@ class Watch:
         return f"another plan gains {100 * gain:+.1f} % in throughput under the observed lengths"
 
     def _slowdown(self, problem: Problem) -> float:
-        """How much longer the longer requests took than this plan predicts for them, most of them; 1 at least."""
+        """How much longer the longest took than this plan predicts for the longest; 1 at least.
+
+        Not by single requests' ratios: these hold jitter that hardly moves a percentile of the latency.
+        """
         rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0]
         rows = [seen for seen in rows if seen.start >= self._last_replan][-4 * _SLOWDOWN_REQUESTS :]
         if len(rows) < _SLOWDOWN_REQUESTS:
             return 1.0
-        rows = sorted(rows, key=lambda seen: seen.output_tokens)[len(rows) // 2 :]
         steady = steady_state(self.plan.schedule, problem.workload, problem.cost)
-        predicted = steady.latency(np.array([float(seen.output_tokens) for seen in rows]))
-        ratios = np.array([seen.seconds for seen in rows]) / np.maximum(predicted, 1e-9)
-        return float(np.clip(np.quantile(ratios, _SLOW_SHARE), 1.0, _MOST_SLOWDOWN))
+        predicted = np.sort(steady.latency(np.array([float(seen.output_tokens) for seen in rows])))
+        took = np.sort([seen.seconds for seen in rows])
+        first = len(rows) - len(rows) // _LONGEST
+        return float(np.clip(took[first:].sum() / max(predicted[first:].sum(), 1e-9), 1.0, _MOST_SLOWDOWN))
 
 
 def _policies(problem: Problem) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What moving from one plan to another costs a running service, in seconds without service.
 
-Weights that a device lacks come from host memory, keys and values that cannot stay are prefilled again (ExeGPT, ASPLOS
-2024, section 5.3 and Table 4). The engine keeps them while the placement and the room for them stay what they are.
+Weights that a device lacks come from host memory, and keys and values go through it; where they cannot, requests are
+prefilled again (ExeGPT, ASPLOS 2024, section 5.3 and Table 4). They stay where placement and room stay what they are.
 Not here: the difference itself (`plan_diff.py`).
 """
 
@@ -25,7 +25,11 @@ def moving_seconds(problem: Problem, old: Plan, new: Plan) -> float:
     if keeps_cache(old, new, spec):
         return 0.0
     moving = diff_plans(old, new, spec, spec, bytes_per_second={"memory": DRAM_BYTES_PER_SECOND}).moving
-    return moving.load_seconds["memory"] + _recompute_seconds(problem, old, new)
+    if not moving.kv_carried:
+        return moving.load_seconds["memory"] + _recompute_seconds(problem, old, new)
+    used = steady_state(old.schedule, problem.workload, problem.cost).cycle.kv_tokens
+    copied = 2 * used * spec.kv_bytes_per_token(problem.profile.cache_dtype)  # To host memory, and from there.
+    return moving.load_seconds["memory"] + copied / DRAM_BYTES_PER_SECOND
 
 
 def _recompute_seconds(problem: Problem, old: Plan, new: Plan) -> float:

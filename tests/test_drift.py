@@ -198,11 +198,15 @@ def test_moving_is_free_where_devices_layers_and_room_stay(plan, problem):
     assert moving_seconds(problem, plan, more) > 0.0
 
 
-def test_moving_layers_costs_their_load_and_the_prefill_of_who_is_there(plan, problem):
+def test_moving_layers_costs_their_load_and_what_becomes_of_keys_and_values(plan, problem):
     num_layers = problem.profile.model.num_layers
     there = replace(plan, placement=(Stage(devices=(1,), layers=(0, num_layers)),))
     load = problem.profile.weight_bytes / 5e9
-    assert moving_seconds(problem, plan, there) > load > 0
+    used = problem.estimate(plan.schedule).kv_tokens
+    carried = moving_seconds(problem, plan, there)
+    assert load < carried <= load + 2 * used * problem.profile.model.kv_bytes_per_token("float32") / 5e9
+    # Keys and values of another kind are of no use there, and prefills take their time.
+    assert moving_seconds(problem, plan, replace(there, kv_dtype="bfloat16")) > carried
 
 
 def test_a_cautious_law_has_as_many_long_outputs_as_the_sample_leaves_room_for():

@@ -25,7 +25,7 @@ from exeplan.runner.plan_control import reload
 from exeplan.runner.service import Service
 
 KEEP_ALIVE_SECONDS = 75
-CLOSE_SECONDS = 2
+CLOSE_SECONDS = 5
 """How long connections may take to close after the last answer."""
 FAREWELL_SECONDS = 2.0
 """How long a server whose engine has failed still answers, so that everybody gets to know."""

@@ -219,6 +219,7 @@ def test_a_keeper_that_loses_the_engine_ends(both):
 def test_what_a_user_can_mend_is_one_sentence(process, environment, sentence):
     found = process(1, **environment)
     message = found.communicate(timeout=PATIENCE)[1]
-    assert sentence in message
-    assert message.count("\n") == 1
+    *logged, said = message.splitlines()
+    assert sentence in said
+    assert all(" info " in line for line in logged)
     assert found.returncode == 2

@@ -6,6 +6,7 @@ run a batch: the first one is free then, the last one has tokens.
 A worker that dies is noticed by its closed channel, one that hangs by a batch that takes longer than the deadline.
 """
 
+import contextlib
 import logging
 import queue
 import time
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 3
 """Generations in a row that died young and without having finished a batch; after that there is no other."""
 _LONG_LIFE_SECONDS = 10.0
+_LATE_SECONDS = 5.0
 _COPY_SECONDS = 60.0
 """At least, for keys and values of all requests to or from host memory."""
 
@@ -151,9 +153,18 @@ class Workers:
         self._begin()
 
     def close(self) -> None:
+        if self._timeline and self._group:
+            self._take_late()
         self._kill()
         if self._timeline:
             self._timeline.close()
+
+    def _take_late(self) -> None:
+        """What stages have yet to say of batches, which may have left the last one before."""
+        due = time.monotonic() + _LATE_SECONDS
+        with contextlib.suppress(queue.Empty, WorkerError):
+            while self._under_way:
+                self._take(self._reports.get(timeout=max(due - time.monotonic(), 0.0)), [])
 
     def _kill(self) -> None:
         if self._group:
@@ -221,13 +232,15 @@ class Workers:
         deadline = time.monotonic() + max(self._deadline, _COPY_SECONDS)
         while waiting:
             try:
-                rank, message = self._reports.get(timeout=max(deadline - time.monotonic(), 0.0))
+                report = self._reports.get(timeout=max(deadline - time.monotonic(), 0.0))
             except queue.Empty:
                 raise WorkerError(f"workers {sorted(waiting)} do not {kind} keys and values: they hang") from None
-            message = _sound(rank, message)
+            message = _sound(*report)
             if message["kind"] == f"{kind}d":
-                waiting.discard(rank)
+                waiting.discard(report[0])
                 found.append(message)
+            else:  # Of a first stage, whose batch has left the last one.
+                self._take(report, [])
         return found
 
     def _take(self, report: Report, found: list[Done | Arrived]) -> None:

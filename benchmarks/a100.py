@@ -29,14 +29,15 @@ from typing import Any
 import numpy as np
 from record import write_record
 
-from exeplan.model import load_model_spec
-from exeplan.plan import Stage
-from exeplan.policies import Cycle, Floats
-from exeplan.profile import Profile
+from exeplan.arrays import Floats
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Stage
+from exeplan.planner.tables import table
+from exeplan.policies.interface import Cycle
 from exeplan.profiler.importing import import_profile
-from exeplan.report import table
 from exeplan.simulator.cost import CostModel
-from exeplan.workload_laws import fixed
+from exeplan.workload.laws import fixed
 
 _OPT = ("opt-13b", "opt-66b")
 _SPLIT = "decoding_large_small_bs_threshold"

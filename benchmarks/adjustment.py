@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from record import write_record
 
-from exeplan.cluster import load_cluster
-from exeplan.metrics import summarize
-from exeplan.model import load_model_spec
-from exeplan.plan import Placement, Schedule, Stage
-from exeplan.profile import Profile
-from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.report import table
+from exeplan.core.cluster import load_cluster
+from exeplan.core.metrics import summarize
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement, Schedule, Stage
+from exeplan.planner.tables import table
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import Run, replay
-from exeplan.workload import Workload
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
 
 TRACES = ("alpaca", "wmt17-ende", "azure-2023-conv")
 SCHEDULES = ((24, 8), (48, 30))

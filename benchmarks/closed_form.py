@@ -17,19 +17,20 @@ from functools import cache
 import numpy as np
 from record import write_record
 
-from exeplan.cluster import load_cluster
-from exeplan.metrics import summarize
-from exeplan.model import load_model_spec
-from exeplan.plan import Bound, Schedule
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.metrics import summarize
+from exeplan.core.model import load_model_spec
+from exeplan.core.schedule import Schedule
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.search_space import Variant, variants
+from exeplan.planner.tables import table
 from exeplan.policies import load_policy, policy_names
-from exeplan.problem import Problem, make_problem
-from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.report import table
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import replay
-from exeplan.variants import Variant, variants
-from exeplan.workload import Workload
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
 
 MODELS = (("opt-13b", "a40"), ("llama-3.1-8b", "h100"), ("t5-11b", "a40"))
 WORKLOADS = ("S", "T", "G", "C1", "alpaca", "azure-2023-conv", "wmt17-ende")

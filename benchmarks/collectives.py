@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from record import write_record
 
-from exeplan.runner.collectives import DistributedGroup, SharedBuffer, SharedMemoryGroup, group_bytes
-from exeplan.runner.shard import Group
+from exeplan.runner.compute.shard import Group
+from exeplan.runner.ipc.collectives import DistributedGroup, SharedBuffer, SharedMemoryGroup, group_bytes
 
 SIZES = (4 << 10, 64 << 10, 1 << 20)
 """Bytes."""

@@ -30,23 +30,24 @@ from drift_figures import AHEAD, Served, figures_of
 from drift_predicted import play_predicted
 from record import write_record
 
-from exeplan.bounds import Bound
-from exeplan.drift_state import Rules
+from exeplan.core.bounds import Bound
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan, save_plan
+from exeplan.core.profile import Profile, load_profile
+from exeplan.core.schedule import Schedule
+from exeplan.drift.state import Rules
 from exeplan.errors import Infeasible
-from exeplan.inputs import read_plan
-from exeplan.model import ModelSpec
-from exeplan.optimize import optimize, resolve_policies
-from exeplan.plan import Plan, Schedule, save_plan
-from exeplan.problem import Problem, make_problem
-from exeplan.profile import Profile, load_profile
-from exeplan.report import table
-from exeplan.runner.client import EngineClient
-from exeplan.runner.launch import engine_setup
-from exeplan.runner.replan import Replanner
-from exeplan.runner.sampling import SamplingParams
+from exeplan.planner.load_problem import read_plan
+from exeplan.planner.optimize import optimize, resolve_policies
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.tables import table
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.replan.replanner import Replanner
 from exeplan.simulator.closed_form import steady_state
-from exeplan.workload import Trace, Workload
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Trace, Workload
 
 STATIONARY = ("azure-2023-code", "mooncake-conv")
 RUNS = ("as planned", "re-planned", "hindsight")

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 from drift_figures import AHEAD, Served
 
-from exeplan.drift import Watch
-from exeplan.drift_state import Rules
-from exeplan.inputs import plan_problem
-from exeplan.model import ModelSpec
-from exeplan.plan import Plan
-from exeplan.runner.engine import Engine, Request
-from exeplan.runner.execution import Done, producing_rows
-from exeplan.runner.sampling import SampledToken, SamplingParams
-from exeplan.scheduling import BLOCK_SIZE, Batch
+from exeplan.core.batch import BLOCK_SIZE, Batch
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.drift.state import Rules
+from exeplan.drift.watch import Watch
+from exeplan.planner.load_problem import plan_problem
+from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Done, producing_rows
 from exeplan.simulator.cost import CostModel
-from exeplan.workload import Trace
+from exeplan.workload.workload import Trace
 
 
 class PredictedDevice:

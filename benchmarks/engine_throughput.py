@@ -53,13 +53,13 @@ def make_checkpoint(folder: str) -> None:
 
 
 def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
-    from exeplan.model import load_model_spec
-    from exeplan.plan import Schedule
-    from exeplan.runner.engine import Engine, Request
-    from exeplan.runner.execution import Local
-    from exeplan.runner.launch import warm_up
-    from exeplan.runner.model_runner import ModelRunner
-    from exeplan.runner.sampling import SamplingParams
+    from exeplan.core.model import load_model_spec
+    from exeplan.core.schedule import Schedule
+    from exeplan.runner.compute.model_runner import ModelRunner
+    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.engine.engine import Engine, Request
+    from exeplan.runner.engine.executor import Local
+    from exeplan.runner.engine_process.build import warm_up
 
     num_blocks = sum((len(prompt) + output) // 16 + 2 for prompt, output in work)
     runner = ModelRunner(load_model_spec(folder), dtype="float32", device="cpu", num_blocks=num_blocks)
@@ -192,7 +192,7 @@ def _measure(engine: str, folder: str, workload: str) -> dict:
 def _report(rates: dict, tokens: dict, engines: list[str]) -> None:
     from record import write_record
 
-    from exeplan.report import table
+    from exeplan.planner.tables import table
 
     rows = []
     for workload in WORKLOADS:

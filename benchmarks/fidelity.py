@@ -24,13 +24,15 @@ from statistics import mean, median
 import torch
 from record import write_record
 
-from exeplan.inputs import fitted
-from exeplan.optimize import optimize, resolve_policies
-from exeplan.plan import Bound, Plan, Schedule, save_plan
-from exeplan.problem import make_problem
-from exeplan.profile import Profile, load_profile
-from exeplan.report import table
-from exeplan.workload_files import load_workload
+from exeplan.core.bounds import Bound
+from exeplan.core.plan import Plan, save_plan
+from exeplan.core.profile import Profile, load_profile
+from exeplan.core.schedule import Schedule
+from exeplan.planner.load_problem import fitted
+from exeplan.planner.optimize import optimize, resolve_policies
+from exeplan.planner.problem import make_problem
+from exeplan.planner.tables import table
+from exeplan.workload.files import load_workload
 
 WORKLOADS = ("alpaca", "azure-2023-conv", "wmt17-ende")
 _UNITS = {"throughput": "requests/s", "latency": "seconds to the 99th-percentile output"}

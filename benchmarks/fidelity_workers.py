@@ -16,14 +16,16 @@ from pathlib import Path
 
 from fidelity import profiled, report, run_rounds
 
-from exeplan.inputs import fitted, profiled_host
-from exeplan.model import ModelSpec
-from exeplan.optimize import optimize
-from exeplan.plan import Bound, Placement, Plan, Stage
+from exeplan.core.bounds import Bound
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile, load_profile
+from exeplan.core.schedule import Placement, Stage
+from exeplan.planner.load_problem import fitted, profiled_host
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import make_problem
 from exeplan.policies import load_policy
-from exeplan.problem import make_problem
-from exeplan.profile import Profile, load_profile
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi import checks as openapi_checks
 from serving import Server, served
 
-from exeplan.report import table
-from exeplan.runner.protocol import MAX_CHOICES
+from exeplan.planner.tables import table
+from exeplan.runner.server.protocol import MAX_CHOICES
 
 KEY = "a key for the benchmark"
 CHECKS = [

@@ -115,7 +115,7 @@ def _guarded(name: str, setting: Setting, run: Callable[[], Section]) -> Section
 
 
 def _print(section: Section) -> None:
-    from exeplan.report import table
+    from exeplan.planner.tables import table
 
     print(f"\n## {section.title}\n")
     if section.rows:

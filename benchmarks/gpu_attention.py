@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from gpu_setting import Case, Setting
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.fp8_linear import multiplies_fp8
 from exeplan.kernels.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.slot_attention import Slots
 from exeplan.kernels.spans import Span, Spans
-from exeplan.scheduling import BLOCK_SIZE
 
 
 def attention_cases(setting: Setting) -> Iterator[Case]:

@@ -11,10 +11,10 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from gpu_attention import against_flex, attention_cases
 from gpu_setting import Case, Clock, Section, Setting, give_back, num_sets, seconds_of
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
 from exeplan.kernels.linear import Linear
 from exeplan.kernels.select import REFERENCE
-from exeplan.scheduling import BLOCK_SIZE
 
 _EPS = 1e-5
 

@@ -8,11 +8,11 @@ weight of the layers and token, and those of causal attention.
 import torch
 from gpu_setting import Clock, Section, Setting, seconds_as_it_comes
 
-from exeplan.profiler.captured import recorded, replay_seconds
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.readiness import tune
-from exeplan.scheduling import Batch, Sequence, num_blocks_for
-from exeplan.shape import layer_parameters
+from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.layer_costs import layer_parameters
+from exeplan.profiler.measuring.captured_decode import recorded, replay_seconds
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.warm_up import tune
 
 _ROOM = 0.75
 """Of the memory that is free, at most, for keys and values."""

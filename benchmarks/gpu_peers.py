@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from gpu_setting import Clock, Section, Setting, give_back, setting_for
 
-from exeplan.plan import Schedule
-from exeplan.profiler.device import synchronize
-from exeplan.runner.ahead import Ahead
-from exeplan.runner.engine import Engine, Request
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.readiness import make_ready
-from exeplan.runner.sampling import SamplingParams
-from exeplan.scheduling import num_blocks_for
+from exeplan.core.batch import num_blocks_for
+from exeplan.core.schedule import Schedule
+from exeplan.profiler.measuring.device import synchronize
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.warm_up import make_ready
+from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.engine import Engine, Request
 
 _LEAST_SECONDS = 60.0
 """For a peer to load and run, whatever is left of the section's time."""

@@ -17,25 +17,27 @@ from typing import Any
 import torch
 from gpu_setting import Clock, Section, Setting, give_back
 
-from exeplan.bench import Load, draw_load, play_engine
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.bounds import Bound
+from exeplan.core.metrics import summarize
+from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile, load_profile
+from exeplan.core.schedule import Estimate
 from exeplan.errors import Infeasible
-from exeplan.inputs import fitted
-from exeplan.metrics import summarize
-from exeplan.model import ModelSpec, load_model_spec
-from exeplan.optimize import optimize
-from exeplan.plan import Bound, Estimate, Plan
-from exeplan.problem import make_problem
-from exeplan.profile import Profile, load_profile
+from exeplan.planner.load_problem import fitted
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import make_problem
 from exeplan.profiler.profile_model import profile_model
-from exeplan.runner.ahead import Ahead
-from exeplan.runner.engine import Engine
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.readiness import make_ready
-from exeplan.scheduling import BLOCK_SIZE
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.warm_up import make_ready
+from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.engine import Engine
+from exeplan.runner.load import Load, draw_load, play_engine
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
-from exeplan.workload import Workload
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
 
 POLICIES = ("static", "orca", "chunked", "rra")
 TASKS = ("S", "T", "G", "C1", "C2")

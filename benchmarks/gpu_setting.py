@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.kernels.select import REFERENCE, Kernels, kernels_for
-from exeplan.model import ModelSpec, load_model_spec, model_spec
-from exeplan.profiler.captured import replay_seconds
-from exeplan.profiler.device import cache_bytes, synchronize
-from exeplan.runner.recorded import Recorder
+from exeplan.profiler.measuring.captured_decode import replay_seconds
+from exeplan.profiler.measuring.device import cache_bytes, synchronize
+from exeplan.runner.compute.recording import Recorder
 
 _MOST_SETS = 16
 TOY = {

@@ -26,7 +26,7 @@ from statistics import median
 from record import write_record
 from serving import descendants, held, served
 
-from exeplan.report import table
+from exeplan.planner.tables import table
 
 PLAN = """model: demo
 schedule: {policy: orca, max_num_seqs: 8, micro_batches: 2}

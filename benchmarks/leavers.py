@@ -25,7 +25,7 @@ import aiohttp
 from record import write_record
 from serving import Server, served
 
-from exeplan.report import table
+from exeplan.planner.tables import table
 
 PLAN = """model: demo
 schedule: {policy: rra, prefill_batch: 8, decode_steps: 8}

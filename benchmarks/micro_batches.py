@@ -11,13 +11,13 @@ from paper_setting import GPT3_39B, OPT_13B, T5_11B, Scenario, bounded, problem_
 from paper_systems import bounds, on_whole_machines, static_points
 from record import write_record
 
+from exeplan.planner.problem import Problem
+from exeplan.planner.search_space import Variant, variants
+from exeplan.planner.tables import table
 from exeplan.policies import load_policy
-from exeplan.problem import Problem
-from exeplan.report import table
-from exeplan.search import search_grid
-from exeplan.search_grid import Grid, Limits
-from exeplan.search_line import reach
-from exeplan.variants import Variant, variants
+from exeplan.search.grid import Grid, Limits
+from exeplan.search.line import reach
+from exeplan.search.search import search_grid
 
 SCENARIOS = (Scenario(OPT_13B, "S"), Scenario(OPT_13B, "T"), Scenario(T5_11B, "S"), Scenario(GPT3_39B, "T"))
 POLICIES = ("orca", "rra", "waa-c")

@@ -22,10 +22,10 @@ import numpy as np
 from record import write_record
 from serving import Server, demo_plan, served
 
-from exeplan.bench import Load, draw_load
-from exeplan.inputs import plan_model, plan_workload, read_plan
-from exeplan.plan import Plan
-from exeplan.report import table
+from exeplan.core.plan import Plan
+from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
+from exeplan.planner.tables import table
+from exeplan.runner.load import Load, draw_load
 
 SAMPLE_SECONDS = 5.0
 REFUSED_WITHIN = 0.1

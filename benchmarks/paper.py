@@ -22,8 +22,8 @@ from paper_setting import FIGURES, Settings
 from paper_tables import search_time, table_4, table_6, table_7
 from record import RECORDS, write_record
 
+from exeplan.planner.tables import json_line
 from exeplan.policies import policy_names
-from exeplan.report import json_line
 
 _TABLES: dict[str, Callable[[Settings], Part]] = {
     "table4": table_4,

@@ -12,14 +12,16 @@ from paper_claims import Claim, Part
 from paper_setting import OPT_13B, Settings, bounded, problem_of
 from paper_systems import bounds, on_whole_machines, static_points
 
+from exeplan.arrays import Floats
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible
-from exeplan.length_law import Floats, LengthLaw
-from exeplan.optimize import optimize
-from exeplan.plan import Estimate, Plan, Schedule
-from exeplan.problem import Problem
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import Problem
 from exeplan.simulator.closed_form import steady_state
-from exeplan.workload import Workload
-from exeplan.workload_laws import joint, normal
+from exeplan.workload.laws import joint, normal
+from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
 
 _FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
 _SKEWS = (-0.4, -0.2, 0.0, 0.2, 0.4)

@@ -13,10 +13,10 @@ from paper_claims import Claim, Part
 from paper_setting import FIGURES, GPT3_39B, Scenario, Settings, bounded, problem_of
 from paper_systems import Point, bounds, fastest, on_whole_machines, searched, static_points
 
+from exeplan.core.schedule import Placement
 from exeplan.errors import Infeasible
-from exeplan.optimize import optimize
-from exeplan.plan import Placement
-from exeplan.problem import Problem
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import Problem
 
 _PREFILLS = (1, 2, 4)
 """DeepSpeed's hybrid schedule: micro-batches to prefill for one that decodes."""

@@ -19,12 +19,13 @@ from paper_claims import Claim, Part
 from paper_setting import GPT3_39B, Settings, problem_of
 from paper_systems import bounds, on_whole_machines, static_points
 
-from exeplan.placement import Layout, layouts
-from exeplan.plan import Schedule
-from exeplan.policies import Floats, load_policy
-from exeplan.problem import Problem
-from exeplan.search import Outcome
-from exeplan.simulator.balance import Balance
+from exeplan.arrays import Floats
+from exeplan.core.schedule import Schedule
+from exeplan.planner.balance_stages import Balance
+from exeplan.planner.layouts import Layout, layouts
+from exeplan.planner.problem import Problem
+from exeplan.policies import load_policy
+from exeplan.search.search import Outcome
 
 _TOLERANCES = (0.02, 0.05, 0.1)
 _PAPER = {

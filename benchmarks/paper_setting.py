@@ -9,15 +9,15 @@ from functools import cache
 from math import inf
 from pathlib import Path
 
-from exeplan.cluster import load_cluster
-from exeplan.model import load_model_spec
-from exeplan.plan import Bound
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import load_profile
+from exeplan.planner.problem import Problem, make_problem
 from exeplan.policies import policy_names
-from exeplan.problem import Problem, make_problem
-from exeplan.profile import load_profile
-from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.workload import Workload
-from exeplan.workload_files import load_workload
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
 
 EXEGPT = ("rra", "waa-c", "waa-m")
 """ExeGPT's own policies; its throughput is that of the best of them."""

@@ -14,12 +14,13 @@ from math import ceil, inf
 
 import numpy as np
 
-from exeplan.placement import Layout
-from exeplan.plan import Bound, Schedule
+from exeplan.core.bounds import Bound
+from exeplan.core.schedule import Schedule
+from exeplan.planner.balance_stages import Balance
+from exeplan.planner.layouts import Layout
+from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy
-from exeplan.problem import Problem
-from exeplan.search import Outcome, search
-from exeplan.simulator.balance import Balance
+from exeplan.search.search import Outcome, search
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.memory import kv_room_tokens
 

@@ -23,15 +23,17 @@ from paper_setting import (
 )
 from paper_systems import Point, bounds, on_whole_machines, static_points
 
-from exeplan.model import DTYPE_BYTES
-from exeplan.placement import Layout
-from exeplan.plan import Schedule
-from exeplan.policies import Cycle, Floats, load_policy
-from exeplan.problem import Problem
-from exeplan.shape import model_parameters
-from exeplan.simulator.balance import Balance
+from exeplan.arrays import Floats
+from exeplan.core.layer_costs import model_parameters
+from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.schedule import Schedule
+from exeplan.planner.balance_stages import Balance
+from exeplan.planner.layouts import Layout
+from exeplan.planner.problem import Problem
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Cycle
 from exeplan.simulator.closed_form import steady_state
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
 
 _PREFILL, _DECODE = 1.68, 0.038
 """Seconds of RRA's stages in Table 7."""

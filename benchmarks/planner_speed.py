@@ -14,17 +14,18 @@ from statistics import median
 
 from record import write_record
 
-from exeplan.cluster import load_cluster
-from exeplan.model import load_model_spec
-from exeplan.optimize import optimize, resolve_policies
-from exeplan.placement import Layout
-from exeplan.plan import Bound, Schedule
-from exeplan.problem import Problem, make_problem
-from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.report import table
-from exeplan.simulator.balance import Balance
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.model import load_model_spec
+from exeplan.core.schedule import Schedule
+from exeplan.planner.balance_stages import Balance
+from exeplan.planner.layouts import Layout
+from exeplan.planner.optimize import optimize, resolve_policies
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.tables import table
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.replay import replay
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
 
 SEARCHES = (
     ("opt-13b", 4, "S", 11.5),

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exeplan.plan import Schedule
-from exeplan.policies import Policy, load_policy
-from exeplan.problem import Problem
-from exeplan.search_grid import Grid, Index, Limits, Outcome
-from exeplan.variants import Variant, variants
+from exeplan.core.schedule import Schedule
+from exeplan.planner.problem import Problem
+from exeplan.planner.search_space import Variant, variants
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Policy
+from exeplan.search.grid import Grid, Index, Limits, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,13 @@ from typing import Any
 
 from record import write_record
 
-from exeplan.model import ModelSpec, load_model_spec
-from exeplan.plan import Placement, Plan, Schedule, Stage
-from exeplan.report import table
-from exeplan.runner.client import EngineClient
-from exeplan.runner.launch import engine_setup
-from exeplan.runner.sampling import SamplingParams
+from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Placement, Schedule, Stage
+from exeplan.planner.tables import table
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.client import EngineClient
 
 KV_TOKENS = 16384
 LAYERS = 6

@@ -16,14 +16,15 @@ from statistics import median
 from record import write_record
 from referee import Referee, referee
 
-from exeplan.inputs import fitted
-from exeplan.optimize import resolve_policies
-from exeplan.plan import Bound, Schedule
-from exeplan.problem import Problem, make_problem
-from exeplan.profile import load_profile
-from exeplan.report import table
-from exeplan.variants import search_variants
-from exeplan.workload_files import load_workload
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import load_profile
+from exeplan.core.schedule import Schedule
+from exeplan.planner.load_problem import fitted
+from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.search_space import search_variants
+from exeplan.planner.tables import table
+from exeplan.workload.files import load_workload
 
 WORKLOADS = ("alpaca", "wmt17-ende", "S")
 FACTORS = (2.0, 4.0, 8.0, 16.0, float("inf"))

@@ -14,15 +14,15 @@ from statistics import median
 import numpy as np
 from record import write_record
 
-from exeplan.cluster import load_cluster
-from exeplan.model import load_model_spec
-from exeplan.plan import Bound
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.model import load_model_spec
+from exeplan.planner.problem import make_problem
+from exeplan.planner.search_space import search_variants
+from exeplan.planner.tables import table
 from exeplan.policies import policy_names
-from exeplan.problem import make_problem
-from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.report import table
-from exeplan.variants import search_variants
-from exeplan.workload_files import load_workload
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.workload.files import load_workload
 
 MODELS = (("opt-13b", "a40"), ("llama-3.1-8b", "h100"), ("t5-11b", "a40"))
 FACTORS = (1.5, 3.0, 6.0, float("inf"))

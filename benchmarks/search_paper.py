@@ -19,9 +19,9 @@ from paper_systems import bounds, on_whole_machines, static_points
 from record import write_record
 from referee import referee
 
+from exeplan.planner.search_space import search_variants
+from exeplan.planner.tables import table
 from exeplan.policies import policy_names
-from exeplan.report import table
-from exeplan.variants import search_variants
 
 _WHOLE = Scenario(OPT_13B, "S")
 """Tried whole whatever its size."""

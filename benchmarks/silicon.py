@@ -7,7 +7,8 @@ FOLDER holds AIConfigurator's operator tables as it publishes them (`h100_sxm/ge
 TTFT and TPOT that were measured. --rows names other runs of that form.
 
 The rows are split in halves by a hash of their configuration. On one half an engine's constants
-(`exeplan.engine_constants`) are fitted to TPOT and E2E, and its conduct (prompts a pass, pauses of the clients, room in
+(`exeplan.profiler.datasheets.engine_constants`) are fitted to TPOT and E2E, and its conduct (prompts a pass, pauses of
+the clients, room in
 the KV cache) is chosen among a few values; the other half is judged with them; then the other way round. --shipped
 judges all rows with `plans/engines` instead, --quick takes every sixth row. Writes records/silicon.json.
 """
@@ -38,7 +39,7 @@ from silicon_rows import (
     tight_bounds,
 )
 
-from exeplan.report import table
+from exeplan.planner.tables import table
 
 _ROWS = "end_to_end_dense_h100.csv.gz"
 _RISK = 0.01

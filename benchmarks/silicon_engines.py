@@ -14,17 +14,18 @@ from pathlib import Path
 import numpy as np
 from silicon_rows import Prediction, Row
 
-from exeplan.engine_constants import EngineConstants, load_engine, with_engine
-from exeplan.model import load_model_spec
-from exeplan.plan import Schedule, Stage
-from exeplan.policies import Cycle, Floats
-from exeplan.profile import Profile
+from exeplan.arrays import Floats
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.policies.interface import Cycle
+from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.profiler.importing import import_profile
-from exeplan.scheduling import BLOCK_SIZE
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_room_tokens
 from exeplan.simulator.replay import Run, replay
-from exeplan.workload_laws import fixed
+from exeplan.workload.laws import fixed
 
 ENGINES = ("trtllm", "vllm", "sglang")
 _TABLES = {"trtllm": "trtllm", "vllm": "vllm", "sglang": "vllm"}

@@ -16,7 +16,7 @@ import numpy as np
 from silicon_engines import PassCosts, Setting, is_crowded, pass_costs, predict, start_setting
 from silicon_rows import Pair, Row
 
-from exeplan.engine_constants import EngineConstants
+from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
 _CONDUCT = {"max_num_prefills": (1, 2, None), "think_seconds": (0.002, 0.01, 0.025)}
 _MEMORY_SHARES = tuple(np.arange(0.78, 0.87, 0.01).round(2).tolist())

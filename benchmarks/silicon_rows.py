@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from exeplan.files import shipped_names
-from exeplan.risk import error_law
+from exeplan.planner.risk import error_law
 
 _TIGHT = 1.0001
 _GRID = 12
@@ -176,7 +176,7 @@ def least_margin(pairs: Sequence[Pair], share: float, bounds: Callable[[Sequence
 
 
 def quantile_margin(pairs: Sequence[Pair], share: float) -> float:
-    """What one configuration's measured e2e exceeds with at most such a chance, by `exeplan.risk`'s law of errors."""
+    """What a configuration's measured e2e exceeds with at most that chance, by the errors of `planner/risk.py`."""
     ratios = [row.e2e / prediction.e2e(row) for row, prediction in pairs]
     return error_law(ratios, "the other half's rows").margin(share)
 

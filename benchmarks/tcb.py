@@ -18,9 +18,9 @@ from tcb_orders import Setting, compare, overhead, settings, with_batch_times
 from tcb_serve import ROW_TOKENS, ROWS, best_of, from_backlogs, rising_rates
 from tcb_slots import speed_ups
 
-from exeplan.model import load_model_spec
-from exeplan.report import table
-from exeplan.runner.model_runner import ModelRunner
+from exeplan.core.model import load_model_spec
+from exeplan.planner.tables import table
+from exeplan.runner.compute.model_runner import ModelRunner
 
 FIGURES = (9, 10, 11, 12, 13, 14, 15, 16)
 BLOCKS = 8000

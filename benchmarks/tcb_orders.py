@@ -16,11 +16,11 @@ from scipy.sparse import coo_matrix
 from tcb_load import MEAN, Load, poisson
 from tcb_slots import full_batch
 
-from exeplan.orders import Das, Queue, in_rows
-from exeplan.plan import Schedule
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.scheduling import Scheduler
-from exeplan.scheduling import Sequence as Waiting
+from exeplan.core.batch import Sequence as Waiting
+from exeplan.core.queue_order import Das, QueueArrays, in_rows
+from exeplan.core.schedule import Schedule
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.scheduling.scheduler import Scheduler
 
 OTHERS = ("fcfs", "sjf", "edf")
 BATCHES, SLACK = 20, 4
@@ -99,7 +99,7 @@ def earned(order: str, setting: Setting, load: Load) -> float:
         waiting = waiting[load.deadlines[waiting] >= now]
         if not len(waiting):
             continue
-        queue = Queue(load.tokens[waiting], load.deadlines[waiting], load.utilities[waiting])
+        queue = QueueArrays(load.tokens[waiting], load.deadlines[waiting], load.utilities[waiting])
         packed = in_rows(order, queue, rows=setting.rows, row_tokens=setting.row_tokens, das=Das())
         chosen = [pick.request for pick in packed.picks]
         utility += float(load.utilities[waiting[chosen]].sum())

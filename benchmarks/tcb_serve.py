@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from tcb_load import MEAN, Load, lengths, poisson
 
-from exeplan.plan import Schedule
-from exeplan.runner.engine import Engine, Request
-from exeplan.runner.execution import Local
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.sampling import SamplingParams
+from exeplan.core.schedule import Schedule
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Local
 
 ROWS, ROW_TOKENS = 64, 400
 SHARES = (0.3, 0.6, 0.9, 1.2)

@@ -12,10 +12,10 @@ import numpy as np
 from tcb_load import MEAN, Load, lengths
 from tcb_serve import ROW_TOKENS, request
 
-from exeplan.plan import Schedule
-from exeplan.runner.engine import Engine
-from exeplan.runner.execution import Local
-from exeplan.runner.model_runner import ModelRunner
+from exeplan.core.schedule import Schedule
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.engine.engine import Engine
+from exeplan.runner.engine.executor import Local
 
 SLOTS = (1, 2, 3, 4, 5, 6, 7, 8, 10)
 

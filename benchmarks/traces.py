@@ -18,15 +18,16 @@ from statistics import median
 from fidelity import WORKLOADS, profiled, run_rounds
 from record import write_record
 
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import Profile, load_profile
+from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import Infeasible
-from exeplan.inputs import fitted, profiled_host
-from exeplan.optimize import optimize
-from exeplan.plan import Bound, Schedule, Stage
+from exeplan.planner.load_problem import fitted, profiled_host
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.tables import table
 from exeplan.policies import policy_names
-from exeplan.problem import Problem, make_problem
-from exeplan.profile import Profile, load_profile
-from exeplan.report import table
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
 
 
 def main() -> None:

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
+from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.profile import Device, Profile, load_profile
 from exeplan.errors import InputError
-from exeplan.model import FP8, ModelSpec
-from exeplan.profile import Device, Profile, load_profile
-from exeplan.profiler.campaign import Campaign, Goal, num_copies
-from exeplan.profiler.device import check_device, device_name, measure_device, versions
-from exeplan.profiler.measure import Rig
-from exeplan.profiler.memory import tensor_bytes
-from exeplan.profiler.points import Work, choose_range
-from exeplan.profiler.several import ONE_DEVICE_SHARE, Several, check_several
+from exeplan.profiler.measuring.campaign import Campaign, Goal, num_copies
+from exeplan.profiler.measuring.device import check_device, device_name, measure_device, versions
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.measuring.memory import tensor_bytes
+from exeplan.profiler.measuring.points import Work, choose_range
+from exeplan.profiler.multi_device.multi_device import ONE_DEVICE_SHARE, Several, check_several
 from exeplan.progress import Progress
-from exeplan.runner.families import load_model
-from exeplan.runner.precision import activation_dtype, check_precision
+from exeplan.runner.compute.families import load_model
+from exeplan.runner.compute.precision import activation_dtype, check_precision
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 from exeplan import __version__
 from exeplan.commands import serve
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan, as_json
 from exeplan.errors import InputError
-from exeplan.inputs import plan_model, read_plan
-from exeplan.model import ModelSpec
-from exeplan.plan import Plan, as_json
-from exeplan.runner.handshake import cluster_key
-from exeplan.runner.keeper import keep
+from exeplan.planner.load_problem import plan_model, read_plan
+from exeplan.runner.distributed.node_agent import keep
+from exeplan.runner.ipc.handshake import cluster_key
 
 _FILES = ("model", "workload", "profile", "cluster")
 """Fields of a plan that name files, which may lie elsewhere on another host."""

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.bounds import share_of_requests
-from exeplan.plan import Estimate
-from exeplan.policies import Floats
-from exeplan.queueing import Arrivals, residents
+from exeplan.arrays import Floats
+from exeplan.core.bounds import share_of_requests
+from exeplan.core.schedule import Estimate
 from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
+from exeplan.workload.arrivals import Arrivals, residents
 
 _ALIKE = np.ones(1)
 _TURN_POINTS = 9

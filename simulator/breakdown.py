@@ -4,7 +4,7 @@ The split is exact: curves are linear in their measurements, so a pass timed wit
 just what that kind takes. Roofline: the operations and the bytes that a pass cannot do without (weights once, keys and
 values once) over the rates of the profile's device.
 
-Not here: what follows from it (`exeplan.explain`).
+Not here: what follows from it (`exeplan.planner.explain`).
 """
 
 from collections import defaultdict
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.cluster import Link
-from exeplan.metrics import window
-from exeplan.model import DTYPE_BYTES
-from exeplan.policies import Floats
-from exeplan.profile import LINKS, Measurement, Profile
-from exeplan.scheduling import Batch
-from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_parameters
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch
+from exeplan.core.cluster import Link
+from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, layer_parameters
+from exeplan.core.metrics import window
+from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.profile import LINKS, Measurement, Profile
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import Run
 from exeplan.simulator.timeline import phase

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exeplan.bounds import is_deadline, share_of_requests
-from exeplan.plan import Estimate, Schedule
-from exeplan.policies import Cycle, Floats, Steady, load_policy
-from exeplan.queueing import Wait
-from exeplan.scheduling import BLOCK_SIZE
+from exeplan.arrays import Floats
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.bounds import is_deadline, share_of_requests
+from exeplan.core.schedule import Estimate, Schedule
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Cycle, Steady
 from exeplan.simulator.cost import CostModel
-from exeplan.workload import Workload
+from exeplan.workload.arrivals import Wait
+from exeplan.workload.workload import Workload
 
 KV_SIGMAS = 3.0
 """Standard deviations of the KV cache's occupancy that a plan leaves room for."""
@@ -68,7 +70,7 @@ class SteadyState:
         return float(np.average(paces, weights=law.weights[many]))
 
     def bound_latency(self, about: str, wait: Wait = NO_WAIT) -> float:
-        """What a bound about `about` (see `exeplan.bounds`) is compared with, after such a wait."""
+        """What a bound about `about` (see `exeplan.core.bounds`) is compared with, after such a wait."""
         if about == "tpot":
             return self.tpot
         if about == "ttft":

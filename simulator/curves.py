@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from exeplan.length_law import Ints
-from exeplan.policies import Floats
-from exeplan.profile import Measurement
+from exeplan.arrays import Floats
+from exeplan.core.profile import Measurement
+from exeplan.workload.length_law import Ints
 
 _FAR = 1e15
 """Beyond any number of tokens, sequences or bytes."""

@@ -1,9 +1,9 @@
 """What a placement takes on each GPU: weights, keys and values, workspace."""
 
-from exeplan.model import DTYPE_BYTES
-from exeplan.plan import Placement
-from exeplan.profile import Profile
-from exeplan.shape import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
+from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
+from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement
 
 
 def memory_bytes(profile: Profile, placement: Placement, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:

@@ -13,11 +13,12 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from exeplan.arrays import Floats
+from exeplan.core.batch import BLOCK_SIZE, Batch, Sequence
+from exeplan.core.metrics import RequestRecord
+from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.metrics import RequestRecord
-from exeplan.plan import Schedule
-from exeplan.policies import Floats
-from exeplan.scheduling import BLOCK_SIZE, Batch, Scheduler, Sequence
+from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.cost import CostModel
 
 

@@ -9,11 +9,11 @@ from functools import cache, lru_cache
 
 import numpy as np
 
+from exeplan.arrays import Floats
+from exeplan.core.profile import Measurement, Profile
 from exeplan.errors import InputError
-from exeplan.length_law import LengthLaw
-from exeplan.policies import Floats
-from exeplan.profile import Measurement, Profile
 from exeplan.simulator.curves import Curve, curve_of, surface_of
+from exeplan.workload.length_law import LengthLaw
 
 _QUADRATURE = 9
 """Points of the prompt-length law at which a pass with prefills is timed."""

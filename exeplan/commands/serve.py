@@ -71,10 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
     """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process until the server asks for it.
-    from exeplan.inputs import plan_model, read_plan
-    from exeplan.plan import with_utilization
-    from exeplan.runner.options import ServeOptions
-    from exeplan.runner.server import serve
+    from exeplan.core.plan import with_utilization
+    from exeplan.planner.load_problem import plan_model, read_plan
+    from exeplan.runner.server.options import ServeOptions
+    from exeplan.runner.server.server import serve
     from exeplan.units import seconds
 
     options = ServeOptions(

@@ -15,19 +15,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from exeplan.core.layer_costs import layer_parameters
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement, Profile
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
-from exeplan.model import ModelSpec
-from exeplan.profile import Measurement, Profile
-from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
+from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing import aiconfigurator, vidur, vidur_attention
 from exeplan.profiler.importing.attention import attention_rows
 from exeplan.profiler.importing.csv import read_csv
 from exeplan.profiler.importing.lint import lint, refuse_falls, told, without_spikes
 from exeplan.profiler.importing.part import Part, rounded
 from exeplan.profiler.importing.tables import Table, read_tables
-from exeplan.profiler.roofline import Datasheet
-from exeplan.shape import layer_parameters
 
 _STAND_IN = "a100-80gb"
 """Whose memory a device without a datasheet is given."""

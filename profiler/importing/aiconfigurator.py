@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from exeplan.arrays import Floats
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec
-from exeplan.profile import Measurement
+from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing.attention import Kernels, shard_shape
-from exeplan.profiler.importing.gemm import Floats, Gemms, gemms
+from exeplan.profiler.importing.gemm import Gemms, gemms
 from exeplan.profiler.importing.part import Part, rounded
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
 from exeplan.profiler.importing.tables import Table, numbers
-from exeplan.profiler.roofline import Datasheet
 
 _MS = 1e-3
 _ELEMENT_BYTES = 2

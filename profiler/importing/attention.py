@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from exeplan.model import ModelSpec
-from exeplan.profile import Measurement
+from exeplan.arrays import Floats
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement
 from exeplan.profiler.importing.part import Part, rounded, thinned
 
-Floats = NDArray[np.float64]
 _AXES = ("num_seqs", "tokens", "cached", "seconds")
 Shape = tuple[int, int, int]
 """Query heads, key/value heads and head dimension of one device."""

@@ -6,8 +6,8 @@
 
 Published tables have single points that take several times as long as larger ones, as a disturbed clock gives them:
 `without_spikes` leaves these out and says so. In a plain CSV, where every row is meant, they are refused. Unlike
-`exeplan.profiler.lint`, which judges what this machine measured by ceilings measured beside it, ceilings are a
-datasheet's peaks here, noise is what other people's clocks had, and rows are of every tensor parallel degree.
+`exeplan.profiler.measuring.lint`, which judges what this machine measured by ceilings measured beside it, ceilings are
+a datasheet's peaks here, noise is what other people's clocks had, and rows are of every tensor parallel degree.
 """
 
 import math
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from exeplan.core.layer_costs import layer_kv_bytes_per_token, layer_parameters
+from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
-from exeplan.model import DTYPE_BYTES, ModelSpec
-from exeplan.profile import Device, Measurement
 from exeplan.profiler.importing.part import Part
-from exeplan.profiler.lint import row_name
-from exeplan.shape import layer_kv_bytes_per_token, layer_parameters
+from exeplan.profiler.measuring.lint import row_name
 
 _FALL_TOLERANCE = 1.1
 _RATE_TOLERANCE = 1.05

@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from exeplan.profile import Measurement
+from exeplan.core.profile import Measurement
 
 
 @dataclass(frozen=True, slots=True)

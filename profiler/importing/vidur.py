@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
-from exeplan.model import DTYPE_BYTES, ModelSpec
-from exeplan.profile import Measurement
+from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing.part import Part, rounded, thinned
 from exeplan.profiler.importing.pointwise import sampling_seconds
 from exeplan.profiler.importing.tables import Table, numbers
-from exeplan.profiler.roofline import Datasheet
 
 _MS = 1e-3
 _HOST_PARTS = ("schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median", "ray_comm_time_mean")

@@ -1,6 +1,6 @@
 """Eight of the made-up devices in one node, for pipelines whose every pass an oracle can follow."""
 
-from exeplan.cluster import Cluster, Link
+from exeplan.core.cluster import Cluster, Link
 
 CLUSTER = Cluster(
     name="made-up",

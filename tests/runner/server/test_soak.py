@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exeplan.bench import Load
-from exeplan.inputs import read_plan
+from exeplan.planner.load_problem import read_plan
+from exeplan.runner.load import Load
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 KEY = "the key"

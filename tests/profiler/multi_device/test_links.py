@@ -37,8 +37,9 @@ SUMS = Job(
     seconds=0.1,
 )
 PROFILER = f"""
-from exeplan.model import model_spec
-from exeplan.profiler.links import Job, link_rows
+from exeplan.core.model import model_spec
+from exeplan.profiler.multi_device.job import Job
+from exeplan.profiler.multi_device.links import link_rows
 if __name__ == "__main__":
     job = Job(op="all_reduce", size=2, spec=model_spec({CONFIG!r}, name="tiny"), dtype="float32", device="cpu",
               num_threads=1, num_tokens=(1,), seconds=600.0)

@@ -15,7 +15,7 @@ from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, grou
 RANK = """
 import json, sys, torch, torch.distributed as dist
 from safetensors.torch import save_file
-from exeplan.runner.collectives import DistributedGroup, SharedMemoryGroup, group_bytes
+from exeplan.runner.ipc.collectives import DistributedGroup, SharedMemoryGroup, group_bytes
 
 messages, way, rank, size, place, output = json.loads(sys.argv[1])
 torch.set_num_threads(1)

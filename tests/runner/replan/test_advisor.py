@@ -13,7 +13,7 @@ from exeplan.runner.replan.replanner import _AdvisorProcess
 
 CODE = """
 import os
-from exeplan.runner.advisor import yield_to_others
+from exeplan.runner.replan.advisor import yield_to_others
 yield_to_others()
 print(os.nice(0))
 print(open("/proc/self/autogroup").read().split()[-1] if os.path.exists("/proc/self/autogroup") else "")

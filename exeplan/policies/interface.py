@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
@@ -94,13 +94,13 @@ class Steady:
 class Queue(Protocol):
     """What a policy sees of the scheduler: requests by state, and room in the KV cache."""
 
-    waiting: deque[Sequence]
+    waiting: deque[SequenceState]
     """In order of arrival, preempted requests first."""
-    running: list[Sequence]
+    running: list[SequenceState]
     """Admitted, oldest first."""
-    groups: list[list[Sequence]]
+    groups: list[list[SequenceState]]
     """Running requests by the micro-batch in which they decode, oldest first."""
-    ready: list[Sequence]
+    ready: list[SequenceState]
     """Prefilled on stages of their own and in no group yet, oldest first."""
     busy: set[int]
     """Groups in flight."""
@@ -116,15 +116,17 @@ class Queue(Protocol):
     whole_prompts: bool
     pass_tokens: int | None
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting requests, in the schedule's order, that fit into the free blocks: at most `limit`."""
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+    def ahead(self, limit: int) -> tuple[SequenceState, ...]:
         """The first `limit` waiting requests in the schedule's order, whether they fit or not."""
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first of these waiting requests that fit into the free blocks: at most `limit`."""
 
     def turn(self) -> int | None:

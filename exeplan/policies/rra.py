@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence, balanced_part
+from exeplan.core.batch import Batch, SequenceState, balanced_part
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
 from exeplan.policies._variables import fillings, micro_batches, require
@@ -197,7 +197,7 @@ def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     return Batch(decode=tuple(queue.groups[turn]), group=turn)
 
 
-def _admitted(schedule: Schedule, queue: Queue) -> tuple[Sequence, ...]:
+def _admitted(schedule: Schedule, queue: Queue) -> tuple[SequenceState, ...]:
     """Who is still to be prefilled before decoding goes on."""
     size = schedule["prefill_batch"]
     if "adjust_percent" in schedule.variables:
@@ -207,7 +207,7 @@ def _admitted(schedule: Schedule, queue: Queue) -> tuple[Sequence, ...]:
     return queue.admissible(size - queue.admitted_in_row)
 
 
-def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:
+def _within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:
     """The first rows that have at most so many tokens together; one at least."""
     tokens = np.cumsum([row.num_tokens for row in rows])
     return rows[: max(1, int(np.searchsorted(tokens, limit, side="right")))]

@@ -208,15 +208,6 @@ def projections(
     return qkv, summed(product, group)
 
 
-def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
-    """The window of a layer in a Qwen config: off unless switched on, then by `layer_types` or from a layer on."""
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
-        return None
-    kinds = config.get("layer_types")
-    slides = kinds[layer % len(kinds)] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
-    return config["sliding_window"] if slides else None
-
-
 class MLP:
     """`down(activation(up(x)))`; over a group, this rank's summand of it.
 

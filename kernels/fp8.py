@@ -11,6 +11,7 @@ row, in one pass. Operations: some 5 an element.
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 LARGEST = 448.0
@@ -51,3 +52,9 @@ def _quantize(x, row_stride, quantized, scales, size, BLOCK: tl.constexpr):
     tl.store(scales + row, scale)
     value = tl.minimum(tl.maximum(value / scale, -448.0), 448.0)
     tl.store(quantized + row * size + i, value.to(quantized.dtype.element_ty), mask=i < size)
+
+
+KERNELS = (
+    Kernel("quantize_rows", quantize_rows, "cuda", MODEL_DTYPES),
+    Kernel("quantize_rows", quantize_rows_reference),
+)

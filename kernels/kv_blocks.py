@@ -11,6 +11,7 @@ layer and head, of keys and of values. Which blocks move where is the cache's to
 from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 
@@ -49,3 +50,9 @@ def _move(tables, sources, targets, head_stride, SIZE: tl.constexpr, BLOCK: tl.c
     i = tl.arange(0, BLOCK)
     start = tables + head * head_stride + i
     tl.store(start + target * SIZE, tl.load(start + source * SIZE, mask=i < SIZE), mask=i < SIZE)
+
+
+KERNELS = (
+    Kernel("move_blocks", move_blocks, "cuda", MODEL_DTYPES),
+    Kernel("move_blocks", move_blocks_reference),
+)

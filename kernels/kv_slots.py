@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from exeplan.kernels.fp8 import saturated
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl
 
 
@@ -114,3 +115,13 @@ def _copy_slots(
         if SATURATE:
             value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
         tl.store(cached_ptr, value.to(tables.dtype.element_ty), mask=cached)
+
+
+KERNELS = (
+    Kernel("store_slots", store_slots, "cuda", MODEL_DTYPES),
+    Kernel("store_slots", store_slots_reference),
+    Kernel("gather_slots", gather_slots, "cuda", MODEL_DTYPES),
+    Kernel("gather_slots", gather_slots_reference),
+    Kernel("scatter_slots", scatter_slots, "cuda", MODEL_DTYPES),
+    Kernel("scatter_slots", scatter_slots_reference),
+)

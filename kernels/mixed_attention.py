@@ -11,6 +11,7 @@ Letters, bytes and operations: those of `ragged_attention.py` and `paged_attenti
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, tl
 from exeplan.kernels.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.paged_attention import (
@@ -148,3 +149,9 @@ def _mixed(
         number = program - num_tile_programs
         part, pair = number % DECODE.NUM_PARTS, number // DECODE.NUM_PARTS
         decode_part(pair // KV_HEADS, pair % KV_HEADS, part, decode, DECODE, COLUMNS)
+
+
+KERNELS = (
+    Kernel("mixed_attention", mixed_attention, "cuda", MODEL_DTYPES),
+    Kernel("mixed_attention", mixed_attention_reference),
+)

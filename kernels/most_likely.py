@@ -10,6 +10,7 @@ device, and a second launch takes the best of the parts.
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 _PART = 16384
@@ -85,3 +86,9 @@ def _best_of_row(best, place, token, sound, PARTS: tl.constexpr, BLOCK: tl.const
     value, where = first_best(value, where)
     tl.store(token + row, where)
     tl.store(sound + row, (value < float("inf")) & (value > float("-inf")))
+
+
+KERNELS = (
+    Kernel("most_likely", most_likely, "cuda", MODEL_DTYPES),
+    Kernel("most_likely", most_likely_reference),
+)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 
@@ -130,3 +131,15 @@ def _norm(
     if bias is not None:
         value = value + tl.load(bias + i, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * out_stride + head * out_head_stride + i, value, mask=there)
+
+
+KERNELS = (
+    Kernel("rms_norm", rms_norm, "cuda", MODEL_DTYPES),
+    Kernel("rms_norm", rms_norm_reference),
+    Kernel("layer_norm", layer_norm, "cuda", MODEL_DTYPES),
+    Kernel("layer_norm", layer_norm_reference),
+    Kernel("add_rms_norm", add_rms_norm, "cuda", MODEL_DTYPES),
+    Kernel("add_rms_norm", add_rms_norm_reference),
+    Kernel("add_layer_norm", add_layer_norm, "cuda", MODEL_DTYPES),
+    Kernel("add_layer_norm", add_layer_norm_reference),
+)

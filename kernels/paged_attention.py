@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import BiasArguments, DistanceBias, PagedKV, attend, cache_offsets, distance_bias
 from exeplan.kernels.tuning import AttentionConfigs, Config, best_config
@@ -285,3 +286,9 @@ def _join(
     parts = tl.load(part_out + (row * NUM_PARTS + p)[:, None] * HEAD_DIM + d[None, :], mask=there, other=0.0)
     joined = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * HEAD_DIM + d, joined, mask=d < HEAD_DIM)
+
+
+KERNELS = (
+    Kernel("paged_attention", paged_attention, "cuda", MODEL_DTYPES),
+    Kernel("paged_attention", paged_attention_reference),
+)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import (
     BiasArguments,
@@ -303,3 +304,9 @@ def prefill_tile(tile, head, a, tiles, C: tl.constexpr, ROWS: tl.constexpr, COLU
 
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(a.out + (query_row * C.HEADS + head) * C.HEAD_DIM + d[None, :], out, mask=ours)
+
+
+KERNELS = (
+    Kernel("ragged_attention", ragged_attention, "cuda", MODEL_DTYPES),
+    Kernel("ragged_attention", ragged_attention_reference),
+)

@@ -11,6 +11,7 @@ are read once. Source: Su et al. 2021. Not here: angles, which are the runner's.
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 
@@ -73,3 +74,9 @@ def _rotate(
     sin_2 = tl.load(sin + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)
     tl.store(first_ptr, first * cos_1[None, :] + second * sin_1[None, :], mask=there)
     tl.store(first_ptr + HALF, second * cos_2[None, :] + first * sin_2[None, :], mask=there)
+
+
+KERNELS = (
+    Kernel("rotate", rotate, "cuda", MODEL_DTYPES),
+    Kernel("rotate", rotate_reference),
+)

@@ -23,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, tl
 from exeplan.kernels.most_likely import best_in, first_best, load_logits, most_likely_reference
 from exeplan.kernels.tuning import Config, best_config
@@ -209,3 +210,9 @@ def _draw(
         _, choice = first_best(best, place)
     tl.store(token + number, choice)
     tl.store(sound + number, finite)
+
+
+KERNELS = (
+    Kernel("draw", draw, "cuda", MODEL_DTYPES),
+    Kernel("draw", draw_reference),
+)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import BiasArguments, DistanceBias, attend, distance_bias
 from exeplan.kernels.ragged_attention import CONFIGS
@@ -203,3 +204,9 @@ def _slot(a, tiles, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     ours = inside[:, None] & (d < C.HEAD_DIM)[None, :]
     tl.store(a.out + (query_row * C.HEADS + head) * C.HEAD_DIM + d[None, :], out, mask=ours)
+
+
+KERNELS = (
+    Kernel("slot_attention", slot_attention, "cuda", MODEL_DTYPES),
+    Kernel("slot_attention", slot_attention_reference),
+)

@@ -43,11 +43,14 @@ def shaped(q_NHD, *_arguments, **_options):
     return torch.empty_like(q_NHD)
 
 
-SHAPES = REFERENCE._replace(
-    mixed_attention=shaped,
-    paged_attention=shaped,
-    ragged_attention=shaped,
-    store_slots=lambda kv_NMD, slot_N, table_2RD: None,
+SHAPES = Kernels(
+    **{
+        **vars(REFERENCE),
+        "mixed_attention": shaped,
+        "paged_attention": shaped,
+        "ragged_attention": shaped,
+        "store_slots": lambda kv_NMD, slot_N, table_2RD: None,
+    }
 )
 """The references of attention and store read lengths on the host, as their kernels do on the device; these do not."""
 

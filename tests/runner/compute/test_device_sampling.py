@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exeplan.kernels.select import REFERENCE
+from exeplan.kernels.select import REFERENCE, Kernels
 from exeplan.runner.compute.device_sampling import needs_tokens, pick
 from exeplan.runner.compute.sampling import SamplingParams, sample
 
@@ -138,7 +138,7 @@ def test_the_host_reads_nothing_and_launches_as_much_for_many_rows_as_for_few():
         min_tokens=4,
         logprobs=2,
     )
-    kernels = REFERENCE._replace(draw=lambda logits, *parameters: REFERENCE.most_likely(logits))
+    kernels = Kernels(**{**vars(REFERENCE), "draw": lambda logits, *parameters: REFERENCE.most_likely(logits)})
 
     def launched(count: int) -> Counter[str]:
         batch = [Row(everything, prompt_token_ids=[1, 2], output_token_ids=[4, 4], banned_token_ids=(2,))] * count

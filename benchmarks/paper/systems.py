@@ -22,7 +22,7 @@ from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.search.search import Outcome, search
 from exeplan.simulator.closed_form import steady_state
-from exeplan.simulator.memory import kv_room_tokens
+from exeplan.simulator.memory import kv_capacity_tokens
 
 BOTTOM = (0.1, 0.3, 0.7)
 """Shares of FasterTransformer's latencies that lie at or below the three finite bounds."""
@@ -51,7 +51,7 @@ def static_points(placed: Problem, *, prefills: tuple[int, ...] = (1,)) -> list[
     """Batch sizes 4, 8, 12, ... while memory lasts; `prefills` micro-batches to prefill for one that decodes."""
     workload, stages = placed.workload, len(placed.cost.placement)
     longest = np.array([float(workload.max_output)])
-    most = kv_room_tokens(placed.profile, placed.cost.placement, placed.memory)
+    most = kv_capacity_tokens(placed.profile, placed.cost.placement, placed.memory)
     rows = int(most / (workload.max_input + workload.max_output))
     points = []
     for batch in range(4, rows + 1, 4):

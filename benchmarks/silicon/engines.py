@@ -23,7 +23,7 @@ from exeplan.policies.interface import Cycle
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.profiler.importing import import_profile
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import kv_room_tokens
+from exeplan.simulator.memory import kv_capacity_tokens
 from exeplan.simulator.replay import Run, replay
 from exeplan.workload.laws import fixed
 
@@ -93,7 +93,7 @@ def predict(data: Path, row: Row, setting: Setting) -> Prediction:
 
 def _replayed(data: Path, row: Row, setting: Setting, requests_per_client: int) -> Run:
     cost = _cost(data, row, setting.constants)
-    room = kv_room_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
+    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
     admitted = row.input_tokens + setting.conduct.reserved * row.output_tokens
     slots = max(1, min(row.concurrency - setting.conduct.idle_slots, int(room / admitted)))
     count = row.concurrency * requests_per_client
@@ -164,7 +164,7 @@ def is_crowded(data: Path, row: Row, setting: Setting, memory_share: float) -> b
     """Whether requests would wait for room in the KV cache if an engine had only such a share of the memory."""
     constants = replace(setting.constants, memory_share=memory_share)
     cost = _cost(data, row, constants)
-    room = kv_room_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
+    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
     return room < row.concurrency * (row.input_tokens + row.output_tokens)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy
 import torch
 
-import exeplan
 from exeplan.core.profile import Device
 from exeplan.errors import InputError
 from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.linear import Linear
+from exeplan.version import __version__
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -165,7 +165,7 @@ def synchronize(place: torch.device) -> None:
 def versions() -> dict[str, str]:
     """What a timing depends on besides the device."""
     return {
-        "exeplan": exeplan.__version__,
+        "exeplan": __version__,
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),

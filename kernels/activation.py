@@ -1,4 +1,4 @@
-"""Activations of feed-forward blocks: gated (SwiGLU, GeGLU), of gate and up side by side, or plain (GeLU, ReLU).
+"""Activations of feed-forward blocks: gated (SwiGLU, GeGLU), of gate and up in one matrix, or plain (GeLU, ReLU).
 
 Letters: N tokens, F elements of the intermediate.
 
@@ -22,7 +22,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-"""The activations there are, in plain PyTorch; the first two make SwiGLU and GeGLU."""
+"""The activations in plain PyTorch; gated, the first two are SwiGLU and GeGLU."""
 _BLOCK = 1024
 
 

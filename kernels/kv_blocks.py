@@ -1,10 +1,10 @@
-"""Compaction of the KV cache: whole blocks moved to other places, in all layers at once.
+"""Compaction of the KV cache: moves whole blocks in all layers at once.
 
 Letters: L layers, K key/value heads, S slots, R = K * S rows, D head_dim, P moves.
 
-A sequence whose blocks are adjacent is read as a stream; moves bring scattered blocks together. Bytes: 4 * P * L * K *
+Adjacent blocks are read as a stream; moves make scattered blocks adjacent. Bytes: 4 * P * L * K *
 BLOCK_SIZE * D elements, read once and written once; no operations. A block is BLOCK_SIZE * D adjacent elements for each
-layer and head, of keys and of values. Which blocks move where is the cache's to decide.
+layer and head, of keys and of values. The cache decides which blocks move.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -18,8 +18,7 @@ from exeplan.kernels.language import jit, next_power_of_2, tl
 def move_blocks(tables_L2RD: Tensor, from_P: Tensor, to_P: Tensor, *, num_kv_heads: int) -> None:
     """Copies block `from_P[p]` to `to_P[p]` (int32 or int64), all at the same time.
 
-    No block may be written that is read or written by another move: to move in a circle takes two calls and a free
-    block.
+    No move may write a block that another move reads or writes: a circular move takes two calls and a free block.
     """
     assert tables_L2RD.is_contiguous()
     layers, _, rows, head_dim = tables_L2RD.shape

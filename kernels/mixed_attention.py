@@ -1,8 +1,8 @@
 """Mixed attention: prefilled spans and decoded sequences of one batch in one launch.
 
-Source: selective batching of ORCA (OSDI 2022, section 4.2): all of a layer but attention runs over the flat batch; here
-attention does, too. Tiles of queries come first in the grid, because they run longest, then the parts of the decoded
-contexts, which fill the multiprocessors that tiles leave idle: one bound by operations, the other by bytes.
+Source: selective batching of ORCA (OSDI 2022, section 4.2): a whole layer except attention runs over the flat batch;
+here attention does as well. Tiles of queries come first in the grid, because they run longest, then the parts of the
+decoded contexts, which fill the idle multiprocessors: the former are compute-bound, the latter memory-bound.
 
 Letters, bytes and operations: those of `ragged_attention.py` and `paged_attention.py`, added up.
 """
@@ -64,9 +64,9 @@ def mixed_attention(
     num_parts: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """The attention `[N, H, D]` of causal spans, which come first, and of B decoded tokens behind them.
+    """The attention `[N, H, D]` of causal spans, which come first, and of B decoded tokens after them.
 
-    It equals `ragged_attention` of the former, over `span_cache`, beside `paged_attention` of the latter, over `cache`.
+    Equals `ragged_attention` of the spans over `span_cache`, then `paged_attention` of the tokens over `cache`.
     """
     tokens, heads, kv_heads = spans.num_tokens, q_NHD.shape[1], cache.num_kv_heads
     batch = len(end_B)

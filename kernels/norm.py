@@ -2,9 +2,9 @@
 
 Letters: N rows, E elements of a row.
 
-Bytes, fused: the block's output and the residual are read, the sum and its norm written, 4 * N * E elements, where sum
-and norm apart move 5; alone 2 * N * E. Operations: some 4 * N * E. One program holds a whole row, so that it is read
-once; sums are float32. Source: Zhang and Sennrich 2019 (RMSNorm), Ba et al. 2016 (LayerNorm).
+Bytes, fused: the block's output and the residual are read, the sum and its norm written, 4 * N * E elements, while
+separate sum and norm move 5; alone 2 * N * E. Operations: about 4 * N * E. One program holds a whole row, so that it is
+read once; sums are float32. Source: Zhang and Sennrich 2019 (RMSNorm), Ba et al. 2016 (LayerNorm).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -19,7 +19,7 @@ from exeplan.kernels.language import jit, next_power_of_2, tl
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension of `[N, E]` or, as for heads, `[N, H, E]`.
 
-    `out` may be `x` itself; by default the result is new. Elements of a row must be adjacent, rows may lie apart.
+    `out` may be `x` itself; by default the result is new. A row must be contiguous; rows may be strided.
     """
     return _launch(x, None, weight_E, None, eps, out, centre=False)
 
@@ -39,7 +39,7 @@ def layer_norm_reference(x_NE: Tensor, weight_E: Tensor | None, bias_E: Tensor |
 
 
 def add_rms_norm(x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Adds `x` to `residual`, in place, rounded to its dtype; the RMSNorm of the sum."""
+    """Adds `x` to `residual`, in place, rounded to its dtype; returns the RMSNorm of the sum."""
     return _launch(x_NE, residual_NE, weight_E, None, eps, None, centre=False)
 
 
@@ -50,7 +50,7 @@ def add_rms_norm_reference(x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor, 
 def add_layer_norm(
     x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor | None, bias_E: Tensor | None, eps: float
 ) -> Tensor:
-    """Adds `x` to `residual`, in place, rounded to its dtype; the LayerNorm of the sum."""
+    """Adds `x` to `residual`, in place, rounded to its dtype; returns the LayerNorm of the sum."""
     return _launch(x_NE, residual_NE, weight_E, bias_E, eps, None, centre=True)
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from exeplan.core.batch import Batch, Chunk, Packing, Place
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
-from exeplan.runner.engine.kv_regions import Parcel
-from exeplan.runner.engine.requests import Row, as_rows
+from exeplan.runner.engine.kv_regions import KVRegion
+from exeplan.runner.engine.requests import RequestState, as_requests
 
 
 def batch_message(number: int, batch: Batch, *, freed: Iterable[str]) -> dict[str, Any]:
-    """A batch whose rows are `Row`s; `freed` are those that have left, or were preempted, since the last message."""
+    """A batch of `RequestState`s; `freed` are those that have left, or were preempted, since the last message."""
     return {
         "kind": "run",
         "number": number,
         "freed": list(freed),
         "new": [row_message(row) for row in beginning(batch)],
         "prefill": [(row.request_id, row.num_blocks) for row in batch.prefill],
-        "decode": [_progress(row) for row in as_rows(batch.decode)],
+        "decode": [_progress(row) for row in as_requests(batch.decode)],
         "chunks": batch.chunks,
         "pad_to": batch.pad_to,
         "packing": batch.packing and astuple(batch.packing),
@@ -31,13 +31,13 @@ def batch_message(number: int, batch: Batch, *, freed: Iterable[str]) -> dict[st
     }
 
 
-def beginning(batch: Batch) -> list[Row]:
+def beginning(batch: Batch) -> list[RequestState]:
     """Rows whose prefill begins with this batch."""
     chunks = batch.chunks or (None,) * len(batch.prefill)
-    return [row for row, chunk in zip(as_rows(batch.prefill), chunks, strict=True) if not (chunk and chunk.start)]
+    return [row for row, chunk in zip(as_requests(batch.prefill), chunks, strict=True) if not (chunk and chunk.start)]
 
 
-def row_message(row: Row) -> dict[str, Any]:
+def row_message(row: RequestState) -> dict[str, Any]:
     """Everything that a worker must know of a row."""
     return {
         "request_id": row.request_id,
@@ -52,13 +52,13 @@ def row_message(row: Row) -> dict[str, Any]:
     }
 
 
-def parcel_message(parcel: Parcel) -> list[Any]:
+def parcel_message(parcel: KVRegion) -> list[Any]:
     """A parcel of a row that the workers know, and which gets so many blocks."""
     row, *place = parcel
     return [row.request_id, row.num_blocks, *place]
 
 
-def _progress(row: Row) -> tuple[str, int, int, int]:
+def _progress(row: RequestState) -> tuple[str, int, int, int]:
     return row.request_id, row.num_blocks, row.num_output_tokens, row.token_ids[-1]
 
 
@@ -80,12 +80,12 @@ class Mirror:
     """The rows of an engine as one worker knows them."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, RequestState] = {}
 
-    def add(self, message: Mapping[str, Any]) -> Row:
+    def add(self, message: Mapping[str, Any]) -> RequestState:
         """A row that is told whole: a new one, or one that is computed again."""
         token_ids, sampling = list(message["token_ids"]), message["sampling"]
-        row = Row(
+        row = RequestState(
             request_id=message["request_id"],
             num_prompt_tokens=message["num_prompt_tokens"],
             max_output_tokens=message["max_output_tokens"],
@@ -103,10 +103,10 @@ class Mirror:
         self.rows[row.request_id] = row
         return row
 
-    def parcel(self, message: Sequence[Any]) -> Parcel:
+    def parcel(self, message: Sequence[Any]) -> KVRegion:
         """The parcel of a message."""
         request_id, num_blocks, *place = message
-        return Parcel(self._granted(request_id, num_blocks), *place)
+        return KVRegion(self._granted(request_id, num_blocks), *place)
 
     def batch(self, message: Mapping[str, Any]) -> Batch:
         """The batch of a message, whose new rows are added first."""
@@ -121,12 +121,12 @@ class Mirror:
             phase=message["phase"],
         )
 
-    def _granted(self, request_id: str, num_blocks: int) -> Row:
+    def _granted(self, request_id: str, num_blocks: int) -> RequestState:
         row = self.rows[request_id]
         row.num_blocks = num_blocks
         return row
 
-    def _decoding(self, request_id: str, num_blocks: int, num_output_tokens: int, last_token: int) -> Row:
+    def _decoding(self, request_id: str, num_blocks: int, num_output_tokens: int, last_token: int) -> RequestState:
         row = self._granted(request_id, num_blocks)
         if num_output_tokens > row.num_output_tokens:
             row.token_ids.append(last_token)

@@ -18,15 +18,15 @@ from exeplan.core.batch import Batch
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Placement
 from exeplan.progress import OnProgress, untold
-from exeplan.runner.compute.kv_budget import Room
+from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.loading_bar import LoadingBar
 from exeplan.runner.distributed.batch_messages import batch_message, beginning, parcel_message, row_message, tokens_from
 from exeplan.runner.distributed.launcher import Hosts, ThisHost
 from exeplan.runner.distributed.links import stage_ranks
 from exeplan.runner.distributed.worker_group import Report, WorkerGroup
-from exeplan.runner.engine.executor import Arrived, Done, WorkerError
-from exeplan.runner.engine.kv_regions import Parcel
-from exeplan.runner.engine.requests import Row
+from exeplan.runner.engine.executor import BatchDone, KVArrived, WorkerError
+from exeplan.runner.engine.kv_regions import KVRegion
+from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.engine.timeline import TimelineFile
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _UnderWay:
 class Workers:
     """Runs batches on the workers of one generation, until one of them is lost."""
 
-    foresees = False
+    async_scheduling = False
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Workers:
         self.num_prefill_stages = len(self._stages[self.phases[-1]])
         self.num_generations = 0
         self._failed_starts, self._began = 0, time.monotonic()
-        self.room: Room | None = None
+        self.kv_budget: KVBudget | None = None
         self._group: WorkerGroup | None = None
         self._encoded: list[int] = []
         """Prefills whose encoder output all stages have to take before they decode."""
@@ -121,8 +121,8 @@ class Workers:
         self._busy[batch.phase] = self._number
         self._resident.update((row.request_id, row) for row in beginning(batch))
 
-    def results(self) -> Sequence[Done | Arrived]:
-        found: list[Done | Arrived] = []
+    def results(self) -> Sequence[BatchDone | KVArrived]:
+        found: list[BatchDone | KVArrived] = []
         self._take(self._next_report(), found)
         while not self._reports.empty():
             self._take(self._reports.get(), found)
@@ -137,14 +137,14 @@ class Workers:
             for freed in self._freed.values():
                 freed.append(request_id)
 
-    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
+    def save(self, path: str, parcels: Sequence[KVRegion]) -> Sequence[int]:
         self._note_preempted()
         encoded, self._encoded = self._encoded, []
         reports = self._tell("save", path, parcels, encoded=encoded)
         return [min(stored) for stored in zip(*(report["stored"] for report in reports), strict=True)]
 
-    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
-        rows = [parcel.row for parcel in parcels]
+    def restore(self, path: str, parcels: Sequence[KVRegion]) -> None:
+        rows = [parcel.request for parcel in parcels]
         self._resident.update((row.request_id, row) for row in rows)
         self._tell("restore", path, parcels, new=[row_message(row) for row in rows])
 
@@ -176,7 +176,7 @@ class Workers:
         self._under_way: dict[int, _UnderWay] = {}
         self._busy: dict[str, int] = {}
         """The batch that the first stage of a phase runs."""
-        self._resident: dict[str, Row] = {}
+        self._resident: dict[str, RequestState] = {}
         self._freed: dict[str, list[str]] = {phase: [] for phase in self.phases}
         """By phase: requests that its workers have not been told to forget."""
         self._encoded.clear()
@@ -205,10 +205,10 @@ class Workers:
             except ChildProcessError as error:
                 log.error("%s", error)
         self._reports, self._began = self._group.reports, time.monotonic()
-        if self.room is None and (room := self._group.room):
+        if self.kv_budget is None and (budget := self._group.kv_budget):
             # Later generations take as much: what is running counts on it.
-            fixed = {**self._setup["engine"], "num_blocks": room.num_blocks}
-            self.room, self._setup = room, {**self._setup, "engine": fixed, "gpu_memory_utilization": None}
+            fixed = {**self._setup["engine"], "num_blocks": budget.num_blocks}
+            self.kv_budget, self._setup = budget, {**self._setup, "engine": fixed, "gpu_memory_utilization": None}
 
     def _next_report(self) -> Report:
         now = time.monotonic()
@@ -220,7 +220,7 @@ class Workers:
                 return _NOTHING
             raise WorkerError(f"a batch took longer than {self._deadline:g} s: a worker hangs") from None
 
-    def _tell(self, kind: str, path: str, parcels: Sequence[Parcel], **more: Any) -> list[Mapping[str, Any]]:
+    def _tell(self, kind: str, path: str, parcels: Sequence[KVRegion], **more: Any) -> list[Mapping[str, Any]]:
         """Has all who decode copy parcels, while nothing is under way. Returns what they report."""
         assert self._group is not None
         phase = self.phases[0]
@@ -243,14 +243,14 @@ class Workers:
                 self._take(report, [])
         return found
 
-    def _take(self, report: Report, found: list[Done | Arrived]) -> None:
+    def _take(self, report: Report, found: list[BatchDone | KVArrived]) -> None:
         rank, message = report[0], _sound(*report)
         if message["kind"] == "arrived":
             self._take_arrival(message["number"], rank, found)
         elif message["kind"] == "ran":
             self._take_run(message, self._leaders[rank], found)
 
-    def _take_run(self, message: Mapping[str, Any], stage: int, found: list[Done | Arrived]) -> None:
+    def _take_run(self, message: Mapping[str, Any], stage: int, found: list[BatchDone | KVArrived]) -> None:
         number = message["number"]
         entry = self._under_way[number]
         batch = entry.batch
@@ -263,21 +263,21 @@ class Workers:
             del self._busy[batch.phase]
         if stage == stages[-1]:
             self._failed_starts = 0
-            found.append(Done(batch, tokens_from(message["tokens"])))
+            found.append(BatchDone(batch, tokens_from(message["tokens"])))
             if batch.prefill and self.spec.is_encoder_decoder and not batch.phase:
                 self._encoded.append(number)
         self._settle(number, entry, found)
 
-    def _take_arrival(self, number: int, rank: int, found: list[Done | Arrived]) -> None:
+    def _take_arrival(self, number: int, rank: int, found: list[BatchDone | KVArrived]) -> None:
         entry = self._under_way[number]
         entry.awaiting.discard(rank)
         self._settle(number, entry, found)
 
-    def _settle(self, number: int, entry: _UnderWay, found: list[Done | Arrived]) -> None:
+    def _settle(self, number: int, entry: _UnderWay, found: list[BatchDone | KVArrived]) -> None:
         if not (entry.stages or entry.awaiting):
             del self._under_way[number]
             if entry.batch.phase == "prefill":
-                found.append(Arrived(entry.batch))
+                found.append(KVArrived(entry.batch))
 
     def _note_preempted(self) -> None:
         for request_id in [name for name, row in self._resident.items() if not row.num_blocks]:

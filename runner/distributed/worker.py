@@ -27,22 +27,22 @@ from exeplan.core.model import model_spec
 from exeplan.core.plan import placement_from
 from exeplan.errors import InputError
 from exeplan.runner.compute.device import local_device
-from exeplan.runner.compute.device_sampling import pick
-from exeplan.runner.compute.gpu_memory import room_for
+from exeplan.runner.compute.device_sampling import sample_on_device
+from exeplan.runner.compute.gpu_memory import measure_kv_budget
 from exeplan.runner.compute.kv_budget import most_rows, schedule_of, with_finite_context
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import check_precision
 from exeplan.runner.compute.sampling import sample
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.compute.warm_up import make_ready
+from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
 from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender
 from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
-from exeplan.runner.engine.executor import producing_rows
-from exeplan.runner.engine.kv_regions import restore_parcels, save_parcels
-from exeplan.runner.engine.requests import Row, as_rows
+from exeplan.runner.engine.executor import sampled_requests
+from exeplan.runner.engine.kv_regions import restore_regions, save_regions
+from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.ipc.frames import frame, read_frame
 
 clock = time.perf_counter
@@ -57,7 +57,7 @@ def main(connection: socket.socket) -> NoReturn:
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     try:
         worker = Worker(messages.get(), reports)
-        reports.send({"kind": "ready", "clock": clock(), "room": worker.room})
+        reports.send({"kind": "ready", "clock": clock(), "room": worker.kv_budget})
         while True:
             worker.take(messages.get())
     except InputError as error:
@@ -152,10 +152,10 @@ class Worker:
             shared=setup["links"],
             timeout=timeout,
         )
-        self.room = None if stage.phase == "prefill" else room_for(self._runner, setup)
+        self.kv_budget = None if stage.phase == "prefill" else measure_kv_budget(self._runner, setup)
         self._mirror, self._reports = Mirror(), reports
         self._completion = Completion(device, reports.fail)
-        self._prefilled: dict[int, tuple[Row, ...]] = {}
+        self._prefilled: dict[int, tuple[RequestState, ...]] = {}
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""
         self._incoming: dict[str, _Part] = {}
         """By request: what is on its way here, or waits in host memory for blocks."""
@@ -175,7 +175,7 @@ class Worker:
         if self._runner.kernels is not None:
             schedule = schedule_of(setup)
             rows = -(-most_rows(schedule) // schedule.variables.get("micro_batches", 1))
-            make_ready(self._runner, rows, phase=stage.phase)
+            warm_up_runner(self._runner, rows, phase=stage.phase)
 
     @torch.inference_mode()
     def take(self, message: Mapping[str, Any]) -> None:
@@ -193,14 +193,14 @@ class Worker:
 
     def _run(self, message: Mapping[str, Any]) -> None:
         batch = self._mirror.batch(message)
-        self._take_outstanding(message["encoded"], as_rows(batch.decode))
-        everyone = as_rows(batch.prefill + batch.decode)
+        self._take_outstanding(message["encoded"], as_requests(batch.decode))
+        everyone = as_requests(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
         begun = self._completion.begin()
         out = self._runner.forward(batch, {row.request_id: row.token_ids for row in everyone}, hidden_NE)
         tokens: Callable[[], dict[str, Any]] = dict
         if self._last and self._leads:
-            tokens = self._choose(out, producing_rows(batch, self._spec))
+            tokens = self._choose(out, sampled_requests(batch, self._spec))
         elif not self._last:
             self._links.send(out)
         self._pass_on(message["number"], batch)
@@ -210,20 +210,20 @@ class Worker:
                 begun, lambda start, end: self._reports.send({**report, **tokens(), "start": start, "end": end})
             )
 
-    def _choose(self, logits_RV: Tensor, rows: tuple[Row, ...]) -> Callable[[], dict[str, Any]]:
+    def _choose(self, logits_RV: Tensor, rows: tuple[RequestState, ...]) -> Callable[[], dict[str, Any]]:
         """A token for each row: where kernels run, without waiting for the device before they are asked for."""
         names = [row.request_id for row in rows]
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows)
             return lambda: {"tokens": token_messages(dict(zip(names, sampled, strict=True)))}
-        picked = pick(logits_RV, rows, self._runner.kernels)
-        return lambda: {"tokens": token_messages(dict(zip(names, picked.sampled(), strict=True)))}
+        picked = sample_on_device(logits_RV, rows, self._runner.kernels)
+        return lambda: {"tokens": token_messages(dict(zip(names, picked.to_host(), strict=True)))}
 
     def _pass_on(self, number: int, batch: Batch) -> None:
         """What a prefill leaves for later: keys and values for other stages, an encoder's output for all of them."""
         if not batch.prefill:
             return
-        rows = as_rows(batch.prefill)
+        rows = as_requests(batch.prefill)
         if not self._spec.is_encoder_decoder:
             if self._sender:
                 self._sender.put_layers(self._passing.kv_LNMD)
@@ -238,7 +238,7 @@ class Worker:
         elif not self._sender:
             self._prefilled[number] = rows
 
-    def _take_outstanding(self, encoded: Sequence[int], rows: Sequence[Row]) -> None:
+    def _take_outstanding(self, encoded: Sequence[int], rows: Sequence[RequestState]) -> None:
         """What these rows, which are to be decoded, still need of what other stages sent."""
         for number in encoded:
             if prefilled := self._prefilled.pop(number, None):
@@ -248,17 +248,17 @@ class Worker:
 
     def _save(self, message: Mapping[str, Any]) -> None:
         parcels = [self._mirror.parcel(parcel) for parcel in message["parcels"]]
-        self._take_outstanding(message["encoded"], [parcel.row for parcel in parcels])
-        self._reports.send({"kind": "saved", "stored": save_parcels(self._runner, message["path"], parcels)})
+        self._take_outstanding(message["encoded"], [parcel.request for parcel in parcels])
+        self._reports.send({"kind": "saved", "stored": save_regions(self._runner, message["path"], parcels)})
 
     def _restore(self, message: Mapping[str, Any]) -> None:
         for row in message["new"]:
             self._mirror.add(row)
         parcels = [self._mirror.parcel(parcel) for parcel in message["parcels"]]
-        restore_parcels(self._runner, message["path"], parcels)
+        restore_regions(self._runner, message["path"], parcels)
         self._reports.send({"kind": "restored"})
 
-    def _take_encoded(self, rows: tuple[Row, ...]) -> None:
+    def _take_encoded(self, rows: tuple[RequestState, ...]) -> None:
         encoded_NE = self._links.receive_encoded(sum(self._runner.num_encoder_tokens(row) for row in rows))
         self._runner.take_encoded(rows, encoded_NE)
 
@@ -276,7 +276,7 @@ class Worker:
     def _arrived(self, number: int) -> None:
         self._reports.send({"kind": "arrived", "number": number})
 
-    def _place_received(self, receiver: Receiver, rows: Sequence[Row]) -> None:
+    def _place_received(self, receiver: Receiver, rows: Sequence[RequestState]) -> None:
         """Puts what was handed over of rows that now have blocks where it belongs; drops what nobody waits for."""
         for row in rows:
             if part := self._incoming.pop(row.request_id, None):
@@ -285,7 +285,7 @@ class Worker:
         for number in [number for number in receiver.received if number not in awaited]:
             del receiver.received[number]
 
-    def _place(self, row: Row, received: Tensor, part: "_Part") -> None:
+    def _place(self, row: RequestState, received: Tensor, part: "_Part") -> None:
         cache = self._runner.cache
         cache.resize(row.request_id, row.num_blocks, num_blocks_for(row.num_prompt_tokens + row.max_output_tokens))
         if self._spec.is_encoder_decoder:

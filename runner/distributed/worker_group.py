@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
-from exeplan.runner.compute.kv_budget import Room, least_room
+from exeplan.runner.compute.kv_budget import KVBudget, smallest_budget
 from exeplan.runner.distributed.launcher import Hosts, Place, Started, ThisHost, disconnect
 from exeplan.runner.ipc.frames import frame, read_frame
 
@@ -157,7 +157,7 @@ class WorkerGroup:
         self._on_loss()
 
     def _await_ready(self, ranks: int, on_loading: OnLoading) -> None:
-        rooms: list[Room] = []
+        budgets: list[KVBudget] = []
         waiting, deadline = set(range(ranks)), time.monotonic() + LOAD_SECONDS
         while waiting:
             try:
@@ -174,8 +174,8 @@ class WorkerGroup:
                 on_loading(rank, message["bytes"])
             else:
                 waiting.discard(rank)
-                rooms += [Room(*message["room"])] if message.get("room") else []
-        self.room = least_room(rooms)
+                budgets += [KVBudget(*message["room"])] if message.get("room") else []
+        self.kv_budget = smallest_budget(budgets)
         self._hosts.unshare()  # All have attached to what they share.
 
 

@@ -97,21 +97,21 @@ def build_engine(
     """
     import torch
 
-    from exeplan.runner.compute.kv_budget import schedule_of, warn_of_shortage
+    from exeplan.runner.compute.kv_budget import schedule_of, warn_if_below_plan
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.tokenizer import Tokenizer
 
     spec = _spec(setup)
     torch.set_num_threads(setup["num_threads"])
     executor, schedule = _executor(setup, spec, hosts, on_loss, on_progress), schedule_of(setup)
-    room, planned = executor.room, setup["engine"]["num_blocks"]
-    if room:
-        warn_of_shortage(room, planned)
+    kv_budget, planned = executor.kv_budget, setup["engine"]["num_blocks"]
+    if kv_budget:
+        warn_if_below_plan(kv_budget, planned)
     engine = Engine(
         executor,
         schedule,
         tokenizer=Tokenizer.load(spec),
-        num_blocks=room.num_blocks if room else planned,
+        num_blocks=kv_budget.num_blocks if kv_budget else planned,
     )
     try:
         warm_up(engine, on_progress=on_progress)
@@ -164,24 +164,24 @@ def _executor(
             hosts=hosts,
         )
     from exeplan.runner.compute.device import local_device
-    from exeplan.runner.compute.gpu_memory import room_for
-    from exeplan.runner.compute.kv_budget import most_rows, own_engine, schedule_of
+    from exeplan.runner.compute.gpu_memory import measure_kv_budget
+    from exeplan.runner.compute.kv_budget import most_rows, runner_options, schedule_of
     from exeplan.runner.compute.loading_bar import LoadingBar
     from exeplan.runner.compute.model_runner import ModelRunner
     from exeplan.runner.compute.precision import check_precision
-    from exeplan.runner.compute.warm_up import make_ready
-    from exeplan.runner.engine.async_executor import Ahead
-    from exeplan.runner.engine.executor import Local
+    from exeplan.runner.compute.warm_up import warm_up_runner
+    from exeplan.runner.engine.async_executor import AsyncExecutor
+    from exeplan.runner.engine.executor import InProcessExecutor
 
     place = local_device(setup["engine"]["device"])
     check_precision(setup["engine"]["dtype"], setup["engine"]["kv_dtype"], place)
     with LoadingBar(spec, placement, setup["engine"]["dtype"], on_progress=on_progress) as bar:
-        runner = ModelRunner(spec, **own_engine(setup, str(place)), on_read=partial(bar.show, 0))
-    room = room_for(runner, setup)
+        runner = ModelRunner(spec, **runner_options(setup, str(place)), on_read=partial(bar.show, 0))
+    kv_budget = measure_kv_budget(runner, setup)
     if runner.kernels is None:
-        return Local(runner, timeline=timeline, room=room)
-    make_ready(runner, most_rows(schedule_of(setup)), shown=True, on_progress=on_progress)
-    return Ahead(runner, timeline=timeline, room=room)
+        return InProcessExecutor(runner, timeline=timeline, kv_budget=kv_budget)
+    warm_up_runner(runner, most_rows(schedule_of(setup)), shown=True, on_progress=on_progress)
+    return AsyncExecutor(runner, timeline=timeline, kv_budget=kv_budget)
 
 
 def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = untold) -> None:

@@ -94,7 +94,7 @@ class Adoption:
             and old == new
             and setup["num_threads"] == self._setup["num_threads"]
             and setup["engine"]["num_blocks"] <= self._engine.num_blocks
-            and self._engine.has_room_for(schedule_of(setup))
+            and self._engine.fits_kv_budget(schedule_of(setup))
         )
 
     def _prepare(self, message: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from exeplan.errors import InputError
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local, WorkerError
+from exeplan.runner.engine.executor import InProcessExecutor, WorkerError
 from exeplan.runner.engine_process.build import build_engine, build_executor, engine_setup
 from exeplan.runner.engine_process.switch_plan import Adoption
 
@@ -68,7 +68,7 @@ def runner(directory) -> ModelRunner:
 def expected(runner) -> dict[str, list[int]]:
     """The tokens of an engine that keeps its schedule."""
     found: dict[str, list[int]] = {}
-    run(Engine(Local(runner), ON_ONE[1], num_blocks=BLOCKS), found)
+    run(Engine(InProcessExecutor(runner), ON_ONE[1], num_blocks=BLOCKS), found)
     return found
 
 
@@ -101,7 +101,7 @@ def run(engine: Engine, found: dict[str, list[int]], between=lambda step, output
 
 
 def test_schedules_change_between_two_batches_and_nobody_notices(runner, expected):
-    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
     schedules = itertools.cycle(ON_ONE[1:] + ON_ONE[:1])
     kept = []
 
@@ -118,7 +118,7 @@ def test_schedules_change_between_two_batches_and_nobody_notices(runner, expecte
 
 
 def test_a_schedule_that_does_not_fit_is_refused_and_the_old_one_goes_on(runner, expected):
-    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
 
     def refused(step: int, outputs: list) -> None:
         if step == 3:
@@ -131,7 +131,7 @@ def test_a_schedule_that_does_not_fit_is_refused_and_the_old_one_goes_on(runner,
 
 @pytest.mark.parametrize("closed_first", [True, False])
 def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, runner, expected):
-    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
 
     def fails() -> Any:
         raise WorkerError("no such device")
@@ -139,14 +139,16 @@ def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, ru
     def attempt(step: int, outputs: list) -> None:
         if step == 5:
             with pytest.raises(WorkerError):
-                engine.adopt(ON_ONE[1], executor=fails, restore=(lambda: Local(runner)) if closed_first else None)
+                engine.adopt(
+                    ON_ONE[1], executor=fails, restore=(lambda: InProcessExecutor(runner)) if closed_first else None
+                )
 
     run(engine, found, attempt)
     assert found == expected
 
 
 def test_a_census_tells_once_who_left_and_how_long_the_others_are(runner):
-    engine = Engine(Local(runner), ON_ONE[1], num_blocks=BLOCKS)
+    engine = Engine(InProcessExecutor(runner), ON_ONE[1], num_blocks=BLOCKS)
     for number in (1, 2, 3):
         engine.add(request(number))
     for _ in range(9):

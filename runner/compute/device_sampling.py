@@ -38,7 +38,7 @@ class DeviceSamples:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no types here
             self._copied.record()
 
-    def sampled(self) -> list[SampledToken | None]:
+    def to_host(self) -> list[SampledToken | None]:
         """One token for each row, None where its logits were not finite. Waits for their copy only."""
         if self._copied:
             self._copied.synchronize()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exeplan.core.batch import SequenceState
 from exeplan.kernels.attention import full_attention
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.spans import Span, Spans
@@ -75,3 +76,8 @@ class EncoderStep:
     def without_padding(self, hidden_NE: Tensor) -> Tensor:
         """The rows of real tokens, which are all."""
         return hidden_NE
+
+
+def num_encoder_tokens(sequence: SequenceState) -> int:
+    """Tokens that go through the encoder: the prompt without the decoder's start token."""
+    return sequence.num_prompt_tokens - 1

@@ -19,12 +19,13 @@ from exeplan.kernels.linear import prepacks
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.checkpoint import OnRead
 from exeplan.runner.compute.decode_graphs import DecodeGraphs
-from exeplan.runner.compute.encoder import EncoderDecoderModel, EncoderStep
+from exeplan.runner.compute.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
 from exeplan.runner.compute.families import load_model
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
 from exeplan.runner.compute.precision import activation_dtype, cache_dtype
+from exeplan.runner.compute.residents import Residents
 from exeplan.runner.compute.row_buckets import RowBucket
 from exeplan.runner.compute.shard import Shard, whole
 from exeplan.runner.compute.step import Step, StepSequence
@@ -87,17 +88,13 @@ class ModelRunner:
     @torch.inference_mode()
     def use_blocks(self, num_blocks: int) -> None:
         """Replaces the KV cache by an empty one of `num_blocks` blocks; its contents are lost."""
-        self._residents: dict[str, SequenceState] = {}
-        self._granted: dict[str, int] = {}
-        """Blocks that each resident holds here."""
-        self._num_cached: dict[str, int] = {}
-        """Of an encoder-decoder model: cached tokens of each sequence that has cached output tokens."""
         self.graphs: DecodeGraphs | None = None
         """Captured decode iterations, set by `capture`; None where every pass runs eagerly."""
         for blocks in (0, num_blocks):  # The old one is freed first.
             self.cache = KVCache(
                 self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels
             )
+        self.residents = Residents(self.cache, encodes=self.spec.is_encoder_decoder)
 
     @torch.inference_mode()
     def forward(
@@ -116,7 +113,7 @@ class ModelRunner:
         decoded sequences have logits. `prev_rows` names the decoded sequences whose last token is not in `token_ids`
         yet: by request id, its index among the tokens of the previous pass, which `keep_tokens` kept.
         """
-        self._place(batch)
+        self.residents.place(batch)
         prev_rows = prev_rows or {}
         self.chosen = self.encoded_NE = None
         if self.graphs and (sequences := self._captured_decodes(batch, self.graphs)):
@@ -152,14 +149,14 @@ class ModelRunner:
         table_BT = block_table(self.cache, sequences)
         out_BX, *chosen = graphs.replay(singles_of(sequences, table_BT, token_ids, prev_rows), table_BT, hidden_NE)
         for sequence in sequences if self.spec.is_encoder_decoder else ():
-            self._num_cached[sequence.request_id] = sequence.end
+            self.residents.set_cached(sequence.request_id, sequence.end)
         if chosen:
             self.chosen = (chosen[0], chosen[1])
         return out_BX
 
     def decode_inputs(self, batch: Batch, token_ids: Mapping[str, Sequence[int]]) -> tuple[Singles, NDArray[np.int32]]:
         """What a graph takes for a batch in which every sequence decodes a single token; places its blocks."""
-        self._place(batch)
+        self.residents.place(batch)
         sequences = self._decoded(batch)
         table_BT = block_table(self.cache, sequences)
         return singles_of(sequences, table_BT, token_ids, _NO_PREV_ROWS), table_BT
@@ -223,7 +220,7 @@ class ModelRunner:
             bucket = self._bucket(len(decoder_NE))
             decoder_NE = bucket.through(model.layers, decoder_NE, None, step.attend)
         for sequence in batch.decode:
-            self._num_cached[sequence.request_id] = sequence.num_tokens
+            self.residents.set_cached(sequence.request_id, sequence.num_tokens)
         if not self.shard.last:
             return torch.cat([encoder_NE, decoder_NE])
         self.encoded_NE = model.encoded(prompts.without_padding(encoder_NE)) if batch.whole_prefills else None
@@ -239,16 +236,12 @@ class ModelRunner:
 
         Skips sequences that have left or were preempted meanwhile, which hold no blocks.
         """
-        splits = torch.split_with_sizes(encoded_NE, [self.num_encoder_tokens(sequence) for sequence in sequences])
+        splits = torch.split_with_sizes(encoded_NE, [num_encoder_tokens(sequence) for sequence in sequences])
         kept = [(sequence, part_NE) for sequence, part_NE in zip(sequences, splits, strict=True) if sequence.num_blocks]
         if not kept:
             return
-        for sequence, _ in kept:
-            self.free(sequence.request_id)
-            self._hold(sequence)
-        slots = np.concatenate(
-            [self.cache.slots(sequence.request_id, 0, self.num_encoder_tokens(sequence)) for sequence, _ in kept]
-        )
+        self.residents.replace([sequence for sequence, _ in kept])
+        slots = np.concatenate([self.cache.slots(s.request_id, 0, num_encoder_tokens(s)) for s, _ in kept])
         stored_rows = self.cache.store_rows(slots)
         encoded_NE = torch.cat([part_NE for _, part_NE in kept])
         for number, kv_NMD in enumerate(cast(EncoderDecoderModel, self.model).cross_keys_values(encoded_NE)):
@@ -285,9 +278,7 @@ class ModelRunner:
 
         Every token attends to its whole prompt, so a prompt cut into chunks is computed whole with its last chunk.
         """
-        prompts = [
-            token_ids[sequence.request_id][: self.num_encoder_tokens(sequence)] for sequence in batch.whole_prefills
-        ]
+        prompts = [token_ids[sequence.request_id][: num_encoder_tokens(sequence)] for sequence in batch.whole_prefills]
         packing = batch.packing
         if batch.pad_to and prompts:
             packing = one_a_row(len(prompts), max(batch.pad_to - 1, *map(len, prompts)))
@@ -302,25 +293,17 @@ class ModelRunner:
         sequences = self._decoded(batch)
         # Logits have the order of the batch, the step another one: sequences with several tokens first, then those with
         # prompts of equal length adjacent, so that they share a softmax.
-        order = sorted(
-            range(len(sequences)), key=lambda number: (sequences[number].is_single, sequences[number].num_encoded)
-        )
-        ordered = [sequences[number] for number in order]
-        spans, singles = (
-            [sequence for sequence in ordered if not sequence.is_single],
-            [sequence for sequence in ordered if sequence.is_single],
-        )
+        order = sorted(range(len(sequences)), key=lambda n: (sequences[n].is_single, sequences[n].num_encoded))
+        ordered = [sequences[n] for n in order]
+        spans, singles = [s for s in ordered if not s.is_single], [s for s in ordered if s.is_single]
         return self._step(spans, singles, token_ids=token_ids, prev_rows=prev_rows, wanted=np.argsort(order).tolist())
 
     def _decoded(self, batch: Batch) -> list[StepSequence]:
         """The decoded sequences of a batch; those of an encoder-decoder model compute all their uncached output."""
-        if not self.spec.is_encoder_decoder:
-            return [_step_sequence(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in batch.decode]
+        encodes, first_missing = self.spec.is_encoder_decoder, self.residents.first_missing
         return [
-            _step_sequence(
-                sequence, self._first_missing(sequence), sequence.num_tokens, self.num_encoder_tokens(sequence)
-            )
-            for sequence in batch.decode
+            _step_sequence(s, first_missing(s), s.num_tokens, num_encoder_tokens(s) if encodes else 0)
+            for s in batch.decode
         ]
 
     def _step(
@@ -347,73 +330,23 @@ class ModelRunner:
             prev_token_B=self._prev_token_B,
         )
 
-    def _first_missing(self, sequence: SequenceState) -> int:
-        """The first uncached token of a decoded sequence of an encoder-decoder model."""
-        cached = self._num_cached.get(sequence.request_id, self.num_encoder_tokens(sequence))
-        return min(cached, sequence.num_tokens - 1)
-
     def assume_cached(self, sequences: Sequence[SequenceState]) -> None:
         """Treats all but the last token of decoded sequences as cached, whatever their slots hold: for measuring."""
         for sequence in sequences:
-            self._num_cached[sequence.request_id] = sequence.num_tokens - 1
+            self.residents.set_cached(sequence.request_id, sequence.num_tokens - 1)
 
     def num_tokens(self, batch: Batch) -> int:
         """N of the batch: rows of the hidden states that its stages send on."""
         if not self.spec.is_encoder_decoder:
             return batch.num_new_tokens
-        prompts = [self.num_encoder_tokens(sequence) for sequence in batch.whole_prefills]
+        prompts = [num_encoder_tokens(sequence) for sequence in batch.whole_prefills]
         encoder = len(prompts) * max(batch.pad_to - 1, *prompts) if batch.pad_to and prompts else sum(prompts)
         encoder = batch.packing.num_tokens if batch.packing else encoder
-        return encoder + sum(sequence.num_tokens - self._first_missing(sequence) for sequence in batch.decode)
-
-    def num_encoder_tokens(self, sequence: SequenceState) -> int:
-        """Tokens that go through the encoder: the prompt without the decoder's start token."""
-        return sequence.num_prompt_tokens - 1
+        return encoder + sum(s.num_tokens - self.residents.first_missing(s) for s in batch.decode)
 
     def free(self, request_id: str) -> None:
         """Frees the blocks of a request that left; one that never ran is accepted."""
-        self._residents.pop(request_id, None)
-        self._granted.pop(request_id, None)
-        self._num_cached.pop(request_id, None)
-        self.cache.free(request_id)
-
-    @torch.inference_mode()
-    def save(self, sequence: SequenceState, part_L2KNB: Tensor) -> int:
-        """Copies the bytes of a sequence's first N keys and values to `part_L2KNB`, or of all that are cached.
-
-        Returns the number of tokens copied.
-        """
-        count = part_L2KNB.shape[3]
-        if self.spec.is_encoder_decoder:
-            count = min(count, self._num_cached.get(sequence.request_id, self.num_encoder_tokens(sequence)))
-        self.cache.read(sequence.request_id, part_L2KNB[:, :, :, :count])
-        return count
-
-    @torch.inference_mode()
-    def restore(self, sequence: SequenceState, part_L2KNB: Tensor) -> None:
-        """Adds a new sequence with its granted blocks, and reads the keys and values that `save` wrote elsewhere."""
-        self._hold(sequence)
-        self.cache.write(sequence.request_id, part_L2KNB)
-        if self.spec.is_encoder_decoder:
-            self._num_cached[sequence.request_id] = part_L2KNB.shape[3]
-
-    def _place(self, batch: Batch) -> None:
-        """Gives every sequence of the batch its granted blocks, after freeing those of preempted sequences."""
-        chunks = batch.chunks or (None,) * len(batch.prefill)
-        beginning = [
-            sequence for sequence, chunk in zip(batch.prefill, chunks, strict=True) if not (chunk and chunk.start)
-        ]
-        for sequence in [*beginning, *(s for s in self._residents.values() if s.num_blocks == 0)]:
-            self.free(sequence.request_id)
-        for sequence in (*batch.decode, *batch.prefill):
-            if self._granted.get(sequence.request_id) != sequence.num_blocks:
-                self._hold(sequence)
-
-    def _hold(self, sequence: SequenceState) -> None:
-        hint = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
-        self.cache.resize(sequence.request_id, sequence.num_blocks, hint)
-        self._residents[sequence.request_id] = sequence
-        self._granted[sequence.request_id] = sequence.num_blocks
+        self.residents.free(request_id)
 
 
 def _step_sequence(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) -> StepSequence:

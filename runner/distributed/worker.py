@@ -28,6 +28,7 @@ from exeplan.core.plan import placement_from
 from exeplan.errors import InputError
 from exeplan.runner.compute.device import local_device
 from exeplan.runner.compute.device_sampling import sample_on_device
+from exeplan.runner.compute.encoder import num_encoder_tokens
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
 from exeplan.runner.compute.kv_budget import most_rows, schedule_of, with_finite_context
 from exeplan.runner.compute.kv_cache import KVCache
@@ -259,7 +260,7 @@ class Worker:
         self._reports.send({"kind": "restored"})
 
     def _take_encoded(self, rows: tuple[RequestState, ...]) -> None:
-        encoded_NE = self._links.receive_encoded(sum(self._runner.num_encoder_tokens(row) for row in rows))
+        encoded_NE = self._links.receive_encoded(sum(num_encoder_tokens(row) for row in rows))
         self._runner.take_encoded(rows, encoded_NE)
 
     def _expect(self, message: Mapping[str, Any]) -> None:
@@ -268,7 +269,7 @@ class Worker:
         first = 0
         for row in map(self._mirror.add, message["new"]):
             encoder = self._spec.is_encoder_decoder
-            last = first + (self._runner.num_encoder_tokens(row) if encoder else row.num_tokens)
+            last = first + (num_encoder_tokens(row) if encoder else row.num_tokens)
             self._incoming[row.request_id] = _Part(message["number"], first, last)
             first = last
         self._receiver.expect(Expected(message["number"], first))

@@ -44,13 +44,13 @@ def shard_view(memory: Tensor, region: KVRegion, spec: ModelSpec, shard: Shard, 
 
 def save_regions(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> list[int]:
     """Copies a shard's part of every region into the memory at `path`. Returns how many tokens each region holds."""
-    return [runner.save(region.request, part) for region, part in _parts(runner, path, regions)]
+    return [runner.residents.save(region.request, part) for region, part in _parts(runner, path, regions)]
 
 
 def restore_regions(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> None:
     """Gives requests that are new to the cache their blocks, and reads their keys and values from the memory."""
     for region, part in _parts(runner, path, regions):
-        runner.restore(region.request, part)
+        runner.residents.restore(region.request, part)
 
 
 def _parts(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> list[tuple[KVRegion, Tensor]]:

@@ -1,4 +1,4 @@
-"""The engine on a GPU gives the CPU engine's tokens in float32, with and without CUDA graphs; bfloat16 logits are close."""
+"""The engine on a GPU gives the CPU engine's tokens in float32, with and without CUDA graphs; bfloat16 is close."""
 
 import itertools
 from collections.abc import Callable

@@ -56,7 +56,7 @@ class Load:
         return self.arrivals is None
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
-        """Random token ids. The first ids of a vocabulary are often special, so a large vocabulary goes without them."""
+        """Random token ids. The first ids are often special, so a large vocabulary goes without them."""
         low = min(100, vocab_size // 2)
         rng = np.random.default_rng([self.seed, index])
         return rng.integers(low, vocab_size, int(self.input_tokens[index])).tolist()
@@ -102,8 +102,10 @@ def draw_load(
 
 
 def _sample_with_tail(workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints]:
-    """A sample with its share of outputs of at least the 99th-percentile length, and at least one: the bound is on them,
-    and a small sample may miss them by chance."""
+    """A sample with its share of outputs of at least the 99th-percentile length, and at least one.
+
+    The bound is on them, and a small sample may miss them by chance.
+    """
     p99 = workload.output_quantile(0.99)
     for attempt in range(_ATTEMPTS):
         inputs, outputs = workload.sample(num_requests, seed=seed + attempt * 7919)
@@ -195,9 +197,9 @@ async def play_url(
 ) -> list[RequestRecord]:
     """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
 
-    Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. The start of
-    a prefill is the first token minus the prefill time in the `timing` of exeplan's server; for other servers it is the
-    arrival, so that the wait is included.
+    Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. A prefill
+    starts at the first token minus the prefill time in the `timing` of exeplan's server; for other servers it starts at
+    the arrival, so that the wait is included.
     """
     import aiohttp
 

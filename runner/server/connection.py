@@ -172,9 +172,9 @@ class GuardedProtocol(H11Protocol):
 
 
 class Gate:
-    """ASGI middleware: large headers get 431, pages of other sites 403, and paths outside `OPEN_PATHS` 401 without the key.
+    """ASGI middleware: large headers get 431, pages of other sites 403, paths outside `OPEN_PATHS` 401 without the key.
 
-    It comes before routing, so that a path is refused whether or not a view exists for it.
+    It precedes routing: a path is refused whether or not a view exists for it.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, origins: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The page at `/` and its values: one object with the state of the service, what the plan predicts and what is observed.
+"""The page at `/` and its values: one object with the state of the service, predictions and observations.
 
 Everything is small and bounded: a minute of timeline, some hundred requests, histograms of a dozen edges. The advisor
 process computes the frontier once per plan, in the background; the page shows it as soon as it exists.
@@ -30,7 +30,7 @@ _DEFAULT_EDGES = (0, *(2**power for power in range(2, 15)))
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The file, and the content security policy: a browser runs only what is in it, and connects only to this server."""
+    """The file, and its content security policy: a browser runs only its script, and connects only to this server."""
 
     body: bytes
     policy: str

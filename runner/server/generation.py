@@ -1,8 +1,8 @@
 """Generation: one generation request from its body to the last byte of its response, whole or streamed.
 
-In this order: is there room (`Service.check_capacity`), the body (`read_body`), is it a request (`parse`), is it admitted
-(`Service.admit`). The status line waits for the first token, so that a wrong request still gets an HTTP error. After
-that an error is an event of the stream. When the client disconnects, its sequences are dropped.
+In this order: does the queue have room (`Service.check_capacity`), the body (`read_body`), is it a request (`parse`),
+is it admitted (`Service.admit`). The status line waits for the first token, so that a wrong request still gets an HTTP
+error. After that an error is an event of the stream. When the client disconnects, its sequences are dropped.
 """
 
 import asyncio

@@ -92,7 +92,7 @@ class Snapshot:
 
 
 class Observed:
-    """Records iterations and requests; `snapshot` covers `WINDOW_SECONDS`, or the last `MAX_REQUESTS` if that is less."""
+    """Records iterations and requests; `snapshot` covers `WINDOW_SECONDS`, at most the last `MAX_REQUESTS`."""
 
     def __init__(self, plan: Plan, *, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -109,7 +109,7 @@ class Observed:
         self._began = self._clock()
 
     def adopt(self, plan: Plan) -> None:
-        """Judges by the bounds of this plan from now on; observations stay. `waiting`: whether times include the wait."""
+        """Judges by the bounds of this plan from now on; observations stay. `waiting`: times include the wait."""
         self._bounds = bounds_of(plan)
         self._about = plan.bound.about if plan.bound else "p99-requests"
         self.waiting = plan.arrival_rate is not None or plan.trace_arrivals

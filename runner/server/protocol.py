@@ -8,7 +8,8 @@ OpenAI documents and this server does not offer is accepted only at values that 
 
 Two fields are exeplan's own: `deadline`, seconds after which the output is of no use, and `weight`, the value of the
 request relative to others of its length. A request that has not begun by its deadline costs nothing and is answered
-408 with the code `deadline_exceeded`; one that has begun is finished. The plan's `order` says how both change the queue.
+408 with the code `deadline_exceeded`; one that has begun is finished. The plan's `order` says how both
+change the queue.
 """
 
 import json
@@ -276,8 +277,8 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item] # pydantic has checked that all are
-        return self.prompt  # type: ignore[return-value]
+            return [self.prompt]
+        return self.prompt
 
     @property
     def num_logprobs(self) -> int | None:

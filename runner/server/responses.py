@@ -1,7 +1,7 @@
 """The bodies that the two generation endpoints answer with, whole or as stream chunks, in OpenAI's shapes.
 
-The types are what `/openapi.json` describes. Every final body also carries `timing`, on the engine's clock. With several
-choices it has the earliest start, the earliest first token and the latest last one.
+The types are what `/openapi.json` describes. Every final body also carries `timing`, on the engine's clock; with
+several choices it has the earliest start, the earliest first token and the latest last one.
 """
 
 import time
@@ -213,7 +213,14 @@ class CompletionBuilder(ResponseBuilder):
     def chunk(self, choice: Choice, event: Event) -> CompletionChunk:
         begins = choice.first is event
         added = self._choice(choice, event.text, event.logprobs, event.finish_reason, begins=begins)
-        return {**self._head, "object": "text_completion", "choices": [added]}
+        head = self._head
+        return {
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
+            "object": "text_completion",
+            "choices": [added],
+        }
 
     def last_chunk(self) -> CompletionChunk:
         return {
@@ -282,7 +289,14 @@ class ChatBuilder(ResponseBuilder):
             "logprobs": self._logprobs(event.logprobs),
             "finish_reason": event.finish_reason,
         }
-        return {**self._head, "object": "chat.completion.chunk", "choices": [added]}
+        head = self._head
+        return {
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
+            "object": "chat.completion.chunk",
+            "choices": [added],
+        }
 
     def last_chunk(self) -> ChatChunk:
         return {

@@ -10,10 +10,10 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
-from exeplan import __version__
 from exeplan.runner.server.connection import OPEN_PATHS
 from exeplan.runner.server.protocol import MODEL_NAME_FORMAT, TOKEN_ID_FORMAT
 from exeplan.runner.server.views.interface import Schema, failures
+from exeplan.version import __version__
 
 router = APIRouter()
 _ABOUT = (
@@ -42,8 +42,8 @@ def describe(app: FastAPI, *, model: str, vocab_size: int, has_key: bool) -> Sch
     components["schemas"] = schemas | definitions
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    limits = {TOKEN_ID_FORMAT: {"minimum": 0, "maximum": vocab_size - 1}, MODEL_NAME_FORMAT: {"enum": [model]}}
-    _fill_in(document, limits)
+    vocabulary: Schema = {"minimum": 0, "maximum": vocab_size - 1}
+    _fill_in(document, {TOKEN_ID_FORMAT: vocabulary, MODEL_NAME_FORMAT: {"enum": [model]}})
     return document
 
 

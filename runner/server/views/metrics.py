@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import generate_latest
 
 from exeplan.runner.server.views.interface import Served
 
@@ -10,7 +10,7 @@ router = APIRouter()
 
 
 class Exposition(PlainTextResponse):
-    media_type = CONTENT_TYPE_PLAIN_0_0_4
+    media_type = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @router.get("/metrics", summary="metrics for Prometheus", response_class=Exposition)

@@ -18,9 +18,8 @@ from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
 
 router = APIRouter()
-_CHANGE = {
-    "anyOf": [declared(Acceptance), declared(Veto), {"type": "object", "description": "a plan, as GET shows it"}]
-}
+_PLAN = {"type": "object", "description": "a plan, as GET shows it"}
+_CHANGE = {"anyOf": [declared(Acceptance), declared(Veto), _PLAN]}
 
 
 @router.get("/plan", summary="the active plan, predictions and observations", response_model=dict[str, Any])

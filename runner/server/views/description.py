@@ -4,6 +4,7 @@ Source: https://spec.openapis.org/oas/v3.1.0.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -12,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from exeplan.runner.server.connection import OPEN_PATHS
 from exeplan.runner.server.protocol import MODEL_NAME_FORMAT, TOKEN_ID_FORMAT
-from exeplan.runner.server.views.interface import Schema, failures
+from exeplan.runner.server.views.interface import DEFINITIONS, Schema, failures
 from exeplan.version import __version__
 
 router = APIRouter()
@@ -33,13 +34,11 @@ def describe(app: FastAPI, *, model: str, vocab_size: int, has_key: bool) -> Sch
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _add_gate(operation, is_open=path in OPEN_PATHS, has_key=has_key)
-    definitions: Schema = {}
-    _move_definitions(document, definitions)
     components = document.setdefault("components", {})
     # FastAPI's own error for parameters, which no view answers.
     unused = ("HTTPValidationError", "ValidationError")
     schemas = {k: v for k, v in components.get("schemas", {}).items() if k not in unused}
-    components["schemas"] = schemas | definitions
+    components["schemas"] = schemas | deepcopy(DEFINITIONS)
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     vocabulary: Schema = {"minimum": 0, "maximum": vocab_size - 1}
@@ -55,18 +54,6 @@ def _add_gate(operation: Schema, *, is_open: bool, has_key: bool) -> None:
     responses.update({str(status): body for status, body in failures(*statuses).items()})
     if has_key:
         operation["security"] = [] if is_open else [{"key": []}]
-
-
-def _move_definitions(node: Any, found: Schema) -> None:
-    """Takes all `$defs` out of a document."""
-    if isinstance(node, dict):
-        definitions = node.pop("$defs", {})
-        found.update(definitions)
-        for value in (*node.values(), *definitions.values()):
-            _move_definitions(value, found)
-    elif isinstance(node, list):
-        for value in node:
-            _move_definitions(value, found)
 
 
 def _fill_in(node: Any, limits: Mapping[str, Schema]) -> None:

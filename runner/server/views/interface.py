@@ -20,6 +20,8 @@ from exeplan.runner.server.service import Service
 
 SCHEMAS = "#/components/schemas/"
 Schema = dict[str, Any]
+DEFINITIONS: Schema = {}
+"""The schemas of all types that views have declared. FastAPI's own would turn integer limits into floats."""
 _STATUSES = {
     400: "the request cannot be met; the message names field, value and limit",
     401: "a valid key is needed",
@@ -52,11 +54,12 @@ Served = Annotated[Service, Depends(_service)]
 
 
 def declared(kind: Any) -> Schema:
-    """A reference to the schema of a type, with the definitions that `description` moves to where it points."""
+    """A reference to the schema of a type, which is added to `DEFINITIONS`."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
     schema = adapter.json_schema(ref_template=SCHEMAS + "{model}")
-    definitions = schema.pop("$defs", {})
-    return {"$ref": SCHEMAS + kind.__name__, "$defs": {**definitions, kind.__name__: schema}}
+    DEFINITIONS.update(schema.pop("$defs", {}))
+    DEFINITIONS[kind.__name__] = schema
+    return {"$ref": SCHEMAS + kind.__name__}
 
 
 def content(schema: Schema) -> Schema:

@@ -154,18 +154,9 @@ def test_the_key_is_compared_in_constant_time(monkeypatch):
 
 def test_no_route_is_open_by_accident(launch):
     """Whatever the method and however the path is written."""
-    paths = [
-        "/v1/models",
-        "/v1/models/tiny",
-        "/metrics",
-        "/plan",
-        "/dashboard",
-        "/openapi.json",
-        "/docs",
-        "/x",
-        "//health",
-    ]
-    paths += ["/health/", "/health/../plan", "/health%2f..%2fplan", "/HEALTH", "/health;/plan", "/v1/../plan"]
+    paths = ["/v1/models", "/v1/models/tiny", "/metrics", "/plan", "/dashboard", "/openapi.json", "/docs", "/x"]
+    paths += ["//health", "/health/", "/health/../plan", "/health%2f..%2fplan", "/HEALTH", "/health;/plan"]
+    paths += ["/v1/../plan"]
     with launch(api_key="the key") as server:
         for path in paths:
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "QUERY"):

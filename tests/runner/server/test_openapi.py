@@ -57,23 +57,22 @@ def test_every_operation_asks_for_the_key_unless_its_path_is_open():
 def test_the_limits_described_are_the_limits_checked(name):
     """Of every number: the limits are accepted, and what lies beyond them is refused with the field's name."""
 
-    def accepts(field, value):
+    def fault(field, value):
         try:
             check(REQUESTS[name], {**REQUIRED[name], field: value})
         except RequestError as error:
-            assert error.param == field
-            return False
-        return True
+            return error.param
+        return None
 
     numbers = 0
     for field, schema in DESCRIPTION["components"]["schemas"][name]["properties"].items():
         for branch in schema.get("anyOf", [schema]):
             if branch.get("type") in ("integer", "number"):
                 numbers += 1
-                assert accepts(field, branch["maximum"])
-                assert not accepts(field, branch["maximum"] + max(1, branch["maximum"] / 2**50))
-                assert accepts(field, branch.get("minimum", branch["maximum"]))
-                assert not accepts(field, branch.get("exclusiveMinimum", branch.get("minimum", 1) - 1))
+                beyond = (branch["maximum"] + 1, branch.get("exclusiveMinimum", branch.get("minimum", 1) - 1))
+                assert fault(field, branch["maximum"]) is None
+                assert fault(field, branch.get("minimum", branch["maximum"])) is None
+                assert [fault(field, value) for value in beyond] == [field, field]
     assert numbers > 12
 
 

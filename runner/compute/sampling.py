@@ -37,6 +37,7 @@ FLOAT_LIMITS = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
+BIAS_LIMITS = (-100.0, 100.0)
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_BIASES = 16, 1024, 256, 300
 
@@ -113,7 +114,7 @@ class SamplingParams:
             raise InputError(f"logit_bias takes at most {MAX_BIASES} entries, found {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             _check_number("each token id of logit_bias", token, (0, 2**31 - 1), (int,))
-            _check_number(f"logit_bias of token {token}", bias, (-100.0, 100.0), (int, float))
+            _check_number(f"logit_bias of token {token}", bias, BIAS_LIMITS, (int, float))
 
     @property
     def penalises(self) -> bool:

@@ -34,7 +34,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ import yaml
 from record import write_record
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
-_SHOWN = 20
-"""Differences, and sentences with other words, that are printed; the record has more."""
-_RECORDED = 200
+_SHOWN, _FIELDS = 20, 3
+"""Commands whose results differ or whose sentences have other words, and fields of each, that are printed."""
+_RECORDED = 500
 
 # --- what is compared, and how ----------------------------------------------------------------------------------------
 
@@ -693,8 +694,11 @@ class Report:
         for refusal in reworded[:_SHOWN]:
             yield f"  {refusal['command']}\n    ours    {refusal['ours']}\n    theirs  {refusal['theirs']}"
         yield f"{len(self.different)} differences in {self.total['problems'] - self.total['same']} problems"
-        for found in self.different[:_SHOWN]:
-            yield f"  {found['command']}\n    {found['where']}: ours {found['ours']}, theirs {found['theirs']}"
+        for command, fields in islice(groupby(self.different, key=itemgetter("command")), _SHOWN):
+            yield f"  {command}"
+            for number, found in enumerate(fields):
+                if number < _FIELDS:
+                    yield f"    {found['where']}: ours {found['ours']}, theirs {found['theirs']}"
 
 
 def compare_trees(ours: Tree, theirs: Tree, found: Sequence[Problem]) -> Report:

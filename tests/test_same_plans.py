@@ -98,6 +98,7 @@ def test_a_report_counts_problems_by_kind_and_says_what_differed(same_plans: Mod
     assert report.values == 4
     assert report.different == [{"command": "simulate B", "where": "plan.yaml.x", "ours": "1", "theirs": "2"}]
     assert report.refusals == [{"command": "optimize A", "status": "2", "ours": "no plan within 1 s"}]
+    assert [*report.lines()][-2:] == ["  simulate B", "    plan.yaml.x: ours 1, theirs 2"]
 
 
 def test_values_of_one_tree_alone_do_not_count_as_compared(same_plans: ModuleType) -> None:

@@ -4,9 +4,9 @@ The order of work of servers before chunked prefill. One control variable: `max_
 
     exeplan optimize --profile p.json --workload alpaca --latency-bound 3s --policy ./prefill_first.py -o plan.yaml
 
-In the steady state a batch of b requests finishes b / D of them in a decode iteration, D being the mean number of decode
-iterations of a request. With probability p at least one slot is free then, and a prefill pass fills it. Not here:
-micro-batches; on a pipeline one batch is in flight.
+In the steady state a batch of b requests finishes b / D of them in a decode iteration, D being the mean number of
+decode iterations of a request. With probability p at least one slot is free then, and a prefill pass fills it. Not
+here: micro-batches; on a pipeline one batch is in flight.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
     python -m docs.make_results
 
-A section a record: its claim, command, commit, date and machine, and the figures that are single values or a table.
+A section for each record: claim, command, commit, date, machine, and the figures that are single values or a table.
 """
 
 import json

@@ -10,9 +10,11 @@ good the server ends with status 1.
 import argparse
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exeplan.runner.ipc.messages import LauncherSetup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
-def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
-    """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
+def run(args: argparse.Namespace, launcher: "LauncherSetup | None" = None) -> int:
+    """`launcher` is what `python -m exeplan.runner` adds where a plan runs on several."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process until the server asks for it.
     from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, read_plan
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int
         drain_seconds=seconds(args.drain, "--drain"),
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
-        hosts=hosts,
+        launcher=launcher,
         plan_file=args.plan,
         replan=args.replan,
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),

@@ -5,8 +5,8 @@ cache. What libraries and kernels took meanwhile is not free any more, so that t
 """
 
 import gc
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.tuning import untimed
-from exeplan.runner.compute.kv_budget import Memory, Room, largest_pass, most_rows, num_blocks_in, schedule_of
+from exeplan.runner.compute.kv_budget import Memory, Room, largest_pass, most_rows, num_blocks_in
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import tune
 
@@ -36,15 +36,15 @@ class Meter(Protocol):
         """Bytes that the work held at most beside what was held before; None when they were not to be had."""
 
 
-def room_for(runner: ModelRunner, setup: Mapping[str, Any]) -> Room | None:
-    """Gives the runner a cache of what its GPU has room for, where the setup says so."""
-    if not setup.get("gpu_memory_utilization"):
+def room_for(runner: ModelRunner, schedule: Schedule, utilization: float | None) -> Room | None:
+    """Gives the runner a cache of what its GPU has room for, where a share of its memory is given."""
+    if utilization is None:
         return None
-    share = setup["gpu_memory_utilization"] - _GRAPHS_SHARE
+    share = utilization - _GRAPHS_SHARE
     # Kernels choose their configurations before passes over contexts of one token could mislead them.
     runner.use_blocks(_TUNING_BLOCKS)
     tune(runner)
-    return fit_cache(runner, schedule_of(setup), CudaMeter(runner.device), utilization=share)
+    return fit_cache(runner, schedule, CudaMeter(runner.device), utilization=share)
 
 
 def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilization: float) -> Room:

@@ -21,13 +21,14 @@ from typing import cast
 from exeplan.core.batch import BLOCK_SIZE, Batch
 from exeplan.core.batch import Sequence as SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.drift.length_monitor import MOST_KEPT, Seen
+from exeplan.drift.length_monitor import MOST_KEPT
+from exeplan.drift.state import RequestLengths
 from exeplan.errors import InputError
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
 from exeplan.runner.engine.admit_request import row_of
-from exeplan.runner.engine.executor import Arrived, Done, Executor, WorkerError, producing_rows
+from exeplan.runner.engine.executor import BatchDone, Executor, KVArrived, WorkerError, producing_rows
 from exeplan.runner.engine.kv_migration import Carried
 from exeplan.runner.engine.requests import Output, Request, Row, as_rows
 from exeplan.runner.engine.text_stream import TextStream
@@ -55,17 +56,17 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    """Lengths of the requests that left since the last census, and of all that have begun and are still here."""
+class LengthStats:
+    """Lengths of the requests that left since the last call, and of all that have begun and still run."""
 
     now: float
-    left: tuple[Seen, ...]
-    running: tuple[Seen, ...]
+    left: tuple[RequestLengths, ...]
+    running: tuple[RequestLengths, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
-    """What adopting another schedule brought."""
+class PlanSwitch:
+    """What switching to another schedule brought."""
 
     outputs: list[Output]
     seconds: float
@@ -98,7 +99,7 @@ class Engine:
         self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """What is under way, by the identity of the batch, the first one first."""
-        self._left: deque[Seen] = deque(maxlen=MOST_KEPT)
+        self._left: deque[RequestLengths] = deque(maxlen=MOST_KEPT)
         self._due: list[Output] = []
         """What has not been returned yet: it is not lost when workers die, or another schedule is refused."""
 
@@ -161,7 +162,7 @@ class Engine:
             self._due += self._results()
         return self._take_due()
 
-    def adopt(
+    def switch_plan(
         self,
         schedule: Schedule,
         *,
@@ -169,7 +170,7 @@ class Engine:
         restore: Callable[[], Executor] | None = None,
         num_blocks: int | None = None,
         kv_dtype: str | None = None,
-    ) -> Switched:
+    ) -> PlanSwitch:
         """Goes on with another schedule when what is under way is done; no request is lost, none gets a token twice.
 
         Keys and values stay as far as the schedule lets them (`exeplan.scheduling.takeover`). Another `executor`,
@@ -201,19 +202,19 @@ class Engine:
         self._dismiss(left)
         num_carried = 0 if executor is None else len(kept)
         seconds = self._clock() - began
-        return Switched(self._take_due(), seconds, sum(not row.finished for row in left), num_carried)
+        return PlanSwitch(self._take_due(), seconds, sum(not row.finished for row in left), num_carried)
 
     def has_room_for(self, schedule: Schedule) -> bool:
         """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
         room = self._executor.room
         return room is None or schedule.variables.get("max_num_batched_tokens", 0) <= room.pass_tokens
 
-    def census(self) -> Census:
-        """What is known of lengths; who left is told once."""
+    def length_stats(self) -> LengthStats:
+        """What is known of lengths; a request that left is reported once."""
         now, left = self._clock(), tuple(self._left)
         self._left.clear()
         here = (row for row in self._rows.values() if row.start is not None and not row.ended)
-        return Census(now, left, tuple(self._seen(row, now) for row in here))
+        return LengthStats(now, left, tuple(self._seen(row, now) for row in here))
 
     def _take_due(self) -> list[Output]:
         due, self._due = self._due, []
@@ -278,7 +279,7 @@ class Engine:
     def _results(self) -> list[Output]:
         outputs: list[Output] = []
         for result in self._executor.results():
-            if isinstance(result, Arrived):
+            if isinstance(result, KVArrived):
                 self._scheduler.hand_over(result.batch)
             else:
                 outputs += self._finish(result)
@@ -311,10 +312,10 @@ class Engine:
             self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 
-    def _seen(self, row: Row, now: float) -> Seen:
+    def _seen(self, row: Row, now: float) -> RequestLengths:
         assert row.start is not None
         num_prompt_tokens = row.num_prompt_tokens - row.num_begin_tokens
-        return Seen(row.start, num_prompt_tokens, row.num_delivered, row.ended, now - row.start)
+        return RequestLengths(row.start, num_prompt_tokens, row.num_delivered, row.ended, now - row.start)
 
     @property
     def _may_schedule(self) -> bool:
@@ -336,7 +337,7 @@ class Engine:
             self._count(batch)
             self._dismiss(self._scheduler.complete(batch))
 
-    def _finish(self, done: Done) -> list[Output]:
+    def _finish(self, done: BatchDone) -> list[Output]:
         """Books a batch that has run. Whoever was dropped meanwhile gets nothing."""
         batch, end = done.batch, self._clock()
         rows = {row.request_id: row for row in as_rows(batch.prefill + batch.decode)}

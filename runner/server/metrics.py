@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from exeplan.core.plan import Plan
-from exeplan.runner.ipc.frames import Event, Stats
+from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.observed import Observed, Snapshot, bounds_of
 from exeplan.runner.server.predicted import predictions
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from exeplan.runner.ipc.frames import Event, Logprob
+from exeplan.runner.ipc.messages import Event, Logprob
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's value."""

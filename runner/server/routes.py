@@ -19,7 +19,7 @@ from exeplan.drift import state as drift_state
 from exeplan.errors import InputError
 from exeplan.planner.tables import json_line
 from exeplan.runner.engine_process.client import EngineError
-from exeplan.runner.ipc.frames import as_values
+from exeplan.runner.ipc.messages import as_values
 from exeplan.runner.server.connection import Gate, error_response, read_body
 from exeplan.runner.server.dashboard import Live, load_page
 from exeplan.runner.server.generation import Generation

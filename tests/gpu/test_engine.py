@@ -93,7 +93,7 @@ def test_keys_and_values_are_carried_to_another_cache_and_from_there_to_a_cpus(s
     def adopt(step: int) -> list[Output]:
         if step not in others:
             return []
-        switched = engine.adopt(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
+        switched = engine.switch_plan(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
         carried.append((switched.num_carried > 1, switched.num_recomputed))
         return switched.outputs
 

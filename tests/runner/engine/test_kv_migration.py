@@ -22,7 +22,7 @@ from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import Shard
 from exeplan.runner.engine import kv_migration as carrying
 from exeplan.runner.engine.async_executor import Ahead
-from exeplan.runner.engine.engine import Engine, Request, Switched
+from exeplan.runner.engine.engine import Engine, PlanSwitch, Request
 from exeplan.runner.engine.executor import Executor, Local, WorkerError
 from exeplan.runner.engine.kv_regions import Parcel, part_of
 from exeplan.runner.engine_process.build import build_executor, engine_setup
@@ -121,7 +121,7 @@ def adopting(engine: Engine, switched: list, schedule: Schedule, executor, **opt
 
     def adopt():
         options.setdefault("kv_dtype", "float32")
-        switched.append(engine.adopt(schedule, executor=executor, **options))
+        switched.append(engine.switch_plan(schedule, executor=executor, **options))
         return switched[-1]
 
     return adopt
@@ -279,7 +279,7 @@ def test_a_worker_that_is_dead_has_nothing_to_carry(checkpoint, expected):
         engine = Engine(workers, ORCA, num_blocks=BLOCKS)
         adopt = adopting(engine, switched, RRA, fresh(checkpoint))
 
-        def after_a_death() -> Switched:
+        def after_a_death() -> PlanSwitch:
             os.kill(workers.pids[-1], signal.SIGKILL)
             return adopt()
 
@@ -296,11 +296,11 @@ def test_old_workers_that_are_built_again_take_back_what_they_had(checkpoint, ru
     def fails() -> Executor:
         raise WorkerError("no such device")
 
-    def attempt() -> Switched:
+    def attempt() -> PlanSwitch:
         again = fresh(checkpoint)
         with pytest.raises(WorkerError):
-            engine.adopt(ORCA, executor=fails, restore=lambda: Counting(again(), counts), kv_dtype="float32")
-        return Switched([], 0.0, 0, 0)
+            engine.switch_plan(ORCA, executor=fails, restore=lambda: Counting(again(), counts), kv_dtype="float32")
+        return PlanSwitch([], 0.0, 0, 0)
 
     assert run(engine, {7: attempt}) == expected("llama")
     assert len(counts) == len(REQUESTS)

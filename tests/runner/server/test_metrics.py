@@ -7,7 +7,7 @@ import pytest
 from exeplan.core.bounds import Bound
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.ipc.frames import Event, Stats
+from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.metrics import Histogram, ServeMetrics
 from exeplan.runner.server.observed import Observed
 

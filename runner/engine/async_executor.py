@@ -22,7 +22,7 @@ from exeplan.runner.compute.device_sampling import Picked, pick
 from exeplan.runner.compute.kv_budget import Room
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SampledToken
-from exeplan.runner.engine.executor import Done, WorkerError, compute_each, producing_rows
+from exeplan.runner.engine.executor import BatchDone, WorkerError, compute_each, producing_rows
 from exeplan.runner.engine.kv_regions import Parcel, restore_parcels, save_parcels
 from exeplan.runner.engine.requests import Row, as_rows
 from exeplan.runner.engine.timeline import TimelineFile
@@ -75,13 +75,13 @@ class Ahead:
             log.exception("a batch failed: %s", ", ".join(row.request_id for row in batch.prefill + batch.decode))
             self._launched.append(self._compute_each(batch))
 
-    def results(self) -> Sequence[Done]:
+    def results(self) -> Sequence[BatchDone]:
         launched = self._launched.popleft()
         tokens = launched.read()
         start, self._last_end = max(launched.start, self._last_end), time.perf_counter()
         if self._timeline:
             self._timeline.add(launched.batch, 0, start, self._last_end)
-        return (Done(launched.batch, tokens),)
+        return (BatchDone(launched.batch, tokens),)
 
     def wake(self) -> None:
         """What `results` waits for comes by itself."""

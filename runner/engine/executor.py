@@ -29,7 +29,7 @@ class WorkerError(RuntimeError):
     """A worker died or hangs: what was under way is lost, and `restart` may help."""
 
 
-class Done(NamedTuple):
+class BatchDone(NamedTuple):
     """A batch has left its last stage."""
 
     batch: Batch
@@ -37,7 +37,7 @@ class Done(NamedTuple):
     """By request id; None for a row that cannot have one. A row that is not in here has no token to get."""
 
 
-class Arrived(NamedTuple):
+class KVArrived(NamedTuple):
     """The keys and values of a prefilled batch have reached the stages that decode."""
 
     batch: Batch
@@ -65,7 +65,7 @@ class Executor(Protocol):
     def start(self, batch: Batch) -> None:
         """Begins a batch, whose rows are `Row`s. Call it only when its phase is accepted."""
 
-    def results(self) -> Sequence[Done | Arrived]:
+    def results(self) -> Sequence[BatchDone | KVArrived]:
         """Waits for something to happen, and returns what is there: maybe only that a stage came free, so nothing.
 
         Raises WorkerError when a worker died or hangs.
@@ -115,14 +115,14 @@ class Local:
     def start(self, batch: Batch) -> None:
         self._batch = batch
 
-    def results(self) -> Sequence[Done]:
+    def results(self) -> Sequence[BatchDone]:
         batch, self._batch = self._batch, None
         assert batch is not None
         start = time.perf_counter()
         tokens = compute(self.runner, batch)
         if self._timeline:
             self._timeline.add(batch, 0, start, time.perf_counter())
-        return (Done(batch, tokens),)
+        return (BatchDone(batch, tokens),)
 
     def wake(self) -> None:
         """Nothing ever waits here."""

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from exeplan import __version__
 from exeplan.commands import serve
@@ -30,8 +31,9 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_model, read_plan
-from exeplan.runner.distributed.node_agent import keep
+from exeplan.runner.distributed.node_agent import run_agent
 from exeplan.runner.ipc.handshake import cluster_key
+from exeplan.runner.ipc.messages import AgentHello, LauncherSetup
 
 _FILES = ("model", "workload", "profile", "cluster")
 """Fields of a plan that name files, which may lie elsewhere on another host."""
@@ -92,13 +94,28 @@ def _run(args: argparse.Namespace, launched: Launched) -> int:
     if launched.world_size == 1:
         return serve.run(args)
     key = cluster_key()
-    own = {"host": launched.node, "local_device": launched.local_rank, "fingerprint": fingerprint(plan, spec)}
     if launched.rank == 0:
-        listen = {"address": launched.address, "port": launched.port, "num_devices": launched.world_size}
-        return serve.run(args, hosts={**own, **listen})
-    directory = str(spec.directory.resolve()) if spec.directory else None
-    hello = {**own, "device": launched.rank, "model_directory": directory}
-    return keep(launched.address, launched.port, key, hello, beside_engine=launched.node == 0)
+        return serve.run(args, launcher=_launcher(launched, fingerprint(plan, spec)))
+    hello = partial(
+        AgentHello,
+        device=launched.rank,
+        host=launched.node,
+        local_device=launched.local_rank,
+        model_directory=str(spec.directory.resolve()) if spec.directory else None,
+        fingerprint=fingerprint(plan, spec),
+    )
+    return run_agent(launched.address, launched.port, key, hello, on_engine_host=launched.node == 0)
+
+
+def _launcher(launched: Launched, of_plan: str) -> LauncherSetup:
+    return LauncherSetup(
+        host=launched.node,
+        local_device=launched.local_rank,
+        fingerprint=of_plan,
+        address=launched.address,
+        port=launched.port,
+        num_devices=launched.world_size,
+    )
 
 
 def _check_devices(plan: Plan, world_size: int) -> None:

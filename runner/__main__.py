@@ -25,8 +25,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from exeplan import __version__
-from exeplan.commands import serve
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json
 from exeplan.errors import InputError
@@ -34,6 +32,8 @@ from exeplan.planner.load_problem import plan_model, read_plan
 from exeplan.runner.distributed.node_agent import run_agent
 from exeplan.runner.ipc.handshake import cluster_key
 from exeplan.runner.ipc.messages import AgentHello, LauncherSetup
+from exeplan.runner.server.arguments import add_arguments, run_server
+from exeplan.version import __version__
 
 _FILES = ("model", "workload", "profile", "cluster")
 """Fields of a plan that name files, which may lie elsewhere on another host."""
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="exeplan.runner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    serve.add_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args(argv)
     try:
         return _run(args, Launched.here(os.environ))
@@ -92,10 +92,10 @@ def _run(args: argparse.Namespace, launched: Launched) -> int:
     _check_devices(plan, launched.world_size)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if launched.world_size == 1:
-        return serve.run(args)
+        return run_server(args)
     key = cluster_key()
     if launched.rank == 0:
-        return serve.run(args, launcher=_launcher(launched, fingerprint(plan, spec)))
+        return run_server(args, launcher=_launcher(launched, fingerprint(plan, spec)))
     hello = partial(
         AgentHello,
         device=launched.rank,

@@ -49,7 +49,7 @@ class WorkerHandle(Protocol):
         """Ends it at once."""
 
     def join(self) -> None:
-        """Waits until the process has ended, as far as this host can tell."""
+        """Waits until the process has ended, as far as this host knows."""
 
 
 class Launcher(Protocol):

@@ -183,7 +183,7 @@ class MultiprocessExecutor:
             self._timeline.close()
 
     def _take_late(self) -> None:
-        """Reports of stages that are behind the last one, which the timeline lacks."""
+        """Waits for reports that the timeline still lacks: other stages may report later than the last one."""
         due = time.monotonic() + _LATE_SECONDS
         with contextlib.suppress(queue.Empty, WorkerError):
             while self._in_flight:

@@ -104,7 +104,7 @@ def _out_of_order(command: WorkerCommand) -> MessageError:
 
 
 class Reports:
-    """What a worker tells its engine; several of its threads do."""
+    """What a worker sends to its engine, from several of its threads."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._lock = connection, threading.Lock()

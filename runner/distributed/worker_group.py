@@ -46,14 +46,14 @@ OnLoading = Callable[[int, int], None]
 
 
 class Report(NamedTuple):
-    """What a worker said; None when it has died."""
+    """What a worker reported; None when it has died."""
 
     rank: int
     event: WorkerEvent | None
 
 
 class WorkerGroup:
-    """Starts the workers and waits until they are ready. `reports` is what they say from then on.
+    """Starts the workers and waits until they are ready. `reports` has what they send from then on.
 
     A None among the reports comes from the user of this group, which wakes itself with it.
     """

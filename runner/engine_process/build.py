@@ -67,7 +67,7 @@ def engine_setup(
 
 
 def _utilization(plan: Plan) -> float | None:
-    """Of a GPU's memory; a CPU's KV cache has the size that the plan says."""
+    """Of a GPU's memory; a CPU's KV cache has the size that the plan gives."""
     return plan.gpu_memory_utilization or MEMORY_UTILIZATION if plan.device == "cuda" else None
 
 

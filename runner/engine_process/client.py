@@ -51,7 +51,7 @@ _EXPIRED = "the request had not begun by its deadline, so nothing of it was comp
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
 MAX_UNREAD = 65536
-"""Tokens and log-probabilities that wait for one streaming client; a reader who is further behind is given up."""
+"""Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
 
 
 class EngineError(Exception):
@@ -64,7 +64,7 @@ class EngineError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The sequences of one HTTP request, as far as they are unfinished, and what the engine said about them."""
+    """The sequences of one HTTP request, and the events that the engine sent of them."""
 
     job_id: str
     request_ids: tuple[str, ...]
@@ -82,9 +82,9 @@ class Job:
         self.events.put_nowait(error)
 
     async def next_events(self) -> list[Event]:
-        """All events that are there, waiting for the first. Raises InputError or EngineError where one comes first."""
+        """All events so far, waiting for the first. Raises InputError or EngineError where that comes first."""
         events: list[Event] = []
-        self.num_unread = 0  # All that wait are taken below.
+        self.num_unread = 0  # All of them are taken below.
         while not events or not self.events.empty():
             found = await self.events.get()
             if isinstance(found, Event):
@@ -92,13 +92,13 @@ class Job:
                 continue
             if not events:
                 raise found
-            self.events.put_nowait(found)  # For the next call; what came after an error is of no use.
+            self.events.put_nowait(found)  # For the next call; what came after an error is dropped.
             break
         return events
 
 
 class EngineClient:
-    """Starts, feeds and ends one engine process. `failure` says why it can no longer be used, None while it can."""
+    """Starts, feeds and ends one engine process. `failure` is why it can no longer be used; None while it can."""
 
     def __init__(self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
         self.failure: str | None = None
@@ -154,7 +154,7 @@ class EngineClient:
         return client
 
     async def until_ready(self) -> None:
-        """Waits until the model is loaded and warm; `loading` says how far it is.
+        """Waits until the model is loaded and warm; `loading` is how far it is.
 
         Raises InputError when the model cannot be loaded, EngineError when the process failed.
         """
@@ -231,7 +231,7 @@ class EngineClient:
         return answer
 
     async def switch_plan(self, setup: EngineSetup) -> PlanSwitched:
-        """Goes on with the plan of a setup.
+        """Switches to the plan of a setup.
 
         Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
         """

@@ -60,7 +60,7 @@ class WorkersLost:
 
 
 Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | MessageError
-"""What the main thread carries out; a MessageError, of something that was no command, it raises."""
+"""What the main thread carries out; it raises a MessageError, which stands for something that was no command."""
 clock = time.perf_counter
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
 
 
 class _LoadingReporter:
-    """Tells the server how far loading is, once a percent: some models have thousands of tensors."""
+    """Reports to the server how far loading is, once a percent: some models have thousands of tensors."""
 
     def __init__(self, send: Callable[[EngineEvent], None]) -> None:
         self._send, self._last = send, ("", 0)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutorBuilt:
-    """What the thread that builds the workers of a plan says to the thread that runs the engine."""
+    """What the thread that builds the workers of a plan reports to the thread that runs the engine."""
 
     command: SwitchPlan
     executor: "Executor | None"

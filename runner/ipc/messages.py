@@ -1,4 +1,4 @@
-"""Messages: everything that one process of exeplan says to another, a Struct a kind and a tagged union a channel.
+"""Messages: everything that one process of exeplan sends to another, a Struct a kind and a tagged union a channel.
 
     front end    <-> engine process   EngineCommand,  EngineEvent    a socket pair
     engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP to a worker on another host
@@ -50,7 +50,7 @@ class ModelSource(Part, frozen=True):
 
 
 class EngineOptions(Part, frozen=True):
-    """What a plan says of its engine."""
+    """How a plan runs its model."""
 
     device: str
     dtype: str
@@ -143,7 +143,7 @@ class GetLengthStats(Message, frozen=True):
 
 
 class SwitchPlan(Message, frozen=True):
-    """Go on with the plan of that setup: answered by PlanSwitched or PlanRefused, of the same number."""
+    """Switches to the plan of that setup: answered by PlanSwitched or PlanRefused, of the same number."""
 
     number: int
     setup: EngineSetup
@@ -412,7 +412,7 @@ class WorkerLoading(Message, frozen=True):
 
 
 class KVCapacity(Record, frozen=True):
-    """What a device has memory for beside its weights."""
+    """What a device has memory for after its weights."""
 
     num_blocks: int
     pass_tokens: int
@@ -448,7 +448,7 @@ class SampledTokenOf(Record, frozen=True):
 
 
 class BatchRan(Message, frozen=True):
-    """A stage has run a batch; told by its first rank. Times are of the worker's clock."""
+    """A stage has run a batch; sent by its first rank. Times are of the worker's clock."""
 
     number: int
     start: float
@@ -560,7 +560,7 @@ AGENT_EVENTS: Channel[AgentEvent] = Channel("AgentEvent", AgentEvent)
 
 
 class WatchPlan(Message, frozen=True):
-    """Watch a service: the first request to an advisor, answered by AdvisorReady."""
+    """Watches a service: the first request to an advisor, answered by AdvisorReady."""
 
     plan: Mapping[str, Any]
     """As `exeplan.core.plan.as_json`."""

@@ -277,7 +277,7 @@ class Replanner:
         log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)
         self.on_event("proposed", replanned)
         if self.state.mode == "auto":
-            with contextlib.suppress(InputError):  # It has been logged, and the old plan goes on.
+            with contextlib.suppress(InputError):  # It has been logged, and the old plan stays active.
                 await self.accept()
 
 

@@ -15,8 +15,8 @@ from benchmarks.lib.index import entries, records
 PAGE = Path(__file__).parent / "results.md"
 HEAD = """# Results
 
-Every figure comes from a record under `benchmarks/records`; this page is written by `python -m docs.make_results`, and a
-test holds it against them. No figure was measured on a GPU. The machine is shared: compare ratios within a record.
+Every figure comes from a record under `benchmarks/records`; `python -m docs.make_results` writes this page, and a test
+holds it against them. No figure was measured on a GPU. The machine is shared: compare ratios within a record.
 """
 _ABOUT = ("benchmark", "command", "commit", "date", "hardware", "versions", "python")
 _MOST_ROWS, _MOST_COLUMNS = 30, 8

@@ -90,11 +90,11 @@ def play_predicted(
                 served.append(Served(output.start, output.time))
         if watch and device.now >= look:
             look = device.now + watch.rules.every
-            census = engine.census()
-            watch.note(census.left, census.running)
+            stats = engine.length_stats()
+            watch.note(stats.left, stats.running)
             _, proposal = watch.look(device.now)
             if proposal:
-                engine.adopt(proposal.plan.schedule)
+                engine.switch_plan(proposal.plan.schedule)
                 watch.adopted(proposal, now=device.now)
                 replans.append((round(device.now, 1), str(proposal.plan.schedule), proposal.reason))
     return served, replans

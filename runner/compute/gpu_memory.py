@@ -5,8 +5,8 @@ libraries and kernels took meanwhile is in the driver's count of used memory.
 """
 
 import gc
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,7 +15,13 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.tuning import untimed
-from exeplan.runner.compute.kv_budget import GPUMemory, KVBudget, largest_pass, most_rows, num_kv_blocks, schedule_of
+from exeplan.runner.compute.kv_budget import (
+    GPUMemory,
+    KVBudget,
+    largest_pass,
+    most_rows,
+    num_kv_blocks,
+)
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import tune_kernels
 
@@ -36,15 +42,15 @@ class Meter(Protocol):
         """Peak bytes that the work allocated; None when it ran out of memory."""
 
 
-def measure_kv_budget(runner: ModelRunner, setup: Mapping[str, Any]) -> KVBudget | None:
-    """Gives the runner a KV cache that fills its GPU, where the setup has a memory utilization."""
-    if not setup.get("gpu_memory_utilization"):
+def measure_kv_budget(runner: ModelRunner, schedule: Schedule, utilization: float | None) -> KVBudget | None:
+    """Gives the runner a KV cache that fills its GPU, where a memory utilization is given."""
+    if utilization is None:
         return None
-    share = setup["gpu_memory_utilization"] - _GRAPHS_SHARE
+    share = utilization - _GRAPHS_SHARE
     # Kernels choose their configurations before passes over contexts of one token could mislead them.
     runner.use_blocks(_TUNING_BLOCKS)
     tune_kernels(runner)
-    return fit_cache(runner, schedule_of(setup), CudaMeter(runner.device), utilization=share)
+    return fit_cache(runner, schedule, CudaMeter(runner.device), utilization=share)
 
 
 def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilization: float) -> KVBudget:

@@ -9,9 +9,9 @@ plan. Not here: a CPU, whose cache has the plan's size.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
@@ -95,17 +95,6 @@ def with_finite_context(spec: ModelSpec) -> ModelSpec:
     """The spec with a limit on the context where its positions have none, so that its largest prefill is finite."""
     relative = "relative_attention_num_buckets" in spec.config
     return replace(spec, max_context=min(spec.max_context, _RELATIVE_CONTEXT)) if relative else spec
-
-
-def schedule_of(setup: Mapping[str, Any]) -> Schedule:
-    """The schedule of an engine's setup."""
-    return Schedule(**setup["schedule"])
-
-
-def runner_options(setup: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """A runner's options on that device: a cache that is to be measured has one block until then."""
-    measured = {"num_blocks": 1} if setup["gpu_memory_utilization"] else {}
-    return {**setup["engine"], "device": device, **measured}
 
 
 def warn_if_below_plan(found: KVBudget, planned_blocks: int) -> None:

@@ -22,7 +22,12 @@ from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_devi
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SampledToken
-from exeplan.runner.engine.executor import BatchDone, SingleDevice, compute_each, sampled_requests
+from exeplan.runner.engine.executor import (
+    BatchDone,
+    SingleDevice,
+    compute_each,
+    sampled_requests,
+)
 from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.timeline import TimelineFile
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.drift.length_monitor import MOST_KEPT, Seen
+from exeplan.drift.length_monitor import MOST_KEPT
+from exeplan.drift.state import RequestLengths
 from exeplan.errors import InputError
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
@@ -53,17 +54,17 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    """Lengths of the requests that left since the last census, and of all that have begun and are still here."""
+class LengthStats:
+    """Lengths of the requests that left since the last call, and of all that have begun and still run."""
 
     now: float
-    left: tuple[Seen, ...]
-    running: tuple[Seen, ...]
+    left: tuple[RequestLengths, ...]
+    running: tuple[RequestLengths, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
-    """What adopting another schedule brought."""
+class PlanSwitch:
+    """What switching to another schedule brought."""
 
     outputs: list[Output]
     seconds: float
@@ -96,7 +97,7 @@ class Engine:
         self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """Running batches by identity, the oldest first."""
-        self._left: deque[Seen] = deque(maxlen=MOST_KEPT)
+        self._left: deque[RequestLengths] = deque(maxlen=MOST_KEPT)
         self._due: list[Output] = []
         """Outputs not returned yet: they survive a worker crash and a refused schedule."""
 
@@ -159,7 +160,7 @@ class Engine:
             self._due += self._results()
         return self._take_due()
 
-    def adopt(
+    def switch_plan(
         self,
         schedule: Schedule,
         *,
@@ -167,7 +168,7 @@ class Engine:
         restore: Callable[[], Executor] | None = None,
         num_blocks: int | None = None,
         kv_dtype: str | None = None,
-    ) -> Switched:
+    ) -> PlanSwitch:
         """Continues with another schedule once the running batches are done. No request is lost and no token repeated.
 
         Keys and values are kept as far as the schedule allows (`exeplan.scheduling.takeover`). `executor` makes another
@@ -198,19 +199,19 @@ class Engine:
         self._dismiss(left)
         num_carried = 0 if executor is None else len(kept)
         seconds = self._clock() - began
-        return Switched(self._take_due(), seconds, sum(not request.finished for request in left), num_carried)
+        return PlanSwitch(self._take_due(), seconds, sum(not request.finished for request in left), num_carried)
 
     def fits_kv_budget(self, schedule: Schedule) -> bool:
         """Whether a pass of as many tokens as the schedule allows fits into the memory that the devices measured."""
         budget = self._executor.kv_budget
         return budget is None or schedule.variables.get("max_num_batched_tokens", 0) <= budget.pass_tokens
 
-    def census(self) -> Census:
-        """What is known of lengths; who left is told once."""
+    def length_stats(self) -> LengthStats:
+        """What is known of lengths; a request that left is reported once."""
         now, left = self._clock(), tuple(self._left)
         self._left.clear()
         here = (request for request in self._requests.values() if request.start is not None and not request.ended)
-        return Census(now, left, tuple(self._seen(request, now) for request in here))
+        return LengthStats(now, left, tuple(self._seen(request, now) for request in here))
 
     def _take_due(self) -> list[Output]:
         due, self._due = self._due, []
@@ -308,10 +309,12 @@ class Engine:
             self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 
-    def _seen(self, request: RequestState, now: float) -> Seen:
+    def _seen(self, request: RequestState, now: float) -> RequestLengths:
         assert request.start is not None
         num_prompt_tokens = request.num_prompt_tokens - request.num_begin_tokens
-        return Seen(request.start, num_prompt_tokens, request.num_delivered, request.ended, now - request.start)
+        return RequestLengths(
+            request.start, num_prompt_tokens, request.num_delivered, request.ended, now - request.start
+        )
 
     @property
     def _may_schedule(self) -> bool:

@@ -6,9 +6,11 @@ Imports nothing heavy before `run_server`, so that `--help` is instant.
 import argparse
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exeplan.runner.ipc.messages import LauncherSetup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
-def run_server(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
-    """Serves until a signal; returns the exit status. `hosts` describes this host where a plan runs on several."""
+def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None) -> int:
+    """Serves until a signal; returns the exit status. `launcher` describes the hosts of a plan on several."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process before the server handles it.
     from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, read_plan
@@ -89,7 +91,7 @@ def run_server(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None)
         drain_seconds=seconds(args.drain, "--drain"),
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
-        hosts=hosts,
+        launcher=launcher,
         plan_file=args.plan,
         replan=args.replan,
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from exeplan.errors import InputError
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.client import EngineError, Job
-from exeplan.runner.ipc.frames import Event
+from exeplan.runner.ipc.messages import Event
 from exeplan.runner.server.connection import error_response, read_body
 from exeplan.runner.server.protocol import GenerationRequest, RequestError, parse
 from exeplan.runner.server.request_log import note

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from exeplan.core.plan import Plan
-from exeplan.runner.ipc.frames import Event, Stats
+from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.observed import Observed, Snapshot, bounds_of
 from exeplan.runner.server.predicted import PREDICTED, predictions
 

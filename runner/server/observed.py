@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests
 from exeplan.core.plan import Plan
-from exeplan.runner.ipc.frames import Stats
+from exeplan.runner.ipc.messages import Stats
 
 WINDOW_SECONDS = 300.0
 MAX_REQUESTS = 4096

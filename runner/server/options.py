@@ -1,14 +1,13 @@
 """ServeOptions: all options of `exeplan serve` apart from the plan, checked before anything is started."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from exeplan.drift.state import MODES
 from exeplan.errors import InputError
+from exeplan.runner.ipc.messages import LauncherSetup
 
 ADMISSIONS = ("queue", "refuse-late")
 LOG_FORMATS = ("text", "json")
@@ -37,7 +36,7 @@ class ServeOptions:
     timeline: Path | None = None
     deadline_seconds: float | None = None
     """A batch that takes longer on any stage means a hanging worker; None derives it from the plan."""
-    hosts: Mapping[str, Any] | None = None
+    launcher: LauncherSetup | None = None
     """The plan's hosts as `python -m exeplan.runner` knows them; None where all devices are on this host."""
     plan_file: Path | None = None
     """The plan's file, which SIGHUP reads again."""

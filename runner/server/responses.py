@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from exeplan.runner.ipc.frames import Event, Logprob
+from exeplan.runner.ipc.messages import Event, Logprob
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's value."""

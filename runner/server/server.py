@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
@@ -18,6 +17,7 @@ from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
 from exeplan.runner.server.lifecycle import serve_until_stopped
@@ -68,7 +68,7 @@ def serve(
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
-                fixed_placement=options.hosts is not None,
+                fixed_placement=options.launcher is not None,
                 on_adopted=service.switch_to,
             )
 
@@ -101,14 +101,13 @@ def _announce(line: str, options: ServeOptions) -> None:
         print(line, flush=True)
 
 
-def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> dict[str, Any]:
+def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> EngineSetup:
     """The setup of the engine process for a plan, the first one or a later one."""
-    setup = engine_setup(
+    return engine_setup(
         plan,
         spec,
         dummy_weights=options.dummy_weights,
         timeline=options.timeline,
         deadline_seconds=options.deadline_seconds,
-        hosts=options.hosts,
+        launcher=options.launcher,
     )
-    return {"kind": "setup", **setup}

@@ -20,6 +20,7 @@ from exeplan.drift import state as drift_state
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.client import EngineClient, Job
+from exeplan.runner.ipc.messages import Prompt, Sampling
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
 from exeplan.runner.server.metrics import Reading, ServeMetrics
@@ -167,13 +168,15 @@ class Service:
         if isinstance(request, CompletionRequest) and request.echo and self.spec.is_encoder_decoder:
             raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
         prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
-        rows = []
+        sequences = []
         for prompt in prompts:
             for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
                 seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
-                row = {"prompt_token_ids": prompt, "sampling": asdict(replace(params, seed=seed))}
-                rows.append({**row, "deadline": request.deadline, "weight": request.weight})
-        self.engine.submit(job, rows, stream=request.stream)
+                sampling = Sampling(**asdict(replace(params, seed=seed)))
+                sequences.append(
+                    Prompt(prompt_token_ids=prompt, sampling=sampling, deadline=request.deadline, weight=request.weight)
+                )
+        self.engine.submit(job, sequences, stream=request.stream)
         return prompts
 
     def response_builder(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> ResponseBuilder:

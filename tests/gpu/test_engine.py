@@ -95,7 +95,7 @@ def test_keys_and_values_migrate_to_another_cache_and_from_there_to_a_cpu(specs,
     def adopt(step: int) -> list[Output]:
         if step not in others:
             return []
-        switched = engine.adopt(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
+        switched = engine.switch_plan(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
         carried.append((switched.num_carried > 1, switched.num_recomputed))
         return switched.outputs
 

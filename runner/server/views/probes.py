@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from exeplan.runner.ipc.frames import as_values
+from exeplan.runner.ipc.messages import as_values
 from exeplan.runner.server.views.interface import Schema, Served, content, declared
 
 router = APIRouter()

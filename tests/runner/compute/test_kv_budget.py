@@ -197,10 +197,10 @@ def test_a_budget_below_the_plan_is_logged(caplog):
 
 def test_only_a_plan_for_gpus_measures():
     plan = Plan(model="demo", schedule=ORCA, placement=single_stage(SPEC), device="cuda", kv_cache_tokens=160)
-    assert engine_setup(plan, SPEC)["gpu_memory_utilization"] == 0.9
-    assert engine_setup(with_utilization(plan, 0.5), SPEC)["gpu_memory_utilization"] == 0.5
+    assert engine_setup(plan, SPEC).gpu_memory_utilization == 0.9
+    assert engine_setup(with_utilization(plan, 0.5), SPEC).gpu_memory_utilization == 0.5
     on_cpu = replace(plan, device="cpu")
-    assert engine_setup(on_cpu, SPEC)["gpu_memory_utilization"] is None
+    assert engine_setup(on_cpu, SPEC).gpu_memory_utilization is None
     with pytest.raises(InputError, match="on a CPU the KV cache has the plan's kv_cache_tokens"):
         with_utilization(on_cpu, 0.5)
     with pytest.raises(InputError, match="above 0 and at most 1, found 1"):

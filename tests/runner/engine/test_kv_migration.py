@@ -22,7 +22,7 @@ from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import Shard
 from exeplan.runner.engine import kv_migration as carrying
 from exeplan.runner.engine.async_executor import AsyncExecutor
-from exeplan.runner.engine.engine import Engine, Request, Switched
+from exeplan.runner.engine.engine import Engine, PlanSwitch, Request
 from exeplan.runner.engine.executor import Executor, InProcessExecutor, WorkerError
 from exeplan.runner.engine.kv_regions import KVRegion, shard_view
 from exeplan.runner.engine_process.build import build_executor, engine_setup
@@ -121,7 +121,7 @@ def adopting(engine: Engine, switched: list, schedule: Schedule, executor, **opt
 
     def adopt():
         options.setdefault("kv_dtype", "float32")
-        switched.append(engine.adopt(schedule, executor=executor, **options))
+        switched.append(engine.switch_plan(schedule, executor=executor, **options))
         return switched[-1]
 
     return adopt
@@ -284,7 +284,7 @@ def test_a_dead_worker_has_nothing_to_migrate(checkpoint, expected):
         engine = Engine(workers, ORCA, num_blocks=BLOCKS)
         adopt = adopting(engine, switched, RRA, fresh(checkpoint))
 
-        def after_a_death() -> Switched:
+        def after_a_death() -> PlanSwitch:
             os.kill(workers.pids[-1], signal.SIGKILL)
             return adopt()
 
@@ -301,11 +301,11 @@ def test_rebuilt_old_workers_restore_their_keys_and_values(checkpoint, runners, 
     def fails() -> Executor:
         raise WorkerError("no such device")
 
-    def attempt() -> Switched:
+    def attempt() -> PlanSwitch:
         again = fresh(checkpoint)
         with pytest.raises(WorkerError):
-            engine.adopt(ORCA, executor=fails, restore=lambda: Counting(again(), counts), kv_dtype="float32")
-        return Switched([], 0.0, 0, 0)
+            engine.switch_plan(ORCA, executor=fails, restore=lambda: Counting(again(), counts), kv_dtype="float32")
+        return PlanSwitch([], 0.0, 0, 0)
 
     assert run(engine, {7: attempt}) == expected("llama")
     assert len(counts) == len(REQUESTS)

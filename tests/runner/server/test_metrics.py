@@ -8,7 +8,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.drift.state import DriftState, Replanned, ReplanState, summary
-from exeplan.runner.ipc.frames import Event, Stats
+from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.metrics import Histogram, Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed
 

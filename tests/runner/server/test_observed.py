@@ -9,7 +9,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.ipc.frames import Stats
+from exeplan.runner.ipc.messages import Stats
 from exeplan.runner.server.observed import MAX_REQUESTS, WINDOW_SECONDS, Observed, shares
 
 

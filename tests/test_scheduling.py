@@ -64,3 +64,11 @@ def test_the_youngest_is_preempted_and_comes_before_those_that_wait(order: str) 
     assert running[1].num_output_tokens > 0
     assert names(scheduler.ahead(3))[0] == "b"
     assert scheduler.waiting[0] is running[1]
+
+
+def test_a_request_may_begin_at_its_very_deadline() -> None:
+    scheduler = scheduler_of(rra(2), sequence("a", 4, 2, deadline=1.0), sequence("b", 4, 2, deadline=2.0), num_blocks=9)
+    assert names(tuple(scheduler.expire(1.0))) == ""
+    assert names(tuple(scheduler.expire(2.0))) == "a"
+    assert names(tuple(scheduler.waiting)) == "b"
+    assert names(tuple(scheduler.expire(2.0 + 1e-9))) == "b"

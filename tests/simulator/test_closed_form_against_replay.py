@@ -1,8 +1,8 @@
 """The closed form foresees the replay: judged by how its errors are distributed over random cases of every policy.
 
 A limit for each case has to be as wide as the worst of them, and hides whatever is smaller. Here half of all cases must
-come within 2 %, 95 % of them within 6 %, and each policy's errors must lie on both sides: a median error of more than
-1 % in one direction is a wrong formula, however small it is. Chance is in the seeds, which are fixed.
+come within 2 %, 95 % of them within 6 % and all within 10 %, and each policy's errors must lie on both sides: a median
+error of more than 1 % in one direction is a wrong formula, however small that is. Chance is in the seeds, and fixed.
 
 Cases are workloads with short and long prompts and outputs, one device, pipelines, tensor-parallel stages, and stages
 set apart for prefills, decoder-only and encoder-decoder. Left out is what is not worth planning and foreseen badly:
@@ -48,6 +48,8 @@ class Errors:
     e2e: float
     """Of all requests of the steady window, each at its own length."""
     ttft: float
+    kv_room: float
+    """Of the KV cache that a plan provides for, over the most that the replay held."""
 
 
 def workload_of(rng: np.random.Generator) -> Workload:
@@ -146,15 +148,16 @@ def compared(steady: SteadyState, cost: CostModel, seed: int) -> Errors:
         latency=steady.bound_latency("p99-length") / replayed.latency - 1,
         e2e=float(predicted.sum()) / took - 1,
         ttft=steady.ttft / replayed.ttft - 1,
+        kv_room=steady.kv_tokens / run.peak_kv_tokens - 1,
     )
 
 
-def check(what: str, errors: Sequence[float], *, median: float, most: float) -> None:
-    """Half of the errors are at most `median`, 95 % of them at most `most`."""
+def check(what: str, errors: Sequence[float], *, median: float = 0.02, most: float = 0.06, worst: float = 0.1) -> None:
+    """Half of the errors are at most `median`, 95 % of them at most `most`, all of them at most `worst`."""
     sizes = np.abs(errors)
-    seen = f"{what}: median {np.median(sizes):.2%}, 95th percentile {np.quantile(sizes, 0.95):.2%}"
-    assert np.median(sizes) <= median, seen
-    assert np.quantile(sizes, 0.95) <= most, seen
+    found = np.quantile(sizes, (0.5, 0.95, 1.0))
+    seen = "{}: median {:.2%}, 95th percentile {:.2%}, worst {:.2%}".format(what, *found)
+    assert (found <= (median, most, worst)).all(), seen
 
 
 def check_sides(name: str, what: str, errors: Sequence[float], limit: float) -> None:
@@ -171,7 +174,9 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
         check_sides(name, "latency", [error.latency for error in errors], 0.01)
         check_sides(name, "time of all requests", [error.e2e for error in errors], 0.015)
         every += errors
-    check("throughput", [error.throughput for error in every], median=0.02, most=0.06)
-    check("latency", [error.latency for error in every], median=0.02, most=0.06)
-    check("time of all requests", [error.e2e for error in every], median=0.02, most=0.06)
-    check("ttft", [error.ttft for error in every], median=0.02, most=0.15)
+    check("throughput", [error.throughput for error in every])
+    check("latency", [error.latency for error in every])
+    check("time of all requests", [error.e2e for error in every])
+    check("ttft", [error.ttft for error in every], most=0.15, worst=0.3)
+    room = [error.kv_room for error in every]
+    assert 0.0 <= np.median(room) <= 0.05, f"KV cache beyond the peak: median {np.median(room):+.1%}"

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from exeplan.cluster import Cluster, Link
 from exeplan.length_law import LengthLaw
+from exeplan.metrics import summarize
 from exeplan.model import ModelSpec
 from exeplan.plan import Placement, Schedule, Stage
-from exeplan.policies import Cycle
+from exeplan.policies import Cycle, waa_c
 from exeplan.profile import Measurement, Profile
 from exeplan.scheduling import Batch
 from exeplan.scheduling import Sequence as Request
@@ -329,6 +330,30 @@ def test_the_replay_decodes_when_the_handover_of_all_prompts_has_ended(
         pytest.approx([prefill, arrived + decode]),
         pytest.approx([prefill]),
     ]
+
+
+def varied() -> Workload:
+    """Outputs of 20 tokens, half of them more than a third longer or shorter."""
+    rng = np.random.default_rng(0)
+    outputs, inputs = rng.lognormal(np.log(20), 0.5, 2000), rng.lognormal(3.2, 0.4, 2000)
+    lengths = [np.clip(np.rint(drawn), 1, most).astype(int) for drawn, most in ((inputs, 200), (outputs, 60))]
+    return Workload.of("varied", inputs=lengths[0], outputs=lengths[1], weights=np.ones(2000))
+
+
+@pytest.mark.parametrize("decode_batch", [24, 48])
+def test_the_closed_form_waits_for_a_handover_that_takes_most_of_the_time(decode_batch: int, profile: Profile) -> None:
+    slow = Link(bytes_per_second=5e6, latency=1e-4)
+    cost = CostModel(profile, split([1], [1]), cluster(8, {"intra": slow, "inter": slow}))
+    workload = varied()
+    schedule = waa_c.schedule({"decode_batch": decode_batch}, workload)
+    steady = steady_state(schedule, workload, cost)
+    inputs, outputs = workload.sample(1500, seed=1)
+    run = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6)
+    replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
+    assert replayed.latency is not None
+    assert cost.handover_seconds(schedule["prefill_batch"] * workload.mean_input) > 0.4 * replayed.latency
+    assert steady.bound_latency("p99-length") == pytest.approx(replayed.latency, rel=0.06)
+    assert steady.throughput == pytest.approx(replayed.throughput, rel=0.06)
 
 
 # A whole schedule

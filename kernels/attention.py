@@ -9,7 +9,7 @@ Query head h reads key/value head h // G. Bytes of decode: 2 * C * K * D element
 On a CPU one decode iteration of all sequences is three operations however long and ragged they are: the scores are
 a product sampled at the wanted pairs, the softmax is dense per length, the weighted sum of values is a weighted
 embedding bag. Against a batched product per sequence that halves the time, because neither operation copies, pads
-or transposes. Not here: where keys and values lie (`runner/kv_cache.py`).
+or transposes. Not here: where keys and values lie (`runner/compute/kv_cache.py`).
 """
 
 import functools

@@ -10,8 +10,8 @@ layer and head, of keys and of values. Which blocks move where is the cache's to
 
 from torch import Tensor
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.language import jit, next_power_of_2, tl
-from exeplan.scheduling import BLOCK_SIZE
 
 
 def move_blocks(tables_L2RD: Tensor, from_P: Tensor, to_P: Tensor, *, num_kv_heads: int) -> None:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.language import jit, tl
-from exeplan.scheduling import BLOCK_SIZE
 
 
 class PagedKV(NamedTuple):

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import BiasArguments, DistanceBias, PagedKV, attend, cache_offsets, distance_bias
 from exeplan.kernels.tuning import AttentionConfigs, Config, best_config
-from exeplan.scheduling import BLOCK_SIZE
 
 CONFIGS = AttentionConfigs(
     usual=(

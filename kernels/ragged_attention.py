@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import (
     BiasArguments,
@@ -36,7 +37,6 @@ from exeplan.kernels.online_softmax import (
 )
 from exeplan.kernels.spans import Spans
 from exeplan.kernels.tuning import AttentionConfigs, Config, best_config
-from exeplan.scheduling import BLOCK_SIZE
 
 _LONG = 512
 """Tokens of a span from which on a launch for it alone pays."""

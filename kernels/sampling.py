@@ -2,7 +2,8 @@
 
 Letters: R rows, V tokens of the vocabulary, K tokens kept.
 
-Drawing adds Gumbel noise to the scaled logits and takes the largest; the noise is the hash of `runner/noise.py`, bit
+Drawing adds Gumbel noise to the scaled logits and takes the largest; the noise is the hash of
+`runner/compute/noise.py`, bit
 for bit up to its logarithm. So tokens equal the CPU's, but where two scores differ by less than rounding (some 1e-6),
 where top-p cuts between tokens whose mass differs from 1 - p by less than that, and where tokens tie for the k-th
 place: all of those are kept.
@@ -153,7 +154,7 @@ def _cut(row, size, top, temperature, bound, num_kept, top_k, tail, BLOCK: tl.co
 
 @jit
 def _log_noise(key, i):
-    """`log_exponential_noise` of `runner/noise.py`."""
+    """`log_exponential_noise` of `runner/compute/noise.py`."""
     bits = i.to(tl.int64) * _GOLDEN + key
     bits = (bits ^ (bits >> 30)) * _FACTOR_1
     bits = (bits ^ (bits >> 27)) * _FACTOR_2

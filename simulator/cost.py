@@ -8,88 +8,47 @@ Ragged batches cost by total context, not by batch * max. An encoder-decoder mod
 decodes on the others. The parts are a profile's rows (`timings.py`); `beyond` names every axis on which an estimate
 left what was measured.
 
-Real batches are timed here one by one, the passes of a steady cycle all at once (`passes.py`). Not here: measuring
+Batches are timed here one by one, the passes of a steady cycle all at once (`passes.py`). Not here: measuring
 (`profiler/`) and what happens when (`closed_form.py`, `replay.py`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
-from exeplan.cluster import Cluster
-from exeplan.errors import InputError
-from exeplan.plan import Placement, single_stage
-from exeplan.policies import Cycle, Floats
-from exeplan.profile import Profile
-from exeplan.scheduling import Batch
-from exeplan.shape import activation_bytes, layer_kv_bytes_per_token, num_all_reduces
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch
+from exeplan.core.cluster import Cluster
+from exeplan.core.layer_costs import layer_kv_bytes_per_token, num_all_reduces
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement
+from exeplan.policies.interface import Cycle
 from exeplan.simulator.curves import Curve
-from exeplan.simulator.memory import PlacementMemory
 from exeplan.simulator.passes import Passes, PassSeconds, host_seconds
+from exeplan.simulator.placement_timings import PlacementTimings, StageKind
 from exeplan.simulator.timings import Timings, prompt_points
 
 _MANY_PROMPTS = 2048
-"""Prompts of one batch beyond which the attention of each is not timed on a curve for that very number."""
+"""The largest number of prompts in a batch for which attention has a curve of its own; larger batches use this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What the time of a stage depends on; stages of one kind take equal time."""
-
-    size: int
-    layers: int
-    encoder_layers: int
-    first: bool
-    last: bool
-    phase: str
-    all_reduce: str
-    """`intra`, `inter`, or '' for a stage of one device."""
-    send: str
-    """The link to the next stage, '' for the last one."""
-
-
-class CostModel:
-    """Seconds of passes on the stages of a placement; a pure function of profile, placement and cluster.
-
-    Without a placement: all layers on one device. Raises InputError when the profile lacks a tensor-parallel size, or
-    profile and cluster a link, that the placement needs.
-    """
+class CostModel(PlacementTimings):
+    """Seconds of passes on the stages of a placement; a pure function of profile, placement and cluster."""
 
     def __init__(
         self, timed: Profile | Timings, placement: Placement | None = None, cluster: Cluster | None = None
     ) -> None:
-        self.timings = timed if isinstance(timed, Timings) else Timings(timed)
-        self.profile, self.cluster = self.timings.profile, cluster
-        self.spec = spec = self.profile.model
-        self.placement = placement or single_stage(spec)
-        self.first_token_from_prefill = spec.first_token_from_prefill
-        self.prefill_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "decode")
-        self.decode_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "prefill")
-        several = sum(stage.tensor_parallel_size for stage in self.placement) > 1
-        sizes = {stage.tensor_parallel_size for stage in self.placement}
-        self.shards = {size: self.timings.shard(size, several) for size in sizes}
-        self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
-        self.control = self.timings.control if several else None
-        self._kinds = [self._kind(i) for i in range(len(self.placement))]
-        self.all_reduces = {
-            (k.size, k.all_reduce): self._all_reduce_curve(k.size, k.all_reduce) for k in self._kinds if k.all_reduce
-        }
-        self.sends = {k.send: self._send_curve(k.send) for k in self._kinds if k.send}
-        self.times_repeats = len(self.placement) == 1
-        """Whether equal batches in a row may be timed together."""
-        self._bytes_per_token = activation_bytes(spec, 1, self.profile.dtype)
+        super().__init__(timed, placement, cluster)
         self._fixed_decode = cache(self._fixed_decode_seconds)
-        self.memory = PlacementMemory(self.profile, self.placement)
 
     def seconds(self, cycle: Cycle) -> Floats:
         """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""
         passes = Passes(cycle)
         host = host_seconds(self, passes)
         works = {size: PassSeconds(self, size, passes) for size in self.shards}
-        by_kind = {kind: host + works[kind.size].stage_seconds(kind) for kind in set(self._kinds)}
-        return np.stack([by_kind[kind] for kind in self._kinds])
+        by_kind = {kind: host + works[kind.size].stage_seconds(kind) for kind in set(self.kinds)}
+        return np.stack([by_kind[kind] for kind in self.kinds])
 
     def batch_seconds(self, batch: Batch) -> float:
         """One real batch through all stages that run it."""
@@ -97,7 +56,7 @@ class CostModel:
 
     def stage_seconds(self, batch: Batch) -> list[float]:
         """One real batch (the replay's and the runner's) on each of the stages that run it, in order."""
-        kinds = self._of_phase(batch.phase)
+        kinds = self.of_phase(batch.phase)
         rows = len(batch.decode)
         context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
         context -= rows if self.first_token_from_prefill else 0  # The newest token is in no cache yet.
@@ -108,11 +67,11 @@ class CostModel:
         return [fixed[kind] + kind.layers * per_layer[kind.size] for kind in kinds]
 
     def repeated_seconds(self, batch: Batch, count: int) -> Floats:
-        """Of so many passes of one decode batch in a row, where one stage does everything.
+        """Seconds of each of `count` repeated passes of one decode batch, where one stage does everything.
 
-        Every row but finished ones, which are only kept, has one more token in the cache each time.
+        Every row has one more token in the cache each time, except finished rows that a policy keeps.
         """
-        (kind,), rows = self._kinds, len(batch.decode)
+        (kind,), rows = self.kinds, len(batch.decode)
         context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
         context -= rows if self.first_token_from_prefill else 0
         growth = sum(not s.finished for s in batch.decode) * np.arange(count)
@@ -120,18 +79,18 @@ class CostModel:
         return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth) / rows)
 
     def handover_seconds(self, num_tokens: float) -> float:
-        """To move the keys and values of so many tokens from the stages that prefill to those that decode.
+        """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.
 
-        Every prefilling device sends its share at the same time.
+        Every device that prefills sends its share at the same time.
         """
         devices = [d for i in self.prefill_stages for d in self.placement[i].devices]
         others = [d for i in self.decode_stages for d in self.placement[i].devices]
         size = num_tokens * self.spec.num_layers * layer_kv_bytes_per_token(self.spec, self.profile.dtype)
-        link = self._link((*devices, *others))
-        return float(self._send_curve(link)(size / len(devices)))
+        link = self.link((*devices, *others))
+        return float(self.send_curve(link)(size / len(devices)))
 
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
-        """Axes on which the estimate of this cycle leaves what was measured, as sentences."""
+        """Axes on which this cycle exceeds the measured range, as sentences."""
         points = prompt_points(cycle.prompt_law)
         prompts = (cycle.packed_slots or cycle.num_prefill) * points.mean()
         prompts = prompts if cycle.prompt_tokens is None else cycle.prompt_tokens
@@ -150,53 +109,11 @@ class CostModel:
             if value > limit * 1.001
         )
 
-    def _of_phase(self, phase: str) -> list[Kind]:
-        return [kind for kind in self._kinds if kind.phase == phase]
+    def _fixed_decode_seconds(self, rows: int) -> dict[StageKind, float]:
+        """Seconds of a pass of `rows` decode rows on each kind of stage, without the attention."""
+        return self._without_attention(self.kinds, 0.0, rows, 0)
 
-    def _kind(self, number: int) -> Kind:
-        stage = self.placement[number]
-        same = [i for i, s in enumerate(self.placement) if s.phase == stage.phase]
-        last = number == same[-1]
-        return Kind(
-            size=stage.tensor_parallel_size,
-            layers=stage.layers[1] - stage.layers[0],
-            encoder_layers=stage.encoder_layers[1] - stage.encoder_layers[0],
-            first=number == same[0],
-            last=last,
-            phase=stage.phase,
-            all_reduce=self._link(stage.devices) if stage.tensor_parallel_size > 1 else "",
-            send="" if last else self._link((stage.devices[-1], self.placement[number + 1].devices[0])),
-        )
-
-    def _link(self, devices: tuple[int, ...]) -> str:
-        return "intra" if self.cluster is None or self.cluster.same_node(devices) else "inter"
-
-    def _all_reduce_curve(self, size: int, link: str) -> Callable[[Floats | float], Floats]:
-        if (timed := self.timings.all_reduce(size, link)) is not None:
-            return timed
-        if self.cluster is None:
-            raise InputError(
-                f"the profile times no all_reduce of {size} devices ({link} node); a cluster's links can stand in"
-            )
-        wire = getattr(self.cluster, link)
-        # A ring: every device sends its share twice, but for what it has itself.
-        return lambda size_bytes: (
-            2 * (size - 1) * (wire.latency + np.asarray(size_bytes) / size / wire.bytes_per_second)
-        )
-
-    def _send_curve(self, link: str) -> Callable[[Floats | float], Floats]:
-        if (timed := self.timings.send(link)) is not None:
-            return timed
-        if self.cluster is None:
-            raise InputError(f"the profile times no send ({link} node); give a cluster whose links can stand in")
-        wire = getattr(self.cluster, link)
-        return lambda size_bytes: wire.latency + np.asarray(size_bytes) / wire.bytes_per_second
-
-    def _fixed_decode_seconds(self, rows: int) -> dict[Kind, float]:
-        """What a pass of so many decode rows takes on each kind of stage, but for the attention."""
-        return self._without_attention(self._kinds, 0.0, rows, 0)
-
-    def _mixed_seconds(self, batch: Batch, kinds: Sequence[Kind], context: float) -> list[float]:
+    def _mixed_seconds(self, batch: Batch, kinds: Sequence[StageKind], context: float) -> list[float]:
         rows, prefills = len(batch.decode), len(batch.prefill)
         spans = batch.spans
         prompts = float(sum(end - start for start, end in spans))
@@ -215,9 +132,9 @@ class CostModel:
         ]
 
     def _without_attention(
-        self, kinds: Sequence[Kind], prompts: float, rows: float, prefills: float
-    ) -> dict[Kind, float]:
-        """Seconds of a pass with so many prompt tokens, decode rows and prefills on each kind of stage."""
+        self, kinds: Sequence[StageKind], prompts: float, rows: float, prefills: float
+    ) -> dict[StageKind, float]:
+        """Seconds of a pass on each kind of stage, without the attention."""
         host = self._host_seconds(rows, prefills)
         layers = {link: self._layer_seconds(*link, prompts, rows) for link in {(k.size, k.all_reduce) for k in kinds}}
         seconds = {}
@@ -249,7 +166,7 @@ class CostModel:
         encoder = seconds("prefill", prompts, num_all_reduces(self.spec, encoder=True))
         return seconds("decode", rows, num_all_reduces(self.spec)), encoder
 
-    def _around_seconds(self, kind: Kind, prompts: float, rows: float, prefills: float) -> float:
+    def _around_seconds(self, kind: StageKind, prompts: float, rows: float, prefills: float) -> float:
         """Control and embedding, output head, and the send to the next stage."""
         shard = self.shards[kind.size]
         seconds = shard.embed.at(prompts + rows) if kind.first else 0.0
@@ -259,10 +176,6 @@ class CostModel:
             seconds += float(self.sends[kind.send](self.activation_bytes(prompts + rows)))
         sampled = rows + prefills if self.first_token_from_prefill else rows
         return seconds + (shard.head.at(sampled) if kind.last and sampled else 0.0)
-
-    def activation_bytes(self, tokens: Floats | float) -> Floats | float:
-        """What so many tokens send to the next stage, or to an all-reduce."""
-        return self._bytes_per_token * tokens
 
 
 def _span(curve: Curve, start: int, end: int) -> float:

@@ -5,16 +5,14 @@ Arrays are over the passes. Not here: real batches (`cost.py`), and which passes
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exeplan.policies import Cycle, Floats
-from exeplan.shape import num_all_reduces
+from exeplan.arrays import Floats
+from exeplan.core.layer_costs import num_all_reduces
+from exeplan.policies.interface import Cycle
+from exeplan.simulator.placement_timings import PlacementTimings, StageKind
 from exeplan.simulator.timings import prompt_points
-
-if TYPE_CHECKING:
-    from exeplan.simulator.cost import CostModel, Kind
 
 
 class Passes:
@@ -27,7 +25,7 @@ class Passes:
         self.some = np.flatnonzero(self.prefills > 0)
         """Passes with prefills."""
         self.spans = np.where(self.prefills > 0, cycle.packed_slots or self.prefills, 0.0)
-        """What the prompts are computed as: each on its own, or slots that several share."""
+        """What attention computes: each prompt on its own, or slots that several prompts share."""
         count = self.spans[self.some]
         points = prompt_points(cycle.prompt_law)
         mean = float(points.mean())
@@ -62,7 +60,7 @@ class Passes:
         return np.asarray(values.reshape(self.prompts.shape).sum(axis=1) / self.prompts.shape[1])
 
 
-def host_seconds(cost: "CostModel", p: Passes) -> Floats:
+def host_seconds(cost: PlacementTimings, p: Passes) -> Floats:
     """The overhead of each pass, the same on every stage."""
     extra = np.maximum(cost.prefill_overhead(p.prefills) - cost.overhead(p.prefills), 0.0)
     return np.asarray(cost.overhead(p.rows + p.prefills) + np.where(p.prefills > 0, extra, 0.0))
@@ -71,7 +69,7 @@ def host_seconds(cost: "CostModel", p: Passes) -> Floats:
 class PassSeconds:
     """What every pass costs on stages of one tensor-parallel size, host apart."""
 
-    def __init__(self, cost: "CostModel", size: int, passes: Passes) -> None:
+    def __init__(self, cost: PlacementTimings, size: int, passes: Passes) -> None:
         self.cost, self.shard, self.passes = cost, cost.shards[size], passes
         self._layer, self._send = cache(self._layer_seconds), cache(self._send_seconds)
         shard, p = self.shard, passes
@@ -84,7 +82,7 @@ class PassSeconds:
             self._decoder = rest + attends + self._prefill_attention()
             self._encoder = np.zeros(len(p.rows))
 
-    def stage_seconds(self, kind: "Kind") -> Floats:
+    def stage_seconds(self, kind: StageKind) -> Floats:
         """On a stage of this kind; 0 for passes of the other phase where phases have stages of their own."""
         p = self.passes
         decoder, encoder = self._layer((kind.size, kind.all_reduce))

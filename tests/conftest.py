@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.model import load_model_spec
-from exeplan.profile import Device, Measurement, Profile, save_profile
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
 
 _MOST_PROCESSES = 4

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.bench import EngineRun, Load
-    from exeplan.metrics import RequestRecord
-    from exeplan.model import ModelSpec
-    from exeplan.plan import Estimate, Plan
+    from exeplan.core.metrics import RequestRecord
+    from exeplan.core.model import ModelSpec
+    from exeplan.core.plan import Plan
+    from exeplan.core.schedule import Estimate
+    from exeplan.runner.load import EngineRun, Load
     from exeplan.simulator.replay import Run
-    from exeplan.workload import Workload
+    from exeplan.workload.workload import Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bench_plan(args: argparse.Namespace) -> int:
-    from exeplan.inputs import plan_model, plan_workload, read_plan
-    from exeplan.metrics import summarize
-    from exeplan.plan import with_utilization
+    from exeplan.core.metrics import summarize
+    from exeplan.core.plan import with_utilization
+    from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
 
     plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
     spec = plan_model(plan)
@@ -96,7 +97,7 @@ def _bench_plan(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
-    from exeplan.bench import draw_load, enough_requests
+    from exeplan.runner.load import draw_load, enough_requests
     from exeplan.units import seconds
 
     duration = seconds(args.duration, "--duration")
@@ -118,8 +119,8 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
 
 def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | None":
     """The replay of these very requests; None for a plan without a profile."""
-    from exeplan.inputs import engine_blocks, plan_cluster, plan_model, profile_for
-    from exeplan.profile import load_profile
+    from exeplan.core.profile import load_profile
+    from exeplan.planner.load_problem import engine_blocks, plan_cluster, plan_model, profile_for
     from exeplan.simulator.cost import CostModel
     from exeplan.simulator.replay import replay
 
@@ -147,12 +148,12 @@ def _play(
     """The records and, where the CPU clock means something (one thread that never waits), the whole run."""
     import asyncio
 
-    from exeplan.bench import play_engine, served_model
+    from exeplan.runner.load import play_engine, served_model
 
     if args.url:
         model = served_model(args.url, args.api_key)
         return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
-    from exeplan.runner.launch import build_engine, engine_setup
+    from exeplan.runner.engine_process.build import build_engine, engine_setup
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
     with closing(build_engine(setup)) as engine:
@@ -163,7 +164,7 @@ def _play(
 
 
 async def _play_url(args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int) -> "list[RequestRecord]":
-    from exeplan.bench import play_url
+    from exeplan.runner.load import play_url
 
     stream = not args.no_stream
     return await play_url(args.url, load, model=model, vocab_size=vocab_size, api_key=args.api_key, stream=stream)
@@ -172,10 +173,10 @@ async def _play_url(args: argparse.Namespace, load: "Load", model: str, *, vocab
 def _bench_url_only(args: argparse.Namespace) -> int:
     import asyncio
 
-    from exeplan.bench import served_model
+    from exeplan.core.metrics import summarize
     from exeplan.errors import InputError
-    from exeplan.metrics import summarize
-    from exeplan.workload_files import load_workload
+    from exeplan.runner.load import served_model
+    from exeplan.workload.files import load_workload
 
     if not (args.url and args.workload):
         raise InputError("give a PLAN, or --url and --workload")
@@ -198,8 +199,8 @@ def _print(
     replayed: "Estimate | None",
     on_cpu_clock: "Estimate | None" = None,
 ) -> None:
-    from exeplan.plan import as_json, estimate_json
-    from exeplan.report import json_line, predicted_and_measured
+    from exeplan.core.plan import as_json, estimate_json
+    from exeplan.planner.tables import json_line, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.bounds import Bound
-    from exeplan.cluster import Cluster
-    from exeplan.comparison import Comparison
-    from exeplan.profile import Profile
+    from exeplan.core.bounds import Bound
+    from exeplan.core.cluster import Cluster
+    from exeplan.core.profile import Profile
+    from exeplan.planner.comparison import Comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.comparison import as_json, comparison_table, csv_text
     from exeplan.files import write_text
-    from exeplan.report import json_line
+    from exeplan.planner.comparison import as_json, comparison_table, csv_text
+    from exeplan.planner.tables import json_line
 
     rows = _rows(args)
     if args.csv:
@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace) -> "list[Comparison]":
-    from exeplan.comparison import compare
-    from exeplan.inputs import fitted
-    from exeplan.optimize import resolve_policies
-    from exeplan.profile import load_profile
-    from exeplan.workload_files import load_workload
+    from exeplan.core.profile import load_profile
+    from exeplan.planner.comparison import compare
+    from exeplan.planner.load_problem import fitted
+    from exeplan.planner.optimize import resolve_policies
+    from exeplan.workload.files import load_workload
 
     bounds = _bounds(args.latency_bound, args.bound_on)
     resolve_policies(args.policy)  # A wrong name is refused before anything is searched.
@@ -63,7 +63,7 @@ def _rows(args: argparse.Namespace) -> "list[Comparison]":
 
 
 def _bounds(text: str, about: str) -> "list[Bound]":
-    from exeplan.bounds import Bound, check_together
+    from exeplan.core.bounds import Bound, check_together
     from exeplan.units import seconds
 
     bounds = [Bound(seconds=seconds(word, "--latency-bound"), about=about) for word in text.split(",")]
@@ -84,9 +84,9 @@ def _pairs(
     profiles: "Sequence[Profile]", references: Sequence[str], counts: Sequence[int]
 ) -> "Sequence[tuple[Profile, Cluster | None]]":
     """Every profile with the clusters of its device, or so many GPUs of them."""
-    from exeplan.cluster import load_cluster
-    from exeplan.comparison import matched
+    from exeplan.core.cluster import load_cluster
     from exeplan.errors import InputError
+    from exeplan.planner.comparison import matched
 
     if not references:
         if counts:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.plan import Estimate, Plan
-    from exeplan.problem import Problem
+    from exeplan.core.plan import Plan
+    from exeplan.core.schedule import Estimate
+    from exeplan.planner.problem import Problem
 
 POLICIES = ("static", "orca", "rra")
 _BOUND_FACTOR = 4.0
@@ -71,12 +72,13 @@ def _exeplan(*arguments: str) -> None:
 def _problem(args: argparse.Namespace, profile: Path) -> "Problem":
     import numpy as np
 
-    from exeplan.inputs import fitted
-    from exeplan.plan import Bound, Schedule
-    from exeplan.problem import make_problem
-    from exeplan.profile import load_profile
+    from exeplan.core.bounds import Bound
+    from exeplan.core.profile import load_profile
+    from exeplan.core.schedule import Schedule
+    from exeplan.planner.load_problem import fitted
+    from exeplan.planner.problem import make_problem
     from exeplan.units import seconds
-    from exeplan.workload_files import load_workload
+    from exeplan.workload.files import load_workload
 
     measured = load_profile(profile)
     workload = fitted(load_workload(args.workload), measured.model, fit=True)
@@ -88,9 +90,9 @@ def _problem(args: argparse.Namespace, profile: Path) -> "Problem":
 
 
 def _plan(args: argparse.Namespace, problem: "Problem", policy: str) -> "tuple[Plan, Path]":
-    from exeplan.inputs import refer
-    from exeplan.optimize import optimize
-    from exeplan.plan import save_plan
+    from exeplan.core.plan import save_plan
+    from exeplan.planner.load_problem import refer
+    from exeplan.planner.optimize import optimize
 
     path = args.dir / f"{policy}.yaml"
     plan = optimize(problem, policies=(policy,)).plan
@@ -109,8 +111,8 @@ def _plan(args: argparse.Namespace, problem: "Problem", policy: str) -> "tuple[P
 def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: Path, duration: float) -> "Estimate":
     import asyncio
 
-    from exeplan.bench import draw_load, enough_requests, play_url, served_model
-    from exeplan.metrics import summarize
+    from exeplan.core.metrics import summarize
+    from exeplan.runner.load import draw_load, enough_requests, play_url, served_model
 
     assert plan.estimate is not None
     throughput = plan.estimate.throughput
@@ -143,7 +145,7 @@ def served(plan: Path, *, max_queue: int) -> Iterator[str]:
 
 
 def _table(rows: "list[tuple[Plan, Estimate]]") -> str:
-    from exeplan.report import error_percent, table
+    from exeplan.planner.tables import error_percent, table
     from exeplan.units import show_seconds
 
     header = (

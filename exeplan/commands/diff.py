@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.inputs import plan_model, read_plan
-    from exeplan.plan_diff import DRAM_BYTES_PER_SECOND, SSD_BYTES_PER_SECOND, diff_plans
-    from exeplan.plan_diff_text import as_json, diff_text
-    from exeplan.report import json_line
+    from exeplan.planner.load_problem import plan_model, read_plan
+    from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, SSD_BYTES_PER_SECOND, diff_plans
+    from exeplan.planner.plan_diff_text import as_json, diff_text
+    from exeplan.planner.tables import json_line
     from exeplan.units import num_bytes
 
     speeds = {"from host memory": DRAM_BYTES_PER_SECOND, "from disk": SSD_BYTES_PER_SECOND}

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from exeplan.drift_state import Rules
-    from exeplan.drift_trace import TraceLook
-    from exeplan.plan import Plan
+    from exeplan.core.plan import Plan
+    from exeplan.drift.state import Rules
+    from exeplan.drift.trace import TraceLook
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.drift import Watch
-    from exeplan.drift_files import save_proposal
-    from exeplan.drift_trace import arrivals_of, play_trace
+    from exeplan.drift.save_proposal import save_proposal
+    from exeplan.drift.trace import arrivals_of, play_trace
+    from exeplan.drift.watch import Watch
     from exeplan.errors import InputError
-    from exeplan.inputs import plan_problem, read_plan
-    from exeplan.optimize import resolve_policies
-    from exeplan.queueing import parse_rate
-    from exeplan.report import json_line
-    from exeplan.workload_files import load_workload
+    from exeplan.planner.load_problem import plan_problem, read_plan
+    from exeplan.planner.optimize import resolve_policies
+    from exeplan.planner.tables import json_line
+    from exeplan.workload.arrivals import parse_rate
+    from exeplan.workload.files import load_workload
 
     plan = read_plan(args.plan)
     problem = plan_problem(plan, profile=args.profile, workload=args.workload)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rules(args: argparse.Namespace) -> "Rules":
-    from exeplan.drift_state import Rules
+    from exeplan.drift.state import Rules
     from exeplan.errors import InputError
     from exeplan.units import seconds
 
@@ -77,7 +77,7 @@ def _rules(args: argparse.Namespace) -> "Rules":
 
 
 def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
-    from exeplan.report import table
+    from exeplan.planner.tables import table
     from exeplan.units import show_seconds
 
     last = looks[-1].state if looks else None
@@ -107,7 +107,7 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
 def _as_json(plan: "Plan", looks: "list[TraceLook]") -> dict[str, Any]:
     from dataclasses import asdict
 
-    from exeplan.plan import as_json
+    from exeplan.core.plan import as_json
 
     replans = [
         {

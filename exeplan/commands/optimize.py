@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.bounds import Bound
-    from exeplan.cluster import Cluster
-    from exeplan.deadlines import Deadlines
-    from exeplan.explain import Explanation
-    from exeplan.margins import Risk
-    from exeplan.optimize import Optimum
-    from exeplan.problem import Problem
-    from exeplan.profile import Profile
-    from exeplan.sizing import Tried
+    from exeplan.core.bounds import Bound
+    from exeplan.core.cluster import Cluster
+    from exeplan.core.profile import Profile
+    from exeplan.planner.explain import Explanation
+    from exeplan.planner.margins import Risk
+    from exeplan.planner.optimize import Optimum
+    from exeplan.planner.problem import Problem
+    from exeplan.planner.sizing import Tried
+    from exeplan.workload.deadlines import Deadlines
 
 _MOST_SEQS = 65536
 """Residents that a search considers at most: far beyond any device, and small enough to list."""
@@ -93,12 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.explain_text import as_json as explanation_json
-    from exeplan.explain_text import explanation_lines
-    from exeplan.frontier_plot import check_suffix
-    from exeplan.optimize import as_json
-    from exeplan.report import json_line
-    from exeplan.sizing import sizes_table
+    from exeplan.planner.explain_text import as_json as explanation_json
+    from exeplan.planner.explain_text import explanation_lines
+    from exeplan.planner.frontier_plot import check_suffix
+    from exeplan.planner.optimize import as_json
+    from exeplan.planner.sizing import sizes_table
+    from exeplan.planner.tables import json_line
 
     started = time.perf_counter()
     if args.plot:
@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
 def _solved(args: argparse.Namespace) -> "tuple[Problem, Optimum, tuple[Tried, ...]]":
     """The problem on the GPUs asked for, or on the fewest that do; its best plan; and the sizes that were tried."""
     from exeplan.errors import Infeasible
-    from exeplan.optimize import optimize, resolve_policies
-    from exeplan.sizing import fewest_gpus, with_more_gpus
+    from exeplan.planner.optimize import optimize, resolve_policies
+    from exeplan.planner.sizing import fewest_gpus, with_more_gpus
 
     risk = _risk(args)
     make, cluster, whole = _asked(args)
@@ -153,8 +153,8 @@ def _solved(args: argparse.Namespace) -> "tuple[Problem, Optimum, tuple[Tried, .
 
 def _risk(args: argparse.Namespace) -> "Risk | None":
     from exeplan.errors import InputError
-    from exeplan.margins import Risk
-    from exeplan.risk import default_laws, load_errors, parse_risk
+    from exeplan.planner.margins import Risk
+    from exeplan.planner.risk import default_laws, load_errors, parse_risk
 
     if args.risk is None:
         if args.errors is not None:
@@ -168,16 +168,16 @@ def _asked(
     args: argparse.Namespace,
 ) -> "tuple[Callable[[Cluster | None], Problem], Cluster | None, Cluster | None]":
     """What makes the problem on some GPUs, the GPUs that were asked for, and the cluster they are of."""
-    from exeplan.bounds import parse_bounds
+    from exeplan.core.bounds import parse_bounds
+    from exeplan.core.model import load_model_spec
+    from exeplan.core.plan import check_utilization
+    from exeplan.core.profile import load_profile
     from exeplan.errors import InputError
-    from exeplan.inputs import fitted, profile_for
-    from exeplan.model import load_model_spec
-    from exeplan.plan import check_utilization
-    from exeplan.problem import make_problem
-    from exeplan.profile import load_profile
-    from exeplan.queueing import parse_arrivals, parse_rate
+    from exeplan.planner.load_problem import fitted, profile_for
+    from exeplan.planner.problem import make_problem
     from exeplan.units import num_bytes
-    from exeplan.workload_files import load_workload
+    from exeplan.workload.arrivals import parse_arrivals, parse_rate
+    from exeplan.workload.files import load_workload
 
     deadlines, due = _deadlines(args)
     bounds = parse_bounds(args.latency_bound, args.bound_on, ttft=args.ttft, tpot=args.tpot, due=due)
@@ -218,9 +218,9 @@ def _asked(
 
 def _deadlines(args: argparse.Namespace) -> "tuple[Deadlines | None, Bound | None]":
     """The deadlines that were asked for, and the bound that they make."""
-    from exeplan.bounds import deadline_bound
-    from exeplan.deadlines import parse_deadlines
+    from exeplan.core.bounds import deadline_bound
     from exeplan.errors import InputError
+    from exeplan.workload.deadlines import parse_deadlines
 
     if args.deadline is None:
         if args.deadline_share is not None:
@@ -237,7 +237,7 @@ def _deadlines(args: argparse.Namespace) -> "tuple[Deadlines | None, Bound | Non
 def _clusters(args: argparse.Namespace, profile: "Profile") -> "tuple[Cluster | None, Cluster | None]":
     """The GPUs that were asked for, all of them for `auto`, and the whole cluster."""
     from exeplan.errors import InputError
-    from exeplan.inputs import cluster_for, profiled_host
+    from exeplan.planner.load_problem import cluster_for, profiled_host
 
     if args.gpus not in (None, "auto") and not args.gpus.isdecimal():
         raise InputError(f"--gpus must be a number of GPUs or auto, found '{args.gpus}'")
@@ -254,9 +254,9 @@ def _clusters(args: argparse.Namespace, profile: "Profile") -> "tuple[Cluster | 
 
 
 def _explanation(args: argparse.Namespace, optimum: "Optimum", problem: "Problem") -> "Explanation":
-    from exeplan.cluster import load_cluster
-    from exeplan.explain import explain
-    from exeplan.optimize import optimize
+    from exeplan.core.cluster import load_cluster
+    from exeplan.planner.explain import explain
+    from exeplan.planner.optimize import optimize
 
     policies = (optimum.plan.schedule.policy,)
     again = partial(optimize, policies=policies, method=args.method, risk=_risk(args))
@@ -264,8 +264,8 @@ def _explanation(args: argparse.Namespace, optimum: "Optimum", problem: "Problem
 
 
 def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":
-    from exeplan.inputs import refer
-    from exeplan.plan import save_plan
+    from exeplan.core.plan import save_plan
+    from exeplan.planner.load_problem import refer
 
     plan = replace(
         optimum.plan,
@@ -280,8 +280,8 @@ def _saved(optimum: "Optimum", args: argparse.Namespace) -> "Optimum":
 
 
 def _report(optimum: "Optimum", problem: "Problem", seconds: float) -> str:
-    from exeplan.promise_text import promise_lines, show_bounds
-    from exeplan.report import side_by_side, table
+    from exeplan.planner.promise_text import promise_lines, show_bounds
+    from exeplan.planner.tables import side_by_side, table
     from exeplan.units import show_seconds
 
     plan, workload = optimum.plan, problem.workload
@@ -312,7 +312,7 @@ def _report(optimum: "Optimum", problem: "Problem", seconds: float) -> str:
 
 def _placement_lines(optimum: "Optimum", problem: "Problem") -> list[str]:
     """Where the plan runs and what that takes of each GPU; nothing for one device without a cluster."""
-    from exeplan.placement_text import show_placement
+    from exeplan.planner.placement_text import show_placement
     from exeplan.simulator.memory import weight_bytes
     from exeplan.units import show_bytes
 
@@ -344,8 +344,8 @@ def _rows(optimum: "Optimum") -> list[tuple[str, ...]]:
 
 
 def _plot(optimum: "Optimum", problem: "Problem", path: Path) -> None:
-    from exeplan.frontier_plot import draw_frontier
-    from exeplan.optimize import with_frontier
+    from exeplan.planner.frontier_plot import draw_frontier
+    from exeplan.planner.optimize import with_frontier
 
     results = {c.policy: with_frontier(problem, c) for c in optimum.candidates if c.search}
     draw_frontier(results, path, bound=problem.limit)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from exeplan.profile import Profile
+    from exeplan.core.profile import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +84,8 @@ def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
 
 
 def _refuse_fp8(dtype: str) -> None:
+    from exeplan.core.model import FP8, RUN_DTYPES
     from exeplan.errors import InputError
-    from exeplan.model import FP8, RUN_DTYPES
 
     if dtype == FP8:
         there = ", ".join(name for name in RUN_DTYPES if name != FP8)
@@ -93,8 +93,8 @@ def _refuse_fp8(dtype: str) -> None:
 
 
 def _measure(args: argparse.Namespace) -> int:
+    from exeplan.core.model import load_model_spec
     from exeplan.errors import InputError
-    from exeplan.model import load_model_spec
     from exeplan.units import seconds
 
     if not 0 < args.target_error < 1:
@@ -132,9 +132,9 @@ def _device(name: str) -> str:
 
 
 def _derive(args: argparse.Namespace) -> int:
-    from exeplan.cluster import load_cluster
-    from exeplan.model import load_model_spec
-    from exeplan.profiler.datasheet import load_datasheet, profile_from_datasheet, with_links
+    from exeplan.core.cluster import load_cluster
+    from exeplan.core.model import load_model_spec
+    from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 
     sheet = load_datasheet(args.datasheet, _overrides(args.set or ()))
     if args.cluster:
@@ -172,9 +172,9 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from exeplan.engine_constants import load_engine, with_engine
+    from exeplan.core.model import load_model_spec
     from exeplan.errors import InputError
-    from exeplan.model import load_model_spec
+    from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
     from exeplan.profiler.importing import import_profile
     from exeplan.units import seconds
 
@@ -216,7 +216,7 @@ def _only(profile: "Profile", sizes: Sequence[int]) -> "Profile":
 
 
 def _write(profile: "Profile", output: Path) -> None:
-    from exeplan.profile import save_profile
+    from exeplan.core.profile import save_profile
 
     save_profile(profile, output)
     sizes = ", ".join(map(str, profile.tensor_parallel_sizes))

@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.bounds import fullest
+    from exeplan.core.bounds import fullest
+    from exeplan.core.plan import as_json, save_plan
     from exeplan.errors import InputError
-    from exeplan.inputs import plan_problem, read_plan, refer
-    from exeplan.plan import as_json, save_plan
-    from exeplan.problem import drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
-    from exeplan.report import json_line, side_by_side
+    from exeplan.planner.load_problem import plan_problem, read_plan, refer
+    from exeplan.planner.problem import drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
+    from exeplan.planner.tables import json_line, side_by_side
     from exeplan.simulator.closed_form import steady_state
     from exeplan.simulator.timeline import write_timeline
 

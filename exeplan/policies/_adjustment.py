@@ -8,9 +8,9 @@ it: fewer of long ones, more of short ones. At least one request goes in, so tha
 What rra, waa-c and waa-m share. The closed form plans the mean and knows nothing of it; replay and engine do it.
 """
 
+from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.plan import Schedule
-from exeplan.scheduling import Scheduler
+from exeplan.policies.interface import Queue
 
 VARIABLES = ("adjust_percent", "prefill_tokens")
 _AHEAD = 4
@@ -24,14 +24,14 @@ def check(schedule: Schedule) -> None:
         raise InputError(f"{schedule.policy}: adjust_percent needs prefill_tokens and decode_batch, the planned loads")
 
 
-def adjusted_size(schedule: Schedule, state: Scheduler, *, others: int) -> int:
+def adjusted_size(schedule: Schedule, queue: Queue, *, others: int) -> int:
     """How many of the waiting are to be prefilled now, while `others` are already there."""
     batch, share = schedule["prefill_batch"], schedule["adjust_percent"] / 100
     low, high = (round(schedule["decode_batch"] * (1 + sign * share)) - others for sign in (-1, 1))
     size = max(min(max(batch, low), high), 1)
     load = schedule["prefill_tokens"] * size / batch
     count = tokens = 0
-    for sequence in state.admissible(_AHEAD * size):
+    for sequence in queue.admissible(_AHEAD * size):
         enough = count >= size and tokens >= load * (1 - share)
         if count and (enough or tokens + sequence.num_tokens > load * (1 + share)):
             break

@@ -12,7 +12,7 @@ What a pass leaves over of its prompts makes a Markov chain; nothing in it depen
 w(L) is an expectation: one prompt is cut, and of a queue of L tokens before a server that is always busy L / E[I] more
 wait, or fewer where few slots are left to ask. The prompts completed a pass are those of
 a simulation of single requests to 0.2 % in the median and 2 % at the 95th percentile, over random laws, slots and
-budgets (tests/test_policies_chunked.py).
+budgets (tests/policies/test_chunked.py).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from exeplan.length_law import Floats, LengthLaw, added_up
+from exeplan.arrays import Floats
+from exeplan.workload.length_law import LengthLaw, added_up
 
 _LEVELS = 32
 """Values of L."""

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from exeplan.length_law import LengthLaw
-from exeplan.policies import Clock, Cycle, Floats
+from exeplan.arrays import Floats
+from exeplan.policies.interface import Clock, Cycle
+from exeplan.workload.length_law import LengthLaw
 
 _DRAWS = 128
 _WARM_UP = 16

@@ -4,8 +4,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from exeplan.policies import Floats
-from exeplan.workload import Workload
+from exeplan.arrays import Floats
+from exeplan.workload.workload import Workload
 
 
 def round_seconds(through: Floats, slowest: Floats, probability: Floats, groups: int) -> float:

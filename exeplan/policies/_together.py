@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from exeplan.length_law import DecodeLaw
-from exeplan.policies import Floats
+from exeplan.arrays import Floats
+from exeplan.workload.length_law import DecodeLaw
 
 
 def generated(law: DecodeLaw) -> Floats:

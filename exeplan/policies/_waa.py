@@ -10,10 +10,12 @@ What waa-c and waa-m share; they differ in how the planner splits the GPUs.
 
 from collections.abc import Mapping
 
-from exeplan.plan import Schedule
-from exeplan.policies import Knob, _adjustment, require, slot_share
-from exeplan.scheduling import Batch, Scheduler
-from exeplan.workload import Workload
+from exeplan.core.batch import Batch
+from exeplan.core.schedule import Schedule
+from exeplan.policies import _adjustment
+from exeplan.policies._variables import require, slot_share
+from exeplan.policies.interface import Knob, Queue
+from exeplan.workload.workload import Workload
 
 
 def check(schedule: Schedule) -> None:
@@ -40,37 +42,37 @@ def starts_together(schedule: Schedule) -> int:
     return schedule["prefill_batch"]
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """Prefill while the limit lets a whole batch in; decode with the group that has been back longest."""
-    return _prefill(schedule, state) if phase == "prefill" else _decode(schedule, state)
+    return _prefill(schedule, queue) if phase == "prefill" else _decode(schedule, queue)
 
 
-def _prefill(schedule: Schedule, state: Scheduler) -> Batch | None:
+def _prefill(schedule: Schedule, queue: Queue) -> Batch | None:
     if "adjust_percent" in schedule.variables:
-        return _prefill_adjusted(schedule, state)
-    size = min(schedule["prefill_batch"], len(state.waiting))
-    ahead = state.num_handing_over + len(state.ready)
-    if ahead + size > (state.num_prefill_stages + 1) * schedule["prefill_batch"]:
+        return _prefill_adjusted(schedule, queue)
+    size = min(schedule["prefill_batch"], len(queue.waiting))
+    ahead = queue.num_handing_over + len(queue.ready)
+    if ahead + size > (queue.num_prefill_stages + 1) * schedule["prefill_batch"]:
         return None
-    admitted = state.admissible(size)
+    admitted = queue.admissible(size)
     return Batch(prefill=admitted, phase="prefill") if admitted else None
 
 
-def _prefill_adjusted(schedule: Schedule, state: Scheduler) -> Batch | None:
+def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
     """What is on its way or ready counts as decoding: it soon will."""
-    ahead = state.num_handing_over + len(state.ready)
-    if ahead and ahead > state.num_prefill_stages * schedule["prefill_batch"]:
+    ahead = queue.num_handing_over + len(queue.ready)
+    if ahead and ahead > queue.num_prefill_stages * schedule["prefill_batch"]:
         return None
-    admitted = state.admissible(_adjustment.adjusted_size(schedule, state, others=len(state.running)))
+    admitted = queue.admissible(_adjustment.adjusted_size(schedule, queue, others=len(queue.running)))
     return Batch(prefill=admitted, phase="prefill") if admitted else None
 
 
-def _decode(schedule: Schedule, state: Scheduler) -> Batch | None:
-    groups = len(state.groups)
-    for number in state.turns:
-        if number not in state.busy:
-            rows = state.groups[number]
-            state.join_ready(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
+def _decode(schedule: Schedule, queue: Queue) -> Batch | None:
+    groups = len(queue.groups)
+    for number in queue.turns:
+        if number not in queue.busy:
+            rows = queue.groups[number]
+            queue.join_ready(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
             if rows:
                 return Batch(decode=tuple(rows), group=number, phase="decode")
     return None

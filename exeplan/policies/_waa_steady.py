@@ -22,11 +22,13 @@ from functools import partial
 
 import numpy as np
 
-from exeplan.length_law import DecodeLaw
-from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Floats, Steady, micro_batches
+from exeplan.arrays import Floats
+from exeplan.core.schedule import Schedule
 from exeplan.policies._circulation import Gate, Prefills, circulate, prefills
-from exeplan.workload import Workload
+from exeplan.policies._variables import micro_batches
+from exeplan.policies.interface import Clock, Cycle, Steady
+from exeplan.workload.length_law import DecodeLaw
+from exeplan.workload.workload import Workload
 
 _SIZES = 16
 """Group sizes that are timed."""

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch, Chunk
+from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.length_law import LengthLaw
-from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, micro_batches, require, slot_share
-from exeplan.policies import fillings as plain_fillings
 from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.scheduling import Batch, Chunk, Scheduler
-from exeplan.workload import Workload
+from exeplan.policies._variables import fillings as plain_fillings
+from exeplan.policies._variables import micro_batches, require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
@@ -181,29 +183,29 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
     return np.maximum(1 + np.outer(_SPREAD, deviation), 0.0).ravel()
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
-    for number in state.turns:
-        if number not in state.busy and (batch := _pass_of(schedule, state, number)):
+    for number in queue.turns:
+        if number not in queue.busy and (batch := _pass_of(schedule, queue, number)):
             return batch
     return None
 
 
-def _pass_of(schedule: Schedule, state: Scheduler, number: int) -> Batch | None:
-    running = state.groups[number]
+def _pass_of(schedule: Schedule, queue: Queue, number: int) -> Batch | None:
+    running = queue.groups[number]
     begun = tuple(row for row in running if row.num_computed_tokens)  # The one that was cut.
     decode = tuple(row for row in running if not row.num_computed_tokens)
     room = schedule["max_num_batched_tokens"] - len(decode)
-    free = slot_share(schedule["max_num_seqs"], len(state.groups), number) - len(running)
+    free = slot_share(schedule["max_num_seqs"], len(queue.groups), number) - len(running)
     if cap := schedule.variables.get("max_num_prefills"):
         free = min(free, cap - len(begun))
     to_fill = room - sum(row.num_tokens - row.num_computed_tokens for row in begun)
-    prefill = begun + state.admissible(free, max_tokens=to_fill)
+    prefill = begun + queue.admissible(free, max_tokens=to_fill)
     chunks: list[Chunk] = []
     for row in prefill:
         start = row.num_computed_tokens
         end = min(row.num_tokens, start + room)
-        if state.whole_prompts and end < row.num_tokens:
+        if queue.whole_prompts and end < row.num_tokens:
             if chunks:  # It waits for a pass of its own.
                 break
             end = row.num_tokens

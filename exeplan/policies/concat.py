@@ -23,26 +23,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from exeplan.errors import InputError
-from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw
-from exeplan.orders import (
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch
+from exeplan.core.queue_order import (
+    ORDER_VARIABLES,
     ORDERS,
     SLOTTED_DAS,
     Das,
     Packed,
     Pick,
-    Queue,
+    QueueArrays,
+    das_of,
     dealt,
     in_rows,
     in_slots,
     in_slots_of_their_own,
     queue_of,
 )
-from exeplan.plan import Schedule
-from exeplan.policies import ORDER_VARIABLES, Clock, Cycle, Knob, Steady, das_of, require
+from exeplan.core.schedule import Schedule
+from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
-from exeplan.scheduling import Batch, Scheduler
-from exeplan.workload import Workload
+from exeplan.policies._variables import require
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
@@ -148,7 +152,7 @@ def _capacity(prompts: LengthLaw, rows: int, row_tokens: int, slot_tokens: int) 
         ahead = np.roll(tokens, -at)
         ahead = np.resize(ahead, rows * row_tokens // int(ahead.mean()) * 2 + 1)
         ahead = ahead[: int(np.searchsorted(np.cumsum(ahead), rows * row_tokens)) + 1]
-        queue = Queue(ahead, np.zeros(len(ahead)), np.ones(len(ahead)))
+        queue = QueueArrays(ahead, np.zeros(len(ahead)), np.ones(len(ahead)))
         at += len(in_slots("fcfs", queue, rows=rows, row_tokens=row_tokens, slot_tokens=slot_tokens, das=Das()).picks)
         batches += 1
     return at / batches
@@ -203,28 +207,28 @@ def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -
     return np.minimum(rows, batch), np.minimum(context, batch * tokens)
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """The running batch to its end, then whoever the order packs into the rows."""
-    if state.running:
-        return None if state.busy else Batch(decode=tuple(state.running))
-    if not state.waiting:
+    if queue.running:
+        return None if queue.busy else Batch(decode=tuple(queue.running))
+    if not queue.waiting:
         return None
-    waiting = list(state.waiting)
-    queue = queue_of(waiting)
-    packed = _packed(schedule, queue)
+    waiting = list(queue.waiting)
+    arrays = queue_of(waiting)
+    packed = _packed(schedule, arrays)
     chosen = [waiting[pick.request] for pick in packed.picks]
     limit = schedule.variables.get("max_num_seqs", len(chosen))
-    admitted = state.fitting(chosen, limit=limit, reserve=True)
+    admitted = queue.fitting(chosen, limit=limit, reserve=True)
     if not admitted:
         return None
-    packing = packed.packing(queue, len(admitted))
-    while state.pass_tokens is not None and packing.num_tokens > state.pass_tokens and len(admitted) > 1:
-        admitted = admitted[: len(admitted) * state.pass_tokens // packing.num_tokens or 1]
-        packing = packed.packing(queue, len(admitted))
+    packing = packed.packing(arrays, len(admitted))
+    while queue.pass_tokens is not None and packing.num_tokens > queue.pass_tokens and len(admitted) > 1:
+        admitted = admitted[: len(admitted) * queue.pass_tokens // packing.num_tokens or 1]
+        packing = packed.packing(arrays, len(admitted))
     return Batch(prefill=admitted, packing=packing)
 
 
-def _packed(schedule: Schedule, queue: Queue) -> Packed:
+def _packed(schedule: Schedule, queue: QueueArrays) -> Packed:
     rows, row, slot, das = schedule["rows"], schedule["row_tokens"], _slot_tokens(schedule), das_of(schedule)
     pressing = 0 if schedule.order == "fcfs" else int(np.argmin(queue.deadlines))
     if queue.tokens[pressing] > row:
@@ -233,7 +237,7 @@ def _packed(schedule: Schedule, queue: Queue) -> Packed:
     if queue.tokens[pressing] > slot:
         slot = row
     fits = np.flatnonzero(queue.tokens <= slot)
-    some = Queue(queue.tokens[fits], queue.deadlines[fits], queue.utilities[fits])
+    some = QueueArrays(queue.tokens[fits], queue.deadlines[fits], queue.utilities[fits])
     if own_slots:
         packed = in_slots_of_their_own(some, rows=rows, row_tokens=row, das=das)
     elif slot < row:

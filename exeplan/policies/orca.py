@@ -16,21 +16,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from exeplan.plan import Schedule
-from exeplan.policies import (
-    Clock,
-    Cycle,
-    Floats,
-    Knob,
-    Steady,
-    fillings,
-    micro_batches,
-    require,
-    slot_share,
-)
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch
+from exeplan.core.schedule import Schedule
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.scheduling import Batch, Scheduler
-from exeplan.workload import Workload
+from exeplan.policies._variables import fillings, micro_batches, require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
@@ -116,15 +108,15 @@ def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
     return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """The next group that is back: fill its free slots from the queue and run everybody in it."""
-    groups = len(state.groups)
-    for number in state.turns:
-        if number in state.busy:
+    groups = len(queue.groups)
+    for number in queue.turns:
+        if number in queue.busy:
             continue
-        running = state.groups[number]
+        running = queue.groups[number]
         free = slot_share(schedule["max_num_seqs"], groups, number) - len(running)
-        admitted = state.admissible(free, reserve=True)
+        admitted = queue.admissible(free, reserve=True)
         if admitted or running:
             return Batch(prefill=admitted, decode=tuple(running), group=number)
     return None

@@ -1,8 +1,8 @@
 """Round-robin allocation: prefill `prefill_batch` requests once, then run `decode_steps` decode iterations; repeat.
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1 and 6. B_E is `prefill_batch`, N_D is `decode_steps`; `micro_batches` m of
-equal size keep S pipeline stages busy. The steady state is the survival comb (`exeplan.length_law`), exact for any
-length law, not the paper's P_D(U), which forgets that long requests stay longer.
+equal size keep S pipeline stages busy. The steady state is the survival comb (`exeplan.workload.length_law`), exact
+for any length law, not the paper's P_D(U), which forgets that long requests stay longer.
 
     t(s)       seconds of one micro-batch on stage s
     prefill    m max_s t(s) + the time of the fullest micro-batch on all other stages: they are balanced by tokens, as
@@ -23,11 +23,14 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from exeplan.length_law import Comb, DecodeLaw, LengthLaw
-from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Floats, Knob, Steady, _adjustment, fillings, micro_batches, require
-from exeplan.scheduling import Batch, Scheduler, Sequence, balanced_part
-from exeplan.workload import Workload
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch, Sequence, balanced_part
+from exeplan.core.schedule import Schedule
+from exeplan.policies import _adjustment
+from exeplan.policies._variables import fillings, micro_batches, require
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = False
@@ -174,34 +177,34 @@ def _latency(timeline: _Timeline, first_tokens: float, output_tokens: Floats) ->
     return np.where(decodes > 0, timeline.until_decode + full * cycle + rest, timeline.own_prefill)
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """Prefill when every group has begun its N_D decode iterations, or when nobody is left to decode."""
-    groups, under_way = micro_batches(schedule), state.prefills_in_row > 0
-    turn = state.turn()
-    if state.waiting and (under_way or turn is None or state.entered[turn] >= schedule["decode_steps"]):
+    groups, under_way = micro_batches(schedule), queue.prefills_in_row > 0
+    turn = queue.turn()
+    if queue.waiting and (under_way or turn is None or queue.entered[turn] >= schedule["decode_steps"]):
         limit = schedule.variables.get("max_num_batched_tokens")
-        parts = max(groups - state.prefills_in_row, 1 if limit else 0)
-        if parts > 0 and (admitted := _admitted(schedule, state)):
+        parts = max(groups - queue.prefills_in_row, 1 if limit else 0)
+        if parts > 0 and (admitted := _admitted(schedule, queue)):
             part = balanced_part(admitted, min(parts, len(admitted)))
             return Batch(prefill=_within(part, limit) if limit else part)
-    if state.num_prefills_in_flight:
+    if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
     if under_way:
-        state.deal()
-        turn = state.turn()
-    if turn is None or turn in state.busy:
+        queue.deal()
+        turn = queue.turn()
+    if turn is None or turn in queue.busy:
         return None
-    return Batch(decode=tuple(state.groups[turn]), group=turn)
+    return Batch(decode=tuple(queue.groups[turn]), group=turn)
 
 
-def _admitted(schedule: Schedule, state: Scheduler) -> tuple[Sequence, ...]:
+def _admitted(schedule: Schedule, queue: Queue) -> tuple[Sequence, ...]:
     """Who is still to be prefilled before decoding goes on."""
     size = schedule["prefill_batch"]
     if "adjust_percent" in schedule.variables:
-        if state.row_size is None:
-            state.row_size = _adjustment.adjusted_size(schedule, state, others=len(state.running))
-        size = state.row_size
-    return state.admissible(size - state.admitted_in_row)
+        if queue.row_size is None:
+            queue.row_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
+        size = queue.row_size
+    return queue.admissible(size - queue.admitted_in_row)
 
 
 def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:

@@ -11,11 +11,12 @@ from functools import partial
 
 import numpy as np
 
-from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Knob, Steady, micro_batch_counts, micro_batches, require
+from exeplan.core.batch import Batch
+from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
-from exeplan.scheduling import Batch, Scheduler
-from exeplan.workload import Workload
+from exeplan.policies._variables import micro_batch_counts, micro_batches, require
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
@@ -87,24 +88,24 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     )
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """The running batch to its end, then the next `batch_size` requests, padded to the longest."""
-    parts = _prefill_micro_batches(schedule) - state.prefills_in_row
-    begun = state.prefills_in_row > 0
-    if (begun or not state.running) and parts > 0:
-        whole = state.admissible(schedule["batch_size"] - state.admitted_in_row, reserve=True)
+    parts = _prefill_micro_batches(schedule) - queue.prefills_in_row
+    begun = queue.prefills_in_row > 0
+    if (begun or not queue.running) and parts > 0:
+        whole = queue.admissible(schedule["batch_size"] - queue.admitted_in_row, reserve=True)
         admitted = whole[: -(-len(whole) // parts)]
         if admitted:
-            longest = max(s.num_prompt_tokens for s in (*whole, *state.running))
+            longest = max(s.num_prompt_tokens for s in (*whole, *queue.running))
             return Batch(prefill=admitted, pad_to=longest)
-    if state.num_prefills_in_flight:
+    if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
     if begun:
-        state.deal()
-    turn = state.turn()
-    if turn is None or turn in state.busy or all(s.finished for s in state.running):
+        queue.deal()
+    turn = queue.turn()
+    if turn is None or turn in queue.busy or all(s.finished for s in queue.running):
         return None
-    return Batch(decode=tuple(state.groups[turn]), group=turn)
+    return Batch(decode=tuple(queue.groups[turn]), group=turn)
 
 
 def _prefill_micro_batches(schedule: Schedule) -> int:

@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from exeplan.length_law import DecodeLaw, Floats, Ints, LengthLaw
-from exeplan.plan import Schedule
-from exeplan.policies import Clock, Cycle, Knob, Steady, require
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
-from exeplan.scheduling import Batch, Scheduler, Sequence
-from exeplan.workload import Workload
+from exeplan.policies._variables import require
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
@@ -128,14 +130,14 @@ def _cycle(group: _Group, timed: Ints) -> Cycle:
     )
 
 
-def next_batch(schedule: Schedule, state: Scheduler, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     """The running batch to its end, then that of the lengths of whoever is first."""
-    if state.running:
-        return None if state.busy else Batch(decode=tuple(state.running))
-    ahead = state.ahead(_ahead(schedule["batch_size"]))
+    if queue.running:
+        return None if queue.busy else Batch(decode=tuple(queue.running))
+    ahead = queue.ahead(_ahead(schedule["batch_size"]))
     if not ahead:
         return None
-    alike = state.fitting(_alike(ahead, schedule), limit=schedule["batch_size"], reserve=True)
+    alike = queue.fitting(_alike(ahead, schedule), limit=schedule["batch_size"], reserve=True)
     return Batch(prefill=alike, pad_to=max(s.num_prompt_tokens for s in alike))
 
 

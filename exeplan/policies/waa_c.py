@@ -6,11 +6,11 @@ many GPUs that prefilling and decoding take equal time. What both kinds do is in
 
 from collections.abc import Mapping
 
-from exeplan.plan import Schedule
-from exeplan.policies import fillings
+from exeplan.core.schedule import Schedule
+from exeplan.policies._variables import fillings
 from exeplan.policies._waa import check, completed, knobs, next_batch, starts_together
 from exeplan.policies._waa_steady import steady_state
-from exeplan.workload import Workload
+from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
 SEPARATE_STAGES = True

@@ -17,9 +17,9 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from exeplan.core.profile import LINKS, OPS, Measurement
 from exeplan.errors import InputError
 from exeplan.files import MAX_BYTES
-from exeplan.profile import LINKS, OPS, Measurement
 
 COLUMNS = ("op", "phase", "tensor_parallel_size", "num_seqs", "num_tokens", "context_tokens", "bytes", "seconds")
 _WHOLE = ("tensor_parallel_size", "num_seqs", "num_tokens", "context_tokens", "bytes")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from exeplan.arrays import Floats
+
 _ELEMENT_BYTES = 2
 _SMALLEST = 1024
 """Sizes of n and k from which on the error is judged: a layer's own."""

@@ -3,8 +3,8 @@
 They move bytes and hardly compute: the datasheet's `elementwise_latency` and `elementwise_efficiency` time them.
 """
 
-from exeplan.model import DTYPE_BYTES, ModelSpec
-from exeplan.profiler.roofline import Datasheet, elementwise_seconds
+from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.profiler.datasheets.roofline import Datasheet, elementwise_seconds
 
 _ELEMENT_BYTES = DTYPE_BYTES["bfloat16"]
 _LOGIT_BYTES = DTYPE_BYTES["float32"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from exeplan.profiler.datasheets.roofline import Datasheet, elementwise_seconds
 from exeplan.profiler.importing.attention import Kernels
 from exeplan.profiler.importing.tables import Table, numbers
-from exeplan.profiler.roofline import Datasheet, elementwise_seconds
 
 _MS = 1e-3
 _STORE = "attn_kv_cache_save"

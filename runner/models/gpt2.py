@@ -7,10 +7,10 @@ the layer's number, `scale_attn_weights` False leaves out the division by sqrt(h
 import torch
 from torch import Tensor
 
+from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec
-from exeplan.runner.checkpoint import Weights
-from exeplan.runner.layers import (
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.layers import (
     MLP,
     Attend,
     LayerNorm,
@@ -23,9 +23,9 @@ from exeplan.runner.layers import (
     product,
     summed,
 )
-from exeplan.runner.rotary import Angles
-from exeplan.runner.shard import Part, Shard, head_parts, inner_part
-from exeplan.runner.vocabulary import Vocabulary
+from exeplan.runner.compute.rotary import Angles
+from exeplan.runner.compute.shard import Part, Shard, head_parts, inner_part
+from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "transformer."
 EMBEDDING, POSITIONS, NORM = "transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f"

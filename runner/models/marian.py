@@ -15,11 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec
-from exeplan.runner.checkpoint import Weights
-from exeplan.runner.cross_attention import CrossAttention
-from exeplan.runner.layers import (
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.cross_attention import CrossAttention
+from exeplan.runner.compute.layers import (
     MLP,
     Attend,
     Block,
@@ -34,9 +34,9 @@ from exeplan.runner.layers import (
     projections,
     summed,
 )
-from exeplan.runner.rotary import Angles
-from exeplan.runner.shard import Shard, head_parts, inner_part
-from exeplan.runner.vocabulary import Vocabulary
+from exeplan.runner.compute.rotary import Angles
+from exeplan.runner.compute.shard import Shard, head_parts, inner_part
+from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, HEAD, HEAD_BIAS, LAYER = "model.shared.weight", "lm_head.weight", "final_logits_bias", "model.{}.layers.{}"

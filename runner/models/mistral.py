@@ -2,20 +2,12 @@
 
 from torch import Tensor
 
-from exeplan.model import ModelSpec
-from exeplan.runner.checkpoint import Weights
-from exeplan.runner.layers import (
-    Attend,
-    RMSNorm,
-    SelfAttention,
-    added,
-    attention_shape,
-    gated_mlp,
-    projections,
-)
-from exeplan.runner.rotary import Angles, Rotary
-from exeplan.runner.shard import Shard
-from exeplan.runner.vocabulary import Vocabulary
+from exeplan.core.model import ModelSpec
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.layers import Attend, RMSNorm, SelfAttention, added, attention_shape, gated_mlp, projections
+from exeplan.runner.compute.rotary import Angles, Rotary
+from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"

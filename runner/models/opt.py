@@ -7,9 +7,9 @@ before the tied head.
 
 from torch import Tensor
 
-from exeplan.model import ModelSpec
-from exeplan.runner.checkpoint import Weights
-from exeplan.runner.layers import (
+from exeplan.core.model import ModelSpec
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.layers import (
     MLP,
     Attend,
     LayerNorm,
@@ -23,9 +23,9 @@ from exeplan.runner.layers import (
     projections,
     summed,
 )
-from exeplan.runner.rotary import Angles
-from exeplan.runner.shard import Shard, inner_part
-from exeplan.runner.vocabulary import Vocabulary
+from exeplan.runner.compute.rotary import Angles
+from exeplan.runner.compute.shard import Shard, inner_part
+from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
 DECODER, EMBEDDING, HEAD = "model.decoder", "model.decoder.embed_tokens.weight", "lm_head.weight"

@@ -5,9 +5,9 @@
 
 from torch import Tensor
 
-from exeplan.model import ModelSpec
-from exeplan.runner.checkpoint import Weights
-from exeplan.runner.layers import (
+from exeplan.core.model import ModelSpec
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.layers import (
     Attend,
     RMSNorm,
     SelfAttention,
@@ -17,9 +17,9 @@ from exeplan.runner.layers import (
     projections,
     sliding_window,
 )
-from exeplan.runner.rotary import Angles, Rotary
-from exeplan.runner.shard import Shard
-from exeplan.runner.vocabulary import Vocabulary
+from exeplan.runner.compute.rotary import Angles, Rotary
+from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"

@@ -17,12 +17,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels.online_softmax import DistanceBias
-from exeplan.model import ModelSpec
-from exeplan.runner.checkpoint import Weights
-from exeplan.runner.cross_attention import CrossAttention
-from exeplan.runner.layers import (
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.cross_attention import CrossAttention
+from exeplan.runner.compute.layers import (
     MLP,
     Attend,
     AttentionShape,
@@ -38,9 +38,9 @@ from exeplan.runner.layers import (
     partial_linear,
     summed,
 )
-from exeplan.runner.rotary import Angles
-from exeplan.runner.shard import Group, Shard, head_parts, inner_part
-from exeplan.runner.vocabulary import Vocabulary
+from exeplan.runner.compute.rotary import Angles
+from exeplan.runner.compute.shard import Group, Shard, head_parts, inner_part
+from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = ""
 EMBEDDING, HEAD, NORM, BLOCK = "shared.weight", "lm_head.weight", "{}.final_layer_norm", "{}.block.{}.layer.{}"

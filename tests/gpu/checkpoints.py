@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from exeplan.model import ModelSpec, load_model_spec, model_spec
-from exeplan.runner import families
-from exeplan.runner.checkpoint import RandomWeights
-from exeplan.runner.model_runner import ModelRunner
+from exeplan.core.model import ModelSpec, load_model_spec, model_spec
+from exeplan.runner.compute import families
+from exeplan.runner.compute.checkpoint import RandomWeights
+from exeplan.runner.compute.model_runner import ModelRunner
 
 _SPREAD = 5.0
 """Weights this much larger than usual leave no two logits close."""

@@ -6,15 +6,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from exeplan.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.model import ModelSpec
+from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import kernels_for
-from exeplan.model import ModelSpec
-from exeplan.plan import Schedule
-from exeplan.runner.ahead import Ahead
-from exeplan.runner.engine import Engine, Output, Request
-from exeplan.runner.execution import Local
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.sampling import SamplingParams
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.engine import Engine, Output, Request
+from exeplan.runner.engine.executor import Local
 
 from .checkpoints import checkpoint
 from .conftest import DEVICE

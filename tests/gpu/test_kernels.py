@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
 from exeplan.kernels.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.select import REFERENCE, kernels_for
 from exeplan.kernels.spans import Span, Spans
-from exeplan.scheduling import BLOCK_SIZE
 
 from .conftest import DEVICE
 

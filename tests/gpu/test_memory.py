@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exeplan.model import model_spec
-from exeplan.plan import Plan, Schedule, single_stage
-from exeplan.runner.engine import Request
-from exeplan.runner.launch import build_engine, engine_setup
-from exeplan.runner.sampling import SamplingParams
+from exeplan.core.model import model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule, single_stage
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.engine import Request
+from exeplan.runner.engine_process.build import build_engine, engine_setup
 
 from .conftest import TRIED
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.kv_blocks import move_blocks, move_blocks_reference
 from exeplan.kernels.kv_slots import gather_slots
-from exeplan.scheduling import BLOCK_SIZE
 
 from .conftest import DEVICE, needs_triton
 

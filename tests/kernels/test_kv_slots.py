@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exeplan.core.model import load_model_spec
 from exeplan.kernels.kv_slots import (
     gather_slots,
     gather_slots_reference,
@@ -14,8 +15,7 @@ from exeplan.kernels.kv_slots import (
     store_slots,
     store_slots_reference,
 )
-from exeplan.model import load_model_spec
-from exeplan.runner.kv_cache import KVCache
+from exeplan.runner.compute.kv_cache import KVCache
 
 from .conftest import DEVICE, needs_triton
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.model import load_model_spec
 from exeplan.kernels.attention import CachedRows, decode_attention
 from exeplan.kernels.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.paged_attention import num_parts_for, paged_attention, paged_attention_reference
 from exeplan.kernels.tuning import Config
-from exeplan.model import load_model_spec
-from exeplan.runner.kv_cache import KVCache
-from exeplan.scheduling import BLOCK_SIZE
+from exeplan.runner.compute.kv_cache import KVCache
 
 from .conftest import DEVICE, needs_triton
 from .paged_cache import TOLERANCES, lengths, poisoned_cache

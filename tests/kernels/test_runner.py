@@ -2,14 +2,14 @@
 
 import pytest
 
+from exeplan.core.model import model_spec
+from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE, TRITON
-from exeplan.model import model_spec
-from exeplan.plan import Schedule
-from exeplan.runner.ahead import Ahead
-from exeplan.runner.engine import Engine, Request
-from exeplan.runner.execution import Local
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.sampling import SamplingParams
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Local
 
 from .conftest import DEVICE
 

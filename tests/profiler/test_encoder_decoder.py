@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exeplan.model import ModelSpec, model_spec
-from exeplan.profile import Profile
-from exeplan.profiler.calibrate import BurstStep, calibration
-from exeplan.profiler.lint import row_name
-from exeplan.profiler.measure import Rig
-from exeplan.profiler.points import Point
-from exeplan.profiler.probe import PassTimes
+from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.profile import Profile
+from exeplan.profiler.measuring.calibrate import BurstStep, calibration
+from exeplan.profiler.measuring.lint import row_name
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.measuring.points import Point
+from exeplan.profiler.measuring.probe import PassTimes
+from exeplan.profiler.measuring.samples import Samples, resumed
 from exeplan.profiler.profile_model import profile_model
-from exeplan.profiler.samples import Samples, resumed
-from exeplan.runner.engine import StepRecord
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.scheduling import Batch, Sequence, num_blocks_for
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.engine.engine import StepRecord
 from exeplan.simulator.cost import CostModel
 
 CONFIG = {

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.profile import COMPUTE_OPS, Profile, load_profile, save_profile
 from exeplan.errors import InputError
-from exeplan.model import ModelSpec, model_spec
-from exeplan.profile import COMPUTE_OPS, Profile, load_profile, save_profile
-from exeplan.profiler.lint import row_name
+from exeplan.profiler.measuring.lint import row_name
 from exeplan.profiler.profile_model import profile_model
-from exeplan.scheduling import Batch, Sequence
 from exeplan.simulator.cost import CostModel
 
 CONFIG = {

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from exeplan.model import load_model_spec
-from exeplan.runner.collectives import SharedMemoryGroup
-from exeplan.runner.model_runner import ModelRunner
-from exeplan.runner.shard import ALONE, Group, Shard
-from exeplan.scheduling import Batch, num_blocks_for
-from exeplan.scheduling import Sequence as Row
+from exeplan.core.batch import Batch, num_blocks_for
+from exeplan.core.batch import Sequence as Row
+from exeplan.core.model import load_model_spec
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.shard import ALONE, Group, Shard
+from exeplan.runner.ipc.collectives import SharedMemoryGroup
 
 TIMEOUT = 120.0
 """Seconds; the other rank may still be importing."""

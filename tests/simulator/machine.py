@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from exeplan.cluster import Cluster, Link
-from exeplan.profile import Profile
+from exeplan.core.cluster import Cluster, Link
+from exeplan.core.profile import Profile
 
 CLUSTER = Cluster(
     name="made-up",

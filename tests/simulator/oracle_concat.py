@@ -1,6 +1,7 @@
 """A second, slow replay of pure ConcatBatching with deadlines, written from TCB's text alone: a referee for `concat`.
 
-It shares no line with `exeplan.orders`, `exeplan.policies` or `exeplan.simulator`. One device, memory for everybody, no
+It shares no line with `exeplan.core.queue_order`, `exeplan.policies` or `exeplan.simulator`. One device, memory for
+everybody, no
 prompt longer than a row. Whoever has not begun by its deadline when a batch begins is never served. Times are seconds.
 """
 

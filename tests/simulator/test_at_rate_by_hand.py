@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from exeplan.plan import Estimate, Schedule
-from exeplan.queueing import Arrivals
-from exeplan.scheduling import Batch, Sequence
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.schedule import Estimate, Schedule
 from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.workload import Workload
+from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.workload import Workload
 
 PROMPT, OUTPUT = 64, 200
 ALIKE = Workload.of("alike", inputs=[PROMPT], outputs=[OUTPUT], weights=[1.0])

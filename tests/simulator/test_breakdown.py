@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from exeplan.cluster import Cluster, Link
-from exeplan.plan import Schedule, Stage
-from exeplan.profile import Profile
+from exeplan.core.cluster import Cluster, Link
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
 from exeplan.simulator.breakdown import KINDS, break_down
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay

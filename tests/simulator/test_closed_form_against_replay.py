@@ -16,14 +16,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from exeplan.metrics import summarize, window
-from exeplan.plan import Placement, Schedule, Stage
+from exeplan.core.metrics import summarize, window
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.policies import load_policy, policy_names
-from exeplan.profile import Profile
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
-from exeplan.workload import Workload
+from exeplan.workload.workload import Workload
 
 from .machine import CLUSTER, with_tensor_parallel
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.plan import Schedule
+from exeplan.core.schedule import Schedule
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import Run, replay
 

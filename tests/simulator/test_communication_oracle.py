@@ -15,19 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.cluster import Cluster, Link
-from exeplan.length_law import LengthLaw
-from exeplan.metrics import summarize
-from exeplan.model import ModelSpec
-from exeplan.plan import Placement, Schedule, Stage
-from exeplan.policies import Cycle, waa_c
-from exeplan.profile import Measurement, Profile
-from exeplan.scheduling import Batch
-from exeplan.scheduling import Sequence as Request
+from exeplan.core.batch import Batch
+from exeplan.core.batch import Sequence as Request
+from exeplan.core.cluster import Cluster, Link
+from exeplan.core.metrics import summarize
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Placement, Schedule, Stage
+from exeplan.policies import waa_c
+from exeplan.policies.interface import Cycle
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
-from exeplan.workload import Workload
+from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
 
 from .machine import with_tensor_parallel
 

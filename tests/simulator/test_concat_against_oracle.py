@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.batch import Batch, Packing, Place, Sequence
-from exeplan.plan import Schedule, single_stage
-from exeplan.profile import Profile
+from exeplan.core.batch import Batch, Packing, Place, Sequence
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, single_stage
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exeplan.length_law import LengthLaw
-from exeplan.plan import Placement, Stage
-from exeplan.policies import Cycle
-from exeplan.profile import Measurement, Profile
-from exeplan.scheduling import Batch, Sequence
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Placement, Stage
+from exeplan.policies.interface import Cycle
 from exeplan.simulator.cost import CostModel
+from exeplan.workload.length_law import LengthLaw
 
 PIPELINE = (Stage(devices=(0,), layers=(0, 3)), Stage(devices=(1,), layers=(3, 6)))
 APART = (

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.length_law import LengthLaw
-from exeplan.policies import Cycle
-from exeplan.profile import Measurement, Profile
-from exeplan.scheduling import Batch, Sequence
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.profile import Measurement, Profile
+from exeplan.policies.interface import Cycle
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.curves import Curve
+from exeplan.workload.length_law import LengthLaw
 
 
 def rows(*lengths: int, generated: int = 0) -> tuple[Sequence, ...]:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from exeplan.model import ModelSpec, load_model_spec
-from exeplan.plan import Placement, Stage
-from exeplan.profile import Profile
-from exeplan.simulator.memory import kv_room_tokens, memory_bytes
+from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement, Stage
+from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 
 BYTES = 4  # float32
 WHOLE = (Stage(layers=(0, 6)),)
@@ -69,7 +69,7 @@ def test_the_fullest_gpu_holds_what_is_counted(placement: Placement, tokens: int
 @pytest.mark.parametrize("placement", [WHOLE, PIPELINE, WIDE, APART], ids=["whole", "pipeline", "wide", "apart"])
 def test_the_room_for_tokens_fills_a_gpu_that_decodes(placement: Placement, profile: Profile) -> None:
     timed, memory = model(profile, tied=True), 1e9
-    room = kv_room_tokens(timed, placement, memory)
+    room = kv_capacity_tokens(timed, placement, memory)
     decoding = [
         size
         for size, stage in zip(expected(timed, placement, room, 0.0), placement, strict=True)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from exeplan.workload import Workload
-from exeplan.workload_files import load_workload
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
 
 from .oracle import Replayed, chunked, orca, rra, static, waa
 

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.batch import Packing, Place
-from exeplan.length_law import LengthLaw
-from exeplan.plan import Stage
-from exeplan.policies import Cycle
-from exeplan.profile import Measurement, Profile
-from exeplan.scheduling import Batch, Chunk, Sequence
+from exeplan.core.batch import Batch, Chunk, Packing, Place, Sequence
+from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Stage
+from exeplan.policies.interface import Cycle
 from exeplan.simulator.cost import CostModel
+from exeplan.workload.length_law import LengthLaw
 
 LAYERS = 6
 MEASURED = (16, 64, 128, 256, 512)

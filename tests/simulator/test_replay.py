@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exeplan.core.batch import Batch
+from exeplan.core.batch import Sequence as Row
+from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.plan import Schedule
 from exeplan.policies import load_policy, policy_names
-from exeplan.scheduling import Batch
-from exeplan.scheduling import Sequence as Row
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import Run, replay
-from exeplan.workload import Workload
+from exeplan.workload.workload import Workload
 
 ORCA = Schedule("orca", {"max_num_seqs": 2})
 RRA = Schedule("rra", {"prefill_batch": 2, "decode_steps": 2})

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.plan import Schedule, Stage
-from exeplan.profile import Profile
-from exeplan.scheduling import Batch, Chunk, Sequence
+from exeplan.core.batch import Batch, Chunk, Sequence
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from exeplan.core.metrics import RequestRecord
 from exeplan.errors import InputError
-from exeplan.metrics import RequestRecord
 from exeplan.simulator.replay import PassRecord, Run
 from exeplan.simulator.timeline import phase, trace_events, write_timeline
 

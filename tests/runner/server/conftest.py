@@ -31,10 +31,10 @@ SERVE = """
 import json, sys
 from pathlib import Path
 from exeplan.errors import InputError
-from exeplan.model import load_model_spec
-from exeplan.inputs import read_plan
-from exeplan.runner.options import ServeOptions
-from exeplan.runner.server import serve
+from exeplan.core.model import load_model_spec
+from exeplan.planner.load_problem import read_plan
+from exeplan.runner.server.options import ServeOptions
+from exeplan.runner.server.server import serve
 
 plan = read_plan(Path(sys.argv[1]))
 told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)

@@ -33,8 +33,8 @@ from pathlib import Path
 import pytest
 
 import exeplan
-from exeplan.runner import connection
-from exeplan.runner.connection import OPEN_PATHS, Gate
+from exeplan.runner.server import connection
+from exeplan.runner.server.connection import OPEN_PATHS, Gate
 
 from ..processes import descendants
 from .test_bad_input import BODIES

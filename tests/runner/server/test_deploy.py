@@ -8,8 +8,9 @@ from importlib import resources
 import pytest
 
 from exeplan.cli import main
-from exeplan.drift_state import DriftState, Replanned, ReplanState, summary
-from exeplan.plan import Plan, Schedule, Stage
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.drift.state import DriftState, Replanned, ReplanState, summary
 
 PLAN = Plan(model="m", schedule=Schedule("orca", {"max_num_seqs": 1}), placement=(Stage(layers=(0, 1)),))
 DEPLOY = resources.files("exeplan.runner") / "deploy"

@@ -7,7 +7,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
 
-from exeplan.runner.openapi import describe
+from exeplan.runner.server.openapi import describe
 
 from ..processes import PATIENCE, eventually
 from .conftest import is_idle

@@ -12,8 +12,8 @@ import time
 import pytest
 import uvicorn
 
-from exeplan.runner import connection
-from exeplan.runner.connection import GuardedProtocol
+from exeplan.runner.server import connection
+from exeplan.runner.server.connection import GuardedProtocol
 
 from ..processes import PATIENCE, eventually
 from .conftest import dropped, is_idle

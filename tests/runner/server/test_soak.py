@@ -5,24 +5,20 @@ import importlib
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from exeplan.bench import Load
-from exeplan.inputs import read_plan
+from exeplan.planner.load_problem import read_plan
+from exeplan.runner.load import Load
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 KEY = "the key"
 
 
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmark(name)` is one of them as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module
+    return lambda name: importlib.import_module(f"benchmarks.service.{name}")
 
 
 @pytest.fixture

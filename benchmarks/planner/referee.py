@@ -1,0 +1,83 @@
+"""The referee of a search: what trying everything, or a draw of everything, finds of a policy's points in a problem."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.core.schedule import Schedule
+from exeplan.planner.problem import Problem
+from exeplan.planner.search_space import Variant, variants
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Policy
+from exeplan.search.grid import Grid, Index, Limits, Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Referee:
+    """Outcomes, which do not depend on the bound."""
+
+    whole: bool
+    """Everything that may fit the memory was tried."""
+    points: int
+    """That may fit the memory, each another schedule."""
+    outcomes: list[Outcome]
+
+    def best(self, bound: float) -> float:
+        """The most throughput within the bound and the memory; 0 where nothing keeps both."""
+        return max((o.throughput for o in self.outcomes if o.latency <= bound and o.memory <= 1), default=0.0)
+
+
+def referee(problem: Problem, policy: str, *, most: float = math.inf, drawn: int = 0) -> Referee:
+    """Tries all points that may fit the memory, or draws so many where there are more than `most`.
+
+    They are drawn evenly over the variants, and over the logarithm of each control variable's position.
+    """
+    module = load_policy(policy)
+    knobs = module.knobs(problem.workload, problem.max_seqs)
+    lines = []
+    for variant in variants(problem, module):
+        grid = variant.grid(module, knobs, Limits(math.inf, 1.0))
+        lines.append((grid, min(_fitting(grid), _different(grid, variant, module))))
+    points = sum(line * math.prod(grid.shape[1:]) for grid, line in lines)
+    found = _all(lines) if points <= most else _draws([(grid, line) for grid, line in lines if line], drawn)
+    return Referee(whole=points <= most, points=points, outcomes=[grid(index) for grid, index in found])
+
+
+def _fitting(grid: Grid) -> int:
+    """Values of the first knob with which anything fits the memory, which rises with every knob."""
+    low, high = 0, grid.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        fits = grid((middle, *grid.bottom[1:])).memory <= 1
+        low, high = (middle + 1, high) if fits else (low, middle)
+    return low
+
+
+def _different(grid: Grid, variant: Variant, policy: Policy) -> int:
+    """Values of the first knob up to the last that changes the schedule: another variable may limit it."""
+
+    def schedule(value: int) -> Schedule:
+        variables = {**grid.point((value, *grid.bottom[1:])), **variant.filling}
+        return policy.schedule(variables, variant.problem.workload)
+
+    low, high = 0, grid.top[0]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if schedule(middle) == schedule(grid.top[0]) else (middle + 1, high)
+    return low + 1
+
+
+def _all(lines: list[tuple[Grid, int]]) -> Iterator[tuple[Grid, Index]]:
+    for grid, line in lines:
+        for index in itertools.product(range(line), *map(range, grid.shape[1:])):
+            yield grid, index
+
+
+def _draws(lines: list[tuple[Grid, int]], drawn: int) -> Iterator[tuple[Grid, Index]]:
+    rng = np.random.default_rng(0)
+    for _ in range(drawn):
+        grid, line = lines[rng.integers(len(lines))]
+        yield grid, tuple(int(n ** rng.random()) - 1 for n in (line, *grid.shape[1:]))

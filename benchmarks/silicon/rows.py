@@ -1,0 +1,188 @@
+"""Serving runs that others measured, and what a planner's picks among them are worth. Seconds and tokens.
+
+A run: `concurrency` clients send prompts of one length, all answers have one length; each client sends its next request
+when it has its answer. TTFT is measured from the sending, so that waiting counts; both means are over all requests.
+"""
+
+import csv
+import gzip
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from exeplan.files import shipped_names
+from exeplan.planner.risk import error_law
+
+_TIGHT = 1.0001
+_GRID = 12
+"""Bounds of a group between its fastest and its slowest run."""
+_MARGINS = np.arange(0.0, 0.401, 0.001)
+_LEAST_CANDIDATES = 3
+_DTYPES = {"": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "bfloat16"}
+_DTYPES |= {"fp8": "fp8", "fp8_block": "fp8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measured configuration; `model` is a shipped name, `system` the folder of the operator tables."""
+
+    engine: str
+    version: str
+    model: str
+    dtype: str
+    system: str
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    tensor_parallel_size: int
+    ttft: float
+    tpot: float
+
+    @property
+    def e2e(self) -> float:
+        return self.ttft + self.tpot * (self.output_tokens - 1)
+
+    @property
+    def half(self) -> int:
+        """Which half of the rows it is in, by its configuration."""
+        name = f"{self.engine}{self.model}{self.input_tokens}/{self.output_tokens}/{self.concurrency}"
+        return zlib.crc32(f"{name}/{self.tensor_parallel_size}".encode()) & 1
+
+    @property
+    def deployment(self) -> tuple[str, str, str, str]:
+        return self.engine, self.version, self.model, self.dtype
+
+    def rate(self, e2e: float) -> float:
+        """Output tokens a second and GPU if a request takes so long."""
+        return self.concurrency * self.output_tokens / e2e / self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    ttft: float
+    tpot: float
+
+    def e2e(self, row: Row) -> float:
+        return self.ttft + self.tpot * (row.output_tokens - 1)
+
+
+def read_rows(path: Path) -> tuple[list[Row], int]:
+    """All rows that exeplan has a model and a dtype for, on one stage that does everything, and how many others there
+    are."""
+    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
+        found = list(csv.DictReader(lines))
+    rows = [_row(model, line) for line in found if (model := _model(line["model_path"])) and _is_plain(line)]
+    return rows, len(found) - len(rows)
+
+
+def _is_plain(line: dict[str, str]) -> bool:
+    return line["mode"] == "agg" and float(line["pp_size"]) == 1 and line["precision"] in _DTYPES
+
+
+def _model(path: str) -> str | None:
+    """The longest shipped name that the model's begins with."""
+    name = path.split("/")[-1].lower()
+    return max((shipped for shipped in shipped_names("models") if name.startswith(shipped)), key=len, default=None)
+
+
+def _row(model: str, line: dict[str, str]) -> Row:
+    return Row(
+        engine=line["backend"],
+        version=line["backend_version"],
+        model=model,
+        dtype=_DTYPES[line["precision"]],
+        system=line["system"],
+        input_tokens=int(float(line["isl"])),
+        output_tokens=int(float(line["osl"])),
+        concurrency=int(float(line["batch_size"])),
+        tensor_parallel_size=int(float(line["tp_size"])),
+        ttft=float(line["silicon_ttft_ms"]) / 1e3,
+        tpot=float(line["silicon_tpot_ms"]) / 1e3,
+    )
+
+
+Pair = tuple[Row, Prediction]
+Margin = Callable[[Row], float]
+
+
+def errors(pairs: Sequence[Pair]) -> dict[str, tuple[float, float, float]]:
+    """Mean and median of the size, and mean with the sign, of predicted over measured - 1."""
+    ratios = {
+        "ttft": [p.ttft / r.ttft for r, p in pairs],
+        "tpot": [p.tpot / r.tpot for r, p in pairs],
+        "e2e": [p.e2e(r) / r.e2e for r, p in pairs],
+    }
+    found = {}
+    for name, values in ratios.items():
+        error = np.array(values) - 1
+        found[name] = float(np.abs(error).mean()), float(np.median(np.abs(error))), float(error.mean())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Of all cases: the share whose pick breaks the bound when measured, or where nothing is promised although
+    something would do; and the measured rate of picks that hold over the best measured one, its mean."""
+
+    cases: int
+    broken: float
+    refused: float
+    kept: float
+
+
+def picks(pairs: Sequence[Pair], margin: Margin, bounds: Callable[[Sequence[Row]], Sequence[float]]) -> Picks:
+    """For each deployment, prompt and answer length and each bound on e2e: the configuration of the highest predicted
+    rate whose predicted e2e times (1 + margin) keeps the bound."""
+    cases = broken = refused = 0
+    kept = []
+    for group in _groups(pairs):
+        promised = np.array([p.e2e(r) * (1 + margin(r)) for r, p in group])
+        predicted = np.array([r.rate(p.e2e(r)) for r, p in group])
+        measured, rate = (np.array([f(r) for r, _ in group]) for f in (lambda r: r.e2e, lambda r: r.rate(r.e2e)))
+        for bound in bounds([r for r, _ in group]):
+            cases += 1
+            fits = promised <= bound
+            if not fits.any():
+                refused += 1
+                continue
+            pick = int(np.argmax(np.where(fits, predicted, -np.inf)))
+            if measured[pick] > bound:
+                broken += 1
+            else:
+                kept.append(rate[pick] / rate[measured <= bound].max())
+    return Picks(cases, broken / max(cases, 1), refused / max(cases, 1), float(np.mean(kept)) if kept else 0.0)
+
+
+def tight_bounds(rows: Sequence[Row]) -> list[float]:
+    """Each measured e2e: some configuration, often the best, lies on the bound."""
+    return [row.e2e * _TIGHT for row in rows]
+
+
+def spread_bounds(rows: Sequence[Row]) -> list[float]:
+    """From just above the fastest to above the slowest."""
+    times = [row.e2e for row in rows]
+    return np.geomspace(1.02 * min(times), 1.1 * max(times), _GRID).tolist()
+
+
+def least_margin(pairs: Sequence[Pair], share: float, bounds: Callable[[Sequence[Row]], Sequence[float]]) -> float:
+    """The smallest margin with which at most such a share of the picks break."""
+    return next(
+        (float(m) for m in _MARGINS if picks(pairs, lambda row, m=m: m, bounds).broken <= share), float(_MARGINS[-1])
+    )
+
+
+def quantile_margin(pairs: Sequence[Pair], share: float) -> float:
+    """What a configuration's measured e2e exceeds with at most that chance, by the errors of `planner/risk.py`."""
+    ratios = [row.e2e / prediction.e2e(row) for row, prediction in pairs]
+    return error_law(ratios, "the other half's rows").margin(share)
+
+
+def _groups(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    groups: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+    for row, prediction in pairs:
+        groups[*row.deployment, row.system, row.input_tokens, row.output_tokens].append((row, prediction))
+    yield from (group for group in groups.values() if len(group) >= _LEAST_CANDIDATES)

@@ -1,0 +1,6 @@
+"""Array types that several rooms share."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]

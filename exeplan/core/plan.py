@@ -1,0 +1,262 @@
+"""Plan: schedule + placement + the estimate it was chosen on + fingerprints of its inputs, as one YAML file.
+
+A plan may be written by hand: model, policy with its variables, and placement suffice; `exeplan simulate` adds the
+rest.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from exeplan.core.bounds import Bound, check_together, is_deadline
+from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
+from exeplan.errors import InputError
+from exeplan.files import write_text
+from exeplan.workload.arrivals import check_rate
+from exeplan.workload.deadlines import parse_deadlines
+
+_TEXTS = (
+    "model",
+    "workload",
+    "profile",
+    "cluster",
+    "device",
+    "dtype",
+    "kv_dtype",
+    "deadline",
+    *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
+)
+_ABOUT_DEADLINES = ("deadline_share", "utility")
+_COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything `exeplan serve` needs, and what it promises."""
+
+    model: str
+    """A model directory or a shipped name."""
+    schedule: Schedule
+    placement: Placement
+    workload: str | None = None
+    """What the plan was made for: a trace path, a shipped workload, or a law as written for `--workload`."""
+    fit_context: bool = False
+    """The workload's lengths were scaled to the model's context."""
+    profile: str | None = None
+    cluster: str | None = None
+    """A cluster file or a shipped name; None for one device."""
+    gpus: int | None = None
+    """So many GPUs of the cluster; None for all."""
+    bound: Bound | None = None
+    more_bounds: tuple[Bound, ...] = ()
+    """Bounds that hold beside it."""
+    arrival_rate: float | None = None
+    """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
+    deadline: str | None = None
+    """How long after its arrival a request's answer is of use: a time, or two, as written for `--deadline`."""
+    trace_arrivals: bool = False
+    """Requests come as in the workload's own trace."""
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    """Of keys and values, where it is not the same."""
+    device: str | None = None
+    num_threads: int = 1
+    """Compute threads on a CPU."""
+    kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    """The share of a GPU's memory that may be in use, where it is not the usual one."""
+    max_seqs: int | None = None
+    model_fingerprint: str | None = None
+    workload_fingerprint: str | None = None
+    profile_fingerprint: str | None = None
+    estimate: Estimate | None = None
+    replay: Estimate | None = None
+    drift_headroom: float | None = None
+    """The mean output may rise by this share before the bound breaks; None when nothing bounds it."""
+    rate_headroom: float | None = None
+    """The arrival rate may rise by this share before a bound breaks; None for a backlog."""
+    promise: Mapping[str, Any] = field(default_factory=dict)
+    """The `risk` of breaking a bound, the `margin` kept below each, relative to the estimate, and its `source`."""
+    search: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Writes the plan as YAML, unset fields left out."""
+    import yaml
+
+    body = {name: value for name, value in as_json(plan).items() if value not in (None, {}, [])}
+    write_text(path, yaml.safe_dump({"exeplan": 1, **body}, sort_keys=False, default_flow_style=None, width=110))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values: `schedule` is flat, its policy beside its variables."""
+    body = asdict(plan)
+    order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
+    body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
+    for name in ("estimate", "replay"):
+        if body[name]:
+            body[name] = estimate_json(body[name])
+    body["placement"] = [stage_json(stage) for stage in plan.placement]
+    body["more_bounds"] = list(body["more_bounds"])
+    return body
+
+
+def estimate_json(body: Mapping[str, Any]) -> dict[str, Any]:
+    """An Estimate's fields, without those about deadlines where there are none."""
+    return {name: value for name, value in body.items() if value is not None or name not in _ABOUT_DEADLINES}
+
+
+def stage_json(stage: Stage) -> dict[str, Any]:
+    """A stage as plain values, as in a plan's `placement`."""
+    body: dict[str, Any] = {
+        "devices": list(stage.devices),
+        "tensor_parallel_size": stage.tensor_parallel_size,
+        "layers": list(stage.layers),
+    }
+    if stage.encoder_layers != (0, 0):
+        body["encoder_layers"] = list(stage.encoder_layers)
+    return {**body, "phase": stage.phase} if stage.phase else body
+
+
+def parse_plan(body: Mapping[str, Any]) -> Plan:
+    """The plan of `as_json` values, its policy unchecked. Raises InputError naming the field that is wrong."""
+    known = {f.name for f in fields(Plan)}
+    if unknown := sorted({str(name) for name in body} - known):
+        raise InputError(f"unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in ("model", "schedule", "placement"):
+        if name not in given:
+            raise InputError(f"a plan needs '{name}'")
+    _check_values(given)
+    given.update(
+        schedule=_schedule(given["schedule"]),
+        placement=placement_from(given["placement"]),
+        bound=_bound(given["bound"]) if "bound" in given else None,
+        more_bounds=_more_bounds(given),
+    )
+    _check_deadline_bound(given["bound"], given)
+    given.update({name: _estimate(name, given[name]) for name in ("estimate", "replay") if name in given})
+    return Plan(**given)
+
+
+def with_utilization(plan: Plan, share: float | None) -> Plan:
+    """The plan with another share of its GPUs' memory, where one is given. Raises InputError for a plan for a CPU."""
+    if share is None:
+        return plan
+    check_utilization(share, "--gpu-memory-utilization")
+    if plan.device != "cuda":
+        raise InputError("--gpu-memory-utilization is for GPUs; on a CPU the KV cache has the plan's kv_cache_tokens")
+    return replace(plan, gpu_memory_utilization=share)
+
+
+def check_utilization(value: object, name: str) -> None:
+    """Raises InputError unless it is a share of a GPU's memory."""
+    if not is_number(value) or not 0 < value <= 1:  # type: ignore[operator] # it is a number by then
+        raise InputError(f"{name} is a share of the GPU's memory above 0 and at most 1, found {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a number; Python counts booleans among them, a plan does not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    for name in _TEXTS:
+        if not isinstance(body.get(name, ""), str):
+            raise InputError(f"{name} must be text, found {body[name]!r}")
+    for name in _COUNTS:
+        value = body.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a positive integer, found {value!r}")
+    for name in ("dtype", "kv_dtype"):
+        if body.get(name, "float32") not in DTYPE_BYTES:
+            raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
+    for name in ("fit_context", "trace_arrivals"):
+        if not isinstance(body.get(name, False), bool):
+            raise InputError(f"{name} must be true or false, found {body[name]!r}")
+    for name in ("drift_headroom", "rate_headroom"):
+        if not is_number(body.get(name, 0.0)):
+            raise InputError(f"{name} must be a number, found {body[name]!r}")
+    for name in ("search", "promise"):
+        if not isinstance(body.get(name, {}), Mapping):
+            raise InputError(f"{name} must be a mapping, found {body[name]!r}")
+    if "gpu_memory_utilization" in body:
+        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
+    if "deadline" in body:
+        parse_deadlines(body["deadline"], "deadline")
+        if not ("arrival_rate" in body or body.get("trace_arrivals")):
+            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
+    if "arrival_rate" in body:
+        check_rate(body["arrival_rate"])
+        if body.get("trace_arrivals"):
+            raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
+
+
+def _schedule(body: Any) -> Schedule:
+    if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
+        raise InputError("schedule must name a policy and its control variables")
+    variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}
+    return Schedule(body["policy"], variables, body.get("order", "fcfs"))
+
+
+def placement_from(body: Any) -> Placement:
+    """The placement of `stage_json` values. Raises InputError naming what is wrong."""
+    if not isinstance(body, list) or not body:
+        raise InputError("placement must list at least one stage, such as {devices: [0], layers: [0, 6]}")
+    return tuple(_stage(stage) for stage in body)
+
+
+def _stage(body: Any) -> Stage:
+    if not isinstance(body, Mapping) or not {"devices", "layers"} <= set(body):
+        raise InputError(f"each stage of a placement needs devices and layers, found {body!r}")
+    devices, layers, encoder = body["devices"], body["layers"], body.get("encoder_layers", [0, 0])
+    spans = all(_counts(span) and len(span) == 2 and span[0] <= span[1] for span in (layers, encoder))
+    if not _counts(devices) or not spans or layers[1] - layers[0] + encoder[1] - encoder[0] == 0:
+        raise InputError(
+            f"a stage needs devices such as [0] and layers [first, last exclusive], found {devices!r} and {layers!r}"
+        )
+    if body.get("phase", "") not in ("", "prefill", "decode"):
+        raise InputError(f"a stage's phase can be prefill or decode, found {body['phase']!r}")
+    return Stage(
+        devices=tuple(devices),
+        layers=(layers[0], layers[1]),
+        encoder_layers=(encoder[0], encoder[1]),
+        phase=body.get("phase", ""),
+    )
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _bound(body: Any) -> Bound:
+    if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about"}:
+        raise InputError(f"a bound has seconds and about, found {body!r}")
+    return Bound(**body)
+
+
+def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
+    if bound and is_deadline(bound.about) and "deadline" not in body:
+        raise InputError(f"a bound on {bound.about} needs a deadline beside it, such as deadline: 2s")
+
+
+def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
+    found = body.get("more_bounds", [])
+    if not isinstance(found, list):
+        raise InputError(f"more_bounds must list bounds such as {{seconds: 0.5, about: ttft}}, found {found!r}")
+    more = tuple(_bound(bound) for bound in found)
+    check_together((_bound(body["bound"]) if "bound" in body else Bound(seconds=math.inf), *more))
+    return more
+
+
+def _estimate(name: str, body: Any) -> Estimate:
+    names = [f.name for f in fields(Estimate) if f.name not in _ABOUT_DEADLINES]
+    if not isinstance(body, Mapping) or set(body) - set(_ABOUT_DEADLINES) != set(names):
+        raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
+    for key, value in body.items():
+        if not is_number(value) and not (key == "latency" and value is None):
+            raise InputError(f"{name}: {key} must be a number, found {value!r}")
+    return Estimate(**body)

@@ -1,0 +1,244 @@
+"""Profile: what one layer costs on one device, as measurements; one readable JSON file.
+
+A measurement is one row: `attention` and `rest` are one layer each, `embed`, `head`, `overhead` and `control` one
+iteration each.
+
+    op         phase    axes                        meaning
+    attention  prefill  num_seqs, num_tokens        KV store and attention of num_seqs prompts, num_tokens in all
+    attention  decode   num_seqs, context_tokens    one new token a sequence, context_tokens in the cache in all
+    rest       (both)   num_tokens                  the layer without its attention; of an encoder-decoder model
+                                                    prefill: an encoder layer, with its share of the decoder's keys and
+                                                    values of the prompt; decode: a decoder layer
+                                                    (a decoder-only one's passes with prompts, and those without, may
+                                                    be apart too: `engine_constants.py`)
+    embed      (both)   num_tokens                  token and position embedding
+    head       (both)   num_seqs                    final norm, output head and sampling of num_seqs rows
+    overhead   decode   num_seqs                    scheduling, batch preparation and bookkeeping of an iteration
+    overhead   prefill  num_seqs, num_tokens        the same for a prefill
+    control    (both)   num_seqs                    what an iteration takes beyond where workers run it, between the end
+                                                    of its last stage and the start of the next one's first
+    pass       alone    num_seqs, context_tokens    a decode pass of one of several devices while the others wait;
+                                                    together: while all compute
+    all_reduce intra    bytes                       sum over tensor_parallel_size devices of one node; inter: of several
+    send       intra    bytes                       from one device to another of its node; inter: to another node
+
+Rows hold at one tensor_parallel_size: `attention`, `rest`, `embed` and `head` are one device's shard then, without
+communication. An encoder-decoder model's `attention decode` is a decoder layer's own and cross attention together, over
+all tokens in both of its caches. Times are medians in seconds.
+
+Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_spec
+from exeplan.errors import InputError
+from exeplan.files import read_json, write_text
+
+COMPUTE_OPS = ("attention", "rest", "embed", "head", "overhead")
+LINK_OPS = ("all_reduce", "send")
+OPS = (*COMPUTE_OPS, "control", "pass", *LINK_OPS)
+COMPUTE_PHASES = ("prefill", "decode", "", "alone", "together")
+LINKS = ("intra", "inter")
+"""Phases of the two operations that communicate: inside a node and between nodes."""
+_AXES = {
+    ("attention", "prefill"): ("num_seqs", "num_tokens"),
+    ("attention", "decode"): ("num_seqs", "context_tokens"),
+    ("rest", ""): ("num_tokens",),
+    ("embed", ""): ("num_tokens",),
+    ("head", ""): ("num_seqs",),
+    ("overhead", "decode"): ("num_seqs",),
+    ("overhead", "prefill"): ("num_seqs",),
+}
+"""The measurements that a profile must hold, and the axes that each of their rows needs."""
+_MORE_AXES = {
+    ("control", ""): ("num_seqs",),
+    ("pass", "alone"): ("num_seqs", "context_tokens"),
+    ("pass", "together"): ("num_seqs", "context_tokens"),
+}
+"""The same of those that it may hold."""
+_LARGEST = 1e30
+"""Above any bytes, seconds or rates there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What was measured. Rates are ceilings measured on the device itself; they bound every believable row."""
+
+    name: str
+    kind: str
+    """`cpu` or `cuda`."""
+    memory_bytes: int
+    num_threads: int = 1
+    copy_bytes_per_second: float
+    flops_per_second: float
+    cache_bytes: int = 0
+    """The last-level cache; weights and keys that fit it may be read faster than they are copied in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One timed point; axes that do not apply are 0."""
+
+    op: str
+    phase: str = ""
+    num_seqs: int = 0
+    num_tokens: int = 0
+    context_tokens: int = 0
+    tensor_parallel_size: int = 1
+    bytes: int = 0
+    seconds: float
+    spread: float = 0.0
+    """Half the interquartile range over the median."""
+    repeats: int = 1
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Measurement)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All measurements of one model shape on one device in one dtype."""
+
+    model: ModelSpec
+    dtype: str
+    device: Device
+    weight_bytes: int
+    """Resident bytes of the weights as the engine holds them."""
+    workspace_bytes: int
+    """Peak bytes of activations at the largest measured prefill."""
+    measurements: tuple[Measurement, ...] = field(repr=False)
+    kv_dtype: str | None = None
+    """Of keys and values, where it is not the same."""
+    calibration: float = 1.0
+    """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
+    source: str = "measured"
+    """`measured`, or where the times come from: `datasheet a100-80gb`, `imported vidur`."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    created: str = ""
+    complete: bool = True
+    """False while a run is interrupted; `exeplan profile` with the same file resumes it."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """What keys and values are kept in."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """Degrees at which a layer was timed, rising."""
+        return tuple(sorted({m.tensor_parallel_size for m in self.measurements if m.op == "rest"}))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides a prediction."""
+        rows = [{name: getattr(m, name) for name in _DEFAULTS} for m in self.measurements]
+        body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
+        body += [self.kv_dtype] if self.kv_dtype else []
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Writes the profile as JSON, one measurement a line."""
+    head = {
+        "exeplan_profile": 1,
+        "model": {"name": profile.model.name, "fingerprint": profile.model.fingerprint, "config": profile.model.config},
+        **{
+            name: getattr(profile, name)
+            for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "source", "created", "complete")
+        },
+        **({"kv_dtype": profile.kv_dtype} if profile.kv_dtype else {}),
+        "device": asdict(profile.device),
+        "versions": dict(profile.versions),
+    }
+    rows = ",\n".join(
+        f"    {json.dumps({k: v for k, v in asdict(m).items() if v != _DEFAULTS.get(k)})}" for m in profile.measurements
+    )
+    text = json.dumps(head, indent=2, default=str)
+    write_text(path, f'{text[:-2]},\n  "measurements": [\n{rows}\n  ]\n}}\n')
+
+
+def load_profile(path: Path) -> Profile:
+    """Reads and checks a profile. Raises InputError naming the row or field that is wrong."""
+    body = read_json(path)
+    if body.get("exeplan_profile") != 1:
+        raise InputError(f"{path} is not an exeplan profile; make one with `exeplan profile MODEL -o {path}`")
+    try:
+        rows = tuple(_measurement(row, index, path) for index, row in enumerate(body["measurements"], start=1))
+        profile = Profile(
+            model=model_spec(body["model"]["config"], name=body["model"]["name"]),
+            device=Device(**body["device"]),
+            measurements=rows,
+            **{
+                f.name: body[f.name]
+                for f in fields(Profile)
+                if f.name not in ("model", "device", "measurements") and f.name in body
+            },
+        )
+    except KeyError as error:
+        raise InputError(f"{path} is not a whole profile: it lacks {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a profile: {error}") from None
+    _check_values(profile, path)
+    if body["model"].get("fingerprint") != profile.model.fingerprint:
+        raise InputError(
+            f"{path}: the model's config does not match its fingerprint, so the file was edited or damaged"
+        )
+    for op, phase in _AXES:
+        if not any(m.op == op and phase in ("", m.phase) for m in rows):
+            what = f"{op} {phase}".strip()
+            raise InputError(f"{path} holds no '{what}' measurement; run `exeplan profile` again")
+    return profile
+
+
+def _check_values(profile: Profile, path: Path) -> None:
+    device = profile.device
+    positive = {
+        "weight_bytes": profile.weight_bytes,
+        "workspace_bytes": profile.workspace_bytes,
+        "calibration": profile.calibration,
+        **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
+        "num_threads": device.num_threads,
+    }
+    for name, value in positive.items():
+        if not _is_positive(value):
+            raise InputError(f"{path}: {name} must be a positive number, found {value!r}")
+    if profile.dtype not in DTYPE_BYTES:
+        raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
+    if profile.kv_dtype is not None and profile.kv_dtype not in DTYPE_BYTES:
+        raise InputError(f"{path}: kv_dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.kv_dtype!r}")
+    texts = {"model name": profile.model.name, "device name": device.name, "device kind": device.kind}
+    for name, text in {**texts, "source": profile.source}.items():
+        if not isinstance(text, str):
+            raise InputError(f"{path}: {name} must be text, found {text!r}")
+
+
+def _is_positive(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < _LARGEST
+
+
+def _measurement(row: Any, index: int, path: Path) -> Measurement:
+    try:
+        m = Measurement(**row)
+    except TypeError as error:
+        raise InputError(f"{path}: measurement {index} is malformed: {error}") from None
+    if m.op not in OPS or m.phase not in (LINKS if m.op in LINK_OPS else COMPUTE_PHASES):
+        raise InputError(f"{path}: measurement {index} has unknown op '{m.op}' or phase '{m.phase}'")
+    axes = (m.num_seqs, m.num_tokens, m.context_tokens, m.bytes, m.tensor_parallel_size)
+    if any(isinstance(a, bool) or not isinstance(a, int) or a < 0 for a in axes):
+        raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
+    if m.tensor_parallel_size < 1 or (m.op in LINK_OPS and m.bytes < 1):
+        raise InputError(f"{path}: measurement {index} ({m.op}) needs a tensor_parallel_size, or bytes, of at least 1")
+    for (op, phase), needed in (_AXES | _MORE_AXES).items():
+        if m.op == op and phase in ("", m.phase) and any(getattr(m, axis) < 1 for axis in needed):
+            raise InputError(f"{path}: measurement {index} ({op}) needs {' and '.join(needed)} of at least 1")
+    if not _is_positive(m.seconds):
+        raise InputError(f"{path}: measurement {index} has seconds {m.seconds!r}, which must be a positive number")
+    return m

@@ -1,0 +1,76 @@
+"""What a plan chooses, and what that does: Schedule, Placement, Estimate.
+
+Not here: the file that holds them (`plan.py`), and how they are found (`exeplan/planner`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from exeplan.core.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A policy with values for its control variables."""
+
+    policy: str
+    variables: Mapping[str, int]
+    order: str = "fcfs"
+    """Who of those that wait goes first (see `exeplan.core.queue_order`)."""
+
+    def __getitem__(self, name: str) -> int:
+        return self.variables[name]
+
+    def __str__(self) -> str:
+        values = [] if self.order == "fcfs" else [f"order={self.order}"]
+        return f"{self.policy}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pipeline stage: the devices that hold it and the layers on them, first to last exclusive."""
+
+    devices: tuple[int, ...] = (0,)
+    layers: tuple[int, int]
+    """Decoder layers."""
+    encoder_layers: tuple[int, int] = (0, 0)
+    phase: str = ""
+    """`prefill` or `decode` for a stage that does nothing else."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return len(self.devices)
+
+
+Placement = tuple[Stage, ...]
+"""Stages in the order in which a pass visits them."""
+
+
+def single_stage(spec: ModelSpec) -> Placement:
+    """All layers on device 0."""
+    return (Stage(layers=(0, spec.num_layers), encoder_layers=(0, spec.num_encoder_layers)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a schedule does: predicted by closed form or replay, or measured. Requests/s, seconds, tokens, bytes.
+
+    Times count from the start of a request's prefill, where requests come at a rate from its arrival. `latency` is the
+    one the bound is about; where a measurement holds no request that long it is None.
+    """
+
+    throughput: float
+    token_throughput: float
+    ttft: float
+    tpot: float
+    latency: float | None
+    latency_p50: float
+    latency_p99: float
+    kv_tokens: float
+    """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
+    memory_bytes_per_gpu: float
+    deadline_share: float | None = None
+    """Share of the requests whose whole answer is there by their deadline; None where they have none, or by closed
+    form."""
+    utility: float | None = None
+    """What these are worth, weight / input tokens each, a second."""

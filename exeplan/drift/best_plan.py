@@ -1,0 +1,152 @@
+"""The plan that a service should run under the lengths it sees: a safe one, or the gentlest where none keeps the bound.
+
+    safe        made for a law whose tail is as heavy as the sample leaves room for
+    plain       for the law as it was seen, where nothing keeps the bounds under that
+    gentlest    where nothing keeps them at all: the best one under the narrowest bounds, all wider by one factor, that
+                some plan keeps, so that the bound is missed by as little as there is
+
+Where requests take longer than predicted, all are made for bounds that are tighter by as much. Not here: whether moving
+to what is found pays (`drift.py`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.bounds import scaled, share_of_requests, shares
+from exeplan.core.plan import Plan
+from exeplan.drift.evidence import tail_within
+from exeplan.drift.length_monitor import Observed
+from exeplan.errors import Infeasible
+from exeplan.planner.load_problem import engine_blocks
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
+from exeplan.workload.workload import Workload
+
+STEP = 0.03
+"""How exactly the narrowest bounds are found: predictions are not better than that."""
+_MOST_STEPS = 128
+"""Of the factor that is looked for: bounds 44 times as wide."""
+_ASKED = ("model", "profile", "cluster", "gpus", "bound", "more_bounds", "deadline")
+"""Of a plan: what was asked for, and on what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan, whose bounds are those that were asked for, and how much wider ones it keeps."""
+
+    plan: Plan
+    missed: float = 1.0
+    """The narrowest bounds that some plan keeps are those asked for times this; 1 where a plan keeps these."""
+
+
+def best_plan(
+    problem: Problem,
+    observed: Observed,
+    plan: Plan,
+    *,
+    policies: tuple[str, ...],
+    confidence: float,
+    slowdown: float = 1.0,
+) -> Found:
+    """The best plan for the observed law on the devices of the active one, `plan`.
+
+    Raises InputError, Infeasible where nothing fits or sustains the rate, however wide the bounds.
+    """
+    share = share_of_requests(problem.bound.about) or 0.99
+    law = cautious(observed, problem.workload, share=share, confidence=confidence)
+    tight = problem.held_to(scaled(problem.bounds, [1 / slowdown] * len(problem.bounds)))
+    try:
+        found = Found(plan=optimize(replace(tight, workload=law), policies=policies, advise=False).plan)
+    except Infeasible:
+        found = narrowest(tight, lambda wider: optimize(wider, policies=policies, advise=False).plan)
+    placed = problem.at(found.plan.placement)
+    made = replace(
+        found.plan,
+        **{name: getattr(plan, name) for name in _ASKED},
+        arrival_rate=problem.arrivals.rate if problem.arrivals else None,
+        trace_arrivals=False,
+        workload=None,
+        kv_cache_tokens=_room(plan, found.plan, problem),
+        drift_headroom=drift_headroom(placed, found.plan.schedule),
+        rate_headroom=rate_headroom(placed, found.plan.schedule),
+    )
+    return replace(found, plan=made)
+
+
+def narrowest(problem: Problem, make: Callable[[Problem], Plan]) -> Found:
+    """What `make` finds under the narrowest bounds that it does not refuse, to within a step: the problem's own first.
+
+    A refusal that says how much wider bounds would do is believed; else the steps double until something is found, and
+    what is between is halved. Where requests come at a rate, what is found may keep narrower bounds than it was made
+    for. Raises the first refusal where nothing is found.
+    """
+    refused, number = -1, 0
+    found = first = _attempt(problem, make, number)
+    while isinstance(found, Infeasible):
+        refused = _refused(number, found)
+        number = refused + 1 if found.wider else max(1, 2 * number)
+        if number > _MOST_STEPS or math.isinf(problem.limit):
+            assert isinstance(first, Infeasible)
+            raise first
+        found = _attempt(problem, make, number)
+    number = _steps(found.missed)
+    while number - refused > 1:
+        middle = (number + refused) // 2
+        gentler = _attempt(problem, make, middle)
+        if isinstance(gentler, Infeasible):
+            refused = _refused(middle, gentler)
+        else:
+            found, number = gentler, _steps(gentler.missed)
+    return found
+
+
+def _attempt(problem: Problem, make: Callable[[Problem], Plan], number: int) -> Found | Infeasible:
+    factor = (1 + STEP) ** number
+    try:
+        plan = make(problem.held_to(scaled(problem.bounds, [factor] * len(problem.bounds))))
+    except Infeasible as refusal:
+        return refusal
+    own = max(shares(problem.bounds, plan.replay)) if plan.replay else factor
+    return Found(plan=plan, missed=max(1.0, min(factor, own)))
+
+
+def _refused(number: int, refusal: Infeasible) -> int:
+    """The widest bounds, in steps, that a refusal of those of this number speaks of."""
+    return number + max(1, _steps(refusal.wider)) - 1 if refusal.wider else number
+
+
+def _steps(factor: float) -> int:
+    """Steps that make bounds wider by this, rounded up."""
+    return math.ceil(math.log(factor) / math.log(1 + STEP) - 1e-9)
+
+
+def _room(plan: Plan, found: Plan, problem: Problem) -> int | None:
+    """KV tokens for the new plan: what the engine has already, where that is enough."""
+    there = engine_blocks(plan, problem.profile.model) * BLOCK_SIZE
+    needed = found.estimate.kv_tokens if found.estimate else math.inf
+    return there if found.placement == plan.placement and needed <= there else found.kv_cache_tokens
+
+
+def cautious(observed: Observed, workload: Workload, *, share: float, confidence: float) -> Workload:
+    """The law with its tail so heavy that, with this confidence, no more requests are as long.
+
+    What a share `share` of requests does not exceed becomes a length of which the sample is that sure.
+    """
+    beyond = 1.0 - share
+    kept = tail_within(beyond, size=observed.size, confidence=confidence)
+    order = np.argsort(workload.outputs, kind="stable")
+    tail = np.concatenate([[1.0], 1.0 - np.cumsum(workload.weights[order])])[:-1]  # From this point on.
+    in_tail = np.zeros(len(order), bool)
+    in_tail[order] = tail <= max(kept, tail[-1]) + 1e-12
+    mass = float(workload.weights[in_tail].sum())
+    if not 0 < mass < beyond:
+        return workload
+    factors = np.where(in_tail, beyond / mass, (1 - beyond) / (1 - mass))
+    heavier = Workload.of(
+        workload.name, inputs=workload.inputs, outputs=workload.outputs, weights=workload.weights * factors
+    )
+    return replace(heavier, deadlines=workload.deadlines)

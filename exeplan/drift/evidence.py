@@ -1,0 +1,122 @@
+"""Evidence: whether two laws of lengths differ by more than chance, and how far a tail may be from what was seen.
+
+    G(t)       n kl(p, r) + m kl(q, r): twice of it is the likelihood ratio that the shares p of n and q of m requests
+               longer than t have one value r; kl is the Kullback-Leibler divergence of two coins
+    Chernoff   Pr(n kl(p, r) >= x and p > r) <= exp(-x), for any n: no normal law, so it holds in the far tail, too
+
+The largest G over some lengths t, shared equally between them (union bound), is the evidence. Lengths of successive
+requests are not independent (a client asks for like things in a row), so the number of requests is divided by how much
+more the means of blocks differ than those of shuffled requests would; successive differences (von Neumann), because a
+law that moves slowly must not look like dependence.
+
+Not here: what a change does to a plan (`drift.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.workload.length_law import Ints, LengthLaw
+from exeplan.workload.workload import Workload
+
+LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+"""Shares at whose quantiles two laws are compared: of inputs, of outputs."""
+_NUM_BLOCKS, _LEAST_BLOCK = 20, 8
+_CERTAIN = 1e5
+"""Requests that a law is known from at most: what it never had may happen once."""
+
+
+def divergence(p: Floats | float, r: Floats | float) -> Floats:
+    """kl(p, r) of coins that fall with these chances, elementwise."""
+    p, r = np.asarray(p, dtype=float), np.asarray(r, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heads = np.where(p > 0, p * np.log(p / r), 0.0)
+        tails = np.where(p < 1, (1 - p) * np.log((1 - p) / (1 - r)), 0.0)
+    return np.maximum(heads + tails, 0.0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Known:
+    """A law, and from how many independent requests it is known; infinitely many for a law that is certain."""
+
+    workload: Workload
+    size: float
+    """Of its inputs, and of its outputs where the next two say nothing."""
+    lengths: Ints | None = None
+    """Rising; `sizes` of them say from how many requests it is known who became longer, where some still run."""
+    sizes: Floats | None = None
+
+    def output_sizes(self, lengths: Ints) -> Floats:
+        """How many requests tell the share of outputs longer than each length."""
+        if self.lengths is None or self.sizes is None:
+            return np.full(len(lengths), min(self.size, _CERTAIN))
+        sizes = np.concatenate([[self.size], self.sizes])
+        return np.asarray(sizes[np.searchsorted(self.lengths, lengths, side="right")])
+
+
+def evidence(one: Known, other: Known, *, false_alarm: float) -> float:
+    """How far two laws are apart, over what chance alone exceeds with at most the probability `false_alarm`."""
+    inputs = _lengths(one.workload.input_law, other.workload.input_law)
+    sizes = [np.full(len(inputs), min(known.size, _CERTAIN)) for known in (one, other)]
+    most = _most(one.workload.input_law, other.workload.input_law, inputs, sizes)
+    outputs = _lengths(one.workload.output_law, other.workload.output_law)
+    sizes = [known.output_sizes(outputs) for known in (one, other)]
+    most = max(most, _most(one.workload.output_law, other.workload.output_law, outputs, sizes))
+    return most / math.log(2 * 2 * len(LEVELS) / false_alarm)
+
+
+def _lengths(one: LengthLaw, other: LengthLaw) -> Ints:
+    return np.array(sorted({law.quantile(level) for law in (one, other) for level in LEVELS}))
+
+
+def _most(one: LengthLaw, other: LengthLaw, lengths: Ints, sizes: Sequence[Floats]) -> float:
+    """The largest G over these lengths."""
+    p, q = above(one, lengths), above(other, lengths)
+    n, m = sizes
+    both = (n > 0) & (m > 0)
+    p, q, n, m = p[both], q[both], n[both], m[both]
+    pooled = np.clip((n * p + m * q) / (n + m), np.minimum(p, q), np.maximum(p, q))
+    return float(np.max(n * divergence(p, pooled) + m * divergence(q, pooled), initial=0.0))
+
+
+def above(law: LengthLaw, lengths: Ints) -> Floats:
+    """The share of requests longer than each length."""
+    cdf = np.concatenate([[0.0], law.cdf])
+    return np.asarray(1.0 - cdf[np.searchsorted(law.tokens, lengths, side="right")])
+
+
+def tail_within(share: float, *, size: float, confidence: float) -> float:
+    """The share of a sample that may lie beyond a length so that, with this confidence, at most `share` of all do.
+
+    0 where the sample is too small to know any length that so few exceed: then only its longest is left.
+    """
+    needed = math.log(1 / (1 - confidence)) / size
+    if float(divergence(0.0, share)) <= needed:
+        return 0.0
+    low, high = 0.0, share
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(divergence(middle, share)) > needed else (low, middle)
+    return low
+
+
+def dependence(values: Ints) -> float | None:
+    """How many times more means of blocks vary than of independent requests; values in the order of their start.
+
+    1 where they do not; None where there are too few to tell. By ranks, as a single huge request says nothing.
+    """
+    size = len(values) // _NUM_BLOCKS
+    if size < _LEAST_BLOCK:
+        return None
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[inverse]
+    variance = float(ranks.var())
+    if variance == 0.0:
+        return 1.0
+    means = ranks[len(ranks) - size * _NUM_BLOCKS :].reshape(_NUM_BLOCKS, size).mean(axis=1)
+    # By the median, over that of a squared normal: a single jump is no dependence either.
+    between = float(np.median(np.square(np.diff(means)))) / 2 / 0.4549
+    return max(1.0, between * size / variance)

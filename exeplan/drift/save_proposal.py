@@ -1,0 +1,29 @@
+"""Plans that were made while serving, on disk: the plan, and beside it the lengths that it was made for, as a trace.
+
+A plan names its workload by a file, so that `exeplan simulate` and `exeplan diff` work on it as on any other.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from exeplan.core.plan import Plan, save_plan
+from exeplan.files import write_text
+from exeplan.planner.load_problem import refer
+from exeplan.workload.workload import Workload
+
+_ROWS = 4000
+"""Requests that stand for an observed law."""
+
+
+def save_proposal(plan: Plan, workload: Workload, path: Path) -> Plan:
+    """Writes both, the lengths first, so that a plan on disk is always whole. Returns the plan with its references."""
+    lengths = path.with_name(f"{path.stem}-lengths.csv")
+    inputs, outputs = workload.sample(_ROWS, seed=0)
+    rows = "\n".join(f"{i},{o}" for i, o in zip(inputs.tolist(), outputs.tolist(), strict=True))
+    write_text(lengths, f"input_tokens,output_tokens\n{rows}\n")
+    # The file holds a sample, whose fingerprint is another than the law's.
+    named = replace(plan, workload=str(lengths), workload_fingerprint=None, fit_context=False)
+    written = replace(named, model=refer(plan.model, path), workload=refer(str(lengths), path))
+    written = replace(written, profile=plan.profile and refer(plan.profile, path))
+    save_plan(replace(written, cluster=plan.cluster and refer(plan.cluster, path)), path)
+    return named

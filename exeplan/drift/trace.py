@@ -1,0 +1,81 @@
+"""A trace watched as a service would watch it, offline: when it would have re-planned, and what that would have gained.
+
+Each request is taken to start when it arrives and to be served in the time that the active plan predicts for its length
+under the lengths of the moment; where the trace has no times, requests come as fast as the plan serves them. A queue is
+not played: what is asked is which law the service would have seen, and a replay of every plan answers the rest
+(`exeplan simulate`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.core.plan import Plan
+from exeplan.drift.length_monitor import Seen
+from exeplan.drift.state import DriftState
+from exeplan.drift.watch import Proposal, Watch
+from exeplan.errors import InputError
+from exeplan.planner.problem import Problem
+from exeplan.simulator.closed_form import steady_state
+from exeplan.workload.workload import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceLook:
+    """One look, and the plan that was adopted then."""
+
+    state: DriftState
+    num_arrived: int
+    adopted: Proposal | None = None
+
+
+def arrivals_of(trace: Trace, problem: Problem, plan: Plan, rate: float | None = None) -> Floats:
+    """Seconds from the first request; at `rate` requests a second where one is given, whatever the trace says.
+
+    A trace with times keeps its pattern. Raises InputError for a trace whose times span nothing.
+    """
+    count, times = len(trace.inputs), trace.arrival_s
+    if times is None:
+        return np.arange(count) / (rate or steady_state(plan.schedule, problem.workload, problem.cost).throughput)
+    if times[-1] <= times[0]:
+        raise InputError("the arrivals of the trace span no time; leave them out and give --rate")
+    times = times - times[0]
+    return times if rate is None else times * (count - 1) / (rate * times[-1])
+
+
+def play_trace(watch: Watch, problem: Problem, trace: Trace, arrivals: Floats) -> Iterator[TraceLook]:
+    """Every look that the service takes; a proposal is adopted at once."""
+    ends = np.full(len(arrivals), np.inf)
+    begun = 0
+    every = watch.rules.every
+    for now in np.arange(every, arrivals[-1] + every, every):
+        latest = int(np.searchsorted(arrivals, now, side="right"))
+        curve = _seconds(watch, problem, int(trace.outputs.max()))
+        ends[begun:latest] = arrivals[begun:latest] + curve[trace.outputs[begun:latest] - 1]
+        begun = latest
+        done = np.flatnonzero(ends[:begun] <= now)
+        open_ = np.flatnonzero((ends[:begun] > now) & np.isfinite(ends[:begun]))
+        # All get their tokens at one pace, whatever they will become: else who runs would tell how long it will be.
+        tokens = np.minimum(np.searchsorted(curve, now - arrivals[open_], side="right"), trace.outputs[open_] - 1)
+        ended = [_seen(trace, arrivals, n, int(trace.outputs[n]), True) for n in done.tolist()]
+        known = zip(open_.tolist(), tokens.tolist(), strict=True)
+        running = [_seen(trace, arrivals, n, count, False) for n, count in known]
+        ends[done] = -np.inf  # Told once.
+        watch.note(ended, running)
+        state, proposal = watch.look(float(now))
+        if proposal:
+            watch.adopted(proposal, now=float(now))
+        yield TraceLook(state=state, num_arrived=begun, adopted=proposal)
+
+
+def _seconds(watch: Watch, problem: Problem, longest: int) -> Floats:
+    """When the active plan delivers token 1, 2, ... of a request, from its start, under the lengths it was made for."""
+    placed = problem.at(watch.plan.placement)
+    steady = steady_state(watch.plan.schedule, watch.planned, placed.cost)
+    return np.maximum.accumulate(steady.latency(np.arange(1.0, longest + 1.0)))
+
+
+def _seen(trace: Trace, arrivals: Floats, number: int, num_tokens: int, complete: bool) -> Seen:
+    return Seen(float(arrivals[number]), int(trace.inputs[number]), num_tokens, complete)

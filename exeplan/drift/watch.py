@@ -1,0 +1,297 @@
+"""Drift: is the plan still the right one for what arrives? Judged by consequence, and only when something has changed.
+
+Every few seconds the active plan is re-simulated (closed form) on the law of recent requests. Another plan is looked
+for when, at two looks in a row, the law differs from the one of the last decision by more than chance explains
+(`drift_evidence.py`), or when that decision rested on a sample half as large as today's. It is proposed when
+
+    the bound    is broken under the observed law, another plan keeps it, and moving takes less than the law may last
+    or misses    it by clearly less, where no plan keeps it: the gentlest one (`drift_search.py`), until one does again
+    or the gain  in throughput is above the threshold, and over that time brings more requests than moving costs
+
+A law is expected to last as long again as it has lasted, a dwell time at least; within a dwell time after a re-plan
+there is no other. Moving costs the load of weights that a device lacks and the prefill of requests whose keys and
+values cannot stay (ExeGPT, ASPLOS 2024, Table 4).
+The new plan is made for a law whose tail is as heavy as the sample leaves room for, so that chance does not make it
+look better than it is. Where requests took longer than predicted, both plans are judged with that margin: it is no
+reason to look for another plan, as the traffic is what it was, but one that is looked for shall keep the bound.
+
+Pure: times come in as arguments. Not here: what carries a plan out (`runner/replan/replanner.py`), traces
+(`drift_trace.py`).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.core.bounds import fullest, scaled
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate
+from exeplan.drift.best_plan import STEP, best_plan
+from exeplan.drift.evidence import Known, evidence
+from exeplan.drift.length_monitor import LengthMonitor, Observed, Seen
+from exeplan.drift.moving_cost import moving_seconds
+from exeplan.drift.state import DriftState, Rules
+from exeplan.errors import Infeasible, InputError
+from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.problem import Problem
+from exeplan.policies import load_policy, policy_names
+from exeplan.simulator.closed_form import steady_state
+from exeplan.workload.workload import Workload
+
+_SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
+_LONGEST = 10
+"""One in so many requests, the longest, tells how much longer than predicted they take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A plan that is better for what arrives; both estimates are of the observed law."""
+
+    plan: Plan
+    workload: Workload
+    """What it was made for."""
+    old: Estimate | None
+    new: Estimate
+    reason: str
+    moving_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Basis:
+    """The law that the last decision was made on."""
+
+    known: Known
+    size: float
+    """Requests from which its tail is known."""
+    planned: bool
+    """It is the plan's own, not a sample of ours that grows."""
+
+    @classmethod
+    def of(cls, workload: Workload) -> "_Basis":
+        """What was planned for: known as well as its trace is long, or for certain where it is a law."""
+        size = float(len(workload.trace.inputs)) if workload.trace else math.inf
+        return cls(Known(workload, size), size, planned=True)
+
+
+class Watch:
+    """Watches one service: `note` what is known of requests, `look` at times, `adopted` when the plan is another."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        problem: Problem,
+        *,
+        rules: Rules | None = None,
+        policies: tuple[str, ...] | None = None,
+        monitor: LengthMonitor | None = None,
+    ) -> None:
+        """`problem` is the one that the plan answers, on its placement; its workload is what was planned for."""
+        self.rules = rules or Rules()
+        self.plan, self.monitor = plan, monitor or LengthMonitor()
+        self._problem = _without_trace(problem)
+        self.policies = policies or _policies(problem)
+        self._basis = _Basis.of(problem.workload)
+        self._planned = self._basis
+        self._agreeing, self._told, self._last_replan = 0, 0, -math.inf
+        self._best_gain: float | None = None
+        self._missed: float | None = None
+        self._verdict = ""
+        self.observed: Workload | None = None
+        """The law at the last look."""
+
+    @property
+    def problem(self) -> Problem:
+        """What the active plan has to solve now, on its placement."""
+        workload = _in_context(self.observed or self.planned, self._problem)
+        # Deadlines are part of what was asked for, not of what is observed.
+        return replace(self._problem, workload=replace(workload, deadlines=self._problem.workload.deadlines))
+
+    @property
+    def planned(self) -> Workload:
+        """What the active plan was made for."""
+        return self._planned.known.workload
+
+    def note(self, ended: Iterable[Seen], running: Sequence[Seen]) -> None:
+        """See `LengthMonitor.note`."""
+        self.monitor.note(ended, running)
+
+    def adopted(self, proposal_or_plan: "Proposal | Plan", *, now: float, problem: Problem | None = None) -> None:
+        """The service runs this plan now; `problem` is the one it answers where it is none of our proposals."""
+        if isinstance(proposal_or_plan, Plan):
+            assert problem is not None
+            self.plan, self._problem = proposal_or_plan, _without_trace(problem)
+            self._basis = self._planned = _Basis.of(problem.workload)
+            self._missed, self._verdict = None, ""
+        else:
+            self.plan = proposal_or_plan.plan
+            self._problem = self._problem.at(self.plan.placement)
+            self._planned = self._basis
+        self._last_replan, self._agreeing, self._best_gain = now, 0, None
+
+    def vetoed(self, *, now: float) -> None:
+        """Somebody does not want the last proposal: for a dwell time there is no other."""
+        self._last_replan, self._agreeing = now, 0
+
+    def look(self, now: float) -> tuple[DriftState, Proposal | None]:
+        """What is known now, and a better plan where there is reason to search and one is found."""
+        observed = self.monitor.observe()
+        if observed is None or observed.size < self.rules.least_requests:
+            size = observed.size if observed else 0.0
+            return DriftState(seconds=now, num_requests=size, verdict="too few requests are known"), None
+        self.observed = observed.workload
+        problem = self.problem
+        kept, share = _consequence(problem, self.plan)
+        far = self._far(observed, self._planned)
+        proposal = None
+        if self._asks(observed, now):
+            proposal = self._search(observed, problem, kept, share, now)
+        state = DriftState(
+            seconds=now,
+            num_requests=observed.size,
+            measure=far,
+            bound_share=share,
+            predicted=kept,
+            best_gain=self._best_gain,
+            missed=self._missed,
+            verdict=self._verdict or ("as planned" if far <= 1 else "the law has changed"),
+        )
+        return state, proposal
+
+    def _far(self, observed: Observed, basis: _Basis) -> float:
+        return evidence(observed.known, basis.known, false_alarm=self.rules.false_alarm)
+
+    def _asks(self, observed: Observed, now: float) -> bool:
+        """Whether there is reason to search, and time to move."""
+        grown = not self._basis.planned and observed.size >= 2 * self._basis.size
+        differs = grown or self._far(observed, self._basis) > 1
+        fresh, self._told = self.monitor.num_noted > self._told, self.monitor.num_noted
+        self._agreeing = self._agreeing + fresh if differs else 0  # The same requests agree with themselves.
+        enough = observed.size >= self.rules.least_for_search
+        return enough and self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
+
+    def _search(
+        self, observed: Observed, problem: Problem, kept: Estimate | None, share: float | None, now: float
+    ) -> Proposal | None:
+        self._agreeing = 0
+        self._basis = _Basis(observed.known, observed.size, planned=False)
+        slowdown = self._slowdown(problem)
+        try:
+            best = best_plan(
+                problem,
+                observed,
+                self.plan,
+                policies=self.policies,
+                confidence=self.rules.confidence,
+                slowdown=slowdown,
+            )
+        except InputError as refusal:
+            self._best_gain, self._missed, self._verdict = None, None, f"no other plan: {refusal}"
+            return None
+        found = best.plan
+        new = problem.at(found.placement).estimate(found.schedule)
+        self._best_gain = new.throughput / kept.throughput - 1 if kept else math.inf
+        self._missed = best.missed if best.missed > 1 else None
+        cost = moving_seconds(problem, self.plan, found)
+        lasts = max(now - observed.since, self.rules.dwell)
+        real = None if share is None else share * slowdown
+        if found.schedule == self.plan.schedule and found.placement == self.plan.placement:
+            reason, self._verdict = "", self._unkept(problem) or "the active plan is the best there is"
+        elif self._missed:
+            reason = self._gentler(problem, real, _share(problem, new) * slowdown, cost=cost, lasts=lasts)
+        else:
+            reason = self._reason(real, kept, new, cost=cost, lasts=lasts)
+        if not reason:
+            return None
+        self._verdict = reason
+        found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
+        return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
+
+    def _unkept(self, problem: Problem) -> str:
+        """That no plan keeps the bounds, by how much they are missed, and which ones would be kept; or nothing."""
+        if not self._missed:
+            return ""
+        wider = scaled(problem.bounds, [self._missed] * len(problem.bounds))
+        asked, kept = (", ".join(map(str, bounds)) for bounds in (problem.bounds, wider))
+        return f"no plan keeps {asked} under the observed lengths; the narrowest that one keeps is {kept}"
+
+    def _gentler(self, problem: Problem, share: float | None, least: float, *, cost: float, lasts: float) -> str:
+        """Why to move where no plan keeps the bound; `share` and `least` say how full it is with the active plan, and
+        with the gentlest one."""
+        active = "does not sustain the rate" if share is None else f"fills it to {100 * share:.0f} %"
+        reason = f"{self._unkept(problem)}. The gentlest plan fills it to {100 * least:.0f} %, the active one {active}"
+        if share is not None and share <= least * (1 + max(self.rules.gain, STEP)):
+            self._verdict = f"{reason}, which is hardly more"
+            return ""
+        if cost >= lasts:
+            self._verdict = f"{reason}; moving takes {cost:.3g} s, the law may last {lasts:.3g} s"
+            return ""
+        return reason
+
+    def _reason(self, share: float | None, kept: Estimate | None, new: Estimate, *, cost: float, lasts: float) -> str:
+        """Why to move; empty where it does not pay, and the verdict says so. `share` is how full the bound is."""
+        gain = self._best_gain or 0.0
+        if share is None or share > 1:
+            if cost >= lasts:
+                self._verdict = f"moving takes {cost:.3g} s, the law may last {lasts:.3g} s"
+                return ""
+            full = "the rate is not sustained" if share is None else f"the bound would be filled to {100 * share:.0f} %"
+            return f"{full} under the observed lengths"
+        if gain <= self.rules.gain:
+            self._verdict = f"the best other plan gains {100 * gain:+.1f} %, less than it takes"
+            return ""
+        assert kept is not None
+        if (new.throughput - kept.throughput) * (lasts - cost) <= kept.throughput * cost:
+            self._verdict = f"moving takes {cost:.3g} s, which a gain of {100 * gain:+.1f} % does not bring back"
+            return ""
+        return f"another plan gains {100 * gain:+.1f} % in throughput under the observed lengths"
+
+    def _slowdown(self, problem: Problem) -> float:
+        """How much longer the longest took than this plan predicts for the longest; 1 at least.
+
+        Not by single requests' ratios: these hold jitter that hardly moves a percentile of the latency.
+        """
+        rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0]
+        rows = [seen for seen in rows if seen.start >= self._last_replan][-4 * _SLOWDOWN_REQUESTS :]
+        if len(rows) < _SLOWDOWN_REQUESTS:
+            return 1.0
+        steady = steady_state(self.plan.schedule, problem.workload, problem.cost)
+        predicted = np.sort(steady.latency(np.array([float(seen.output_tokens) for seen in rows])))
+        took = np.sort([seen.seconds for seen in rows])
+        first = len(rows) - len(rows) // _LONGEST
+        return float(np.clip(took[first:].sum() / max(predicted[first:].sum(), 1e-9), 1.0, _MOST_SLOWDOWN))
+
+
+def _policies(problem: Problem) -> tuple[str, ...]:
+    """Those that `auto` is; where the placement stays and has stages set apart, those that need such."""
+    if problem.cluster is None and any(stage.phase for stage in problem.cost.placement):
+        return tuple(name for name in policy_names() if load_policy(name).SEPARATE_STAGES)
+    return resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None)
+
+
+def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:
+    """What the plan does under this law, and how full its fullest bound is; None where it cannot sustain the rate."""
+    try:
+        kept = problem.estimate(plan.schedule)
+    except Infeasible:
+        return None, None
+    return kept, _share(problem, kept)
+
+
+def _share(problem: Problem, estimate: Estimate) -> float:
+    """How full the fullest bound is; 0 where nothing is bounded."""
+    full = fullest(problem.bounds, estimate)
+    return full[1] if full else 0.0
+
+
+def _in_context(workload: Workload, problem: Problem) -> Workload:
+    """Lengths as the model takes them: a request that runs may be known to be longer than anything that ended."""
+    return workload.fit_context(problem.profile.model.max_context, scale=False)
+
+
+def _without_trace(problem: Problem) -> Problem:
+    """Requests at the rate of the plan's trace: the trace itself is the past."""
+    if problem.arrivals is None or not problem.arrivals.of_trace:
+        return problem
+    return replace(problem, arrivals=replace(problem.arrivals, of_trace=False))

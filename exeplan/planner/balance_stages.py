@@ -1,0 +1,142 @@
+"""Where the layers go: stages balanced for the work of a workload's steady state.
+
+Prefill and decode stand in a fixed ratio in any steady state: with `rows` requests decoding, rows / mean decode steps
+begin in each iteration. At the number of rows that half of the memory allows, that ratio says how long a layer keeps a
+stage busy, and so how layers are shared out between stages of different width (`exeplan.planner.layouts`), and how
+many GPUs prefill where some do nothing else.
+"""
+
+from dataclasses import dataclass, replace
+
+from exeplan.core.cluster import Cluster
+from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
+from exeplan.core.schedule import Placement, Stage
+from exeplan.planner.layouts import Layout, StageLoad, groups, placed, share_out, split_groups
+from exeplan.simulator.timings import Shard, Timings
+from exeplan.workload.workload import Workload
+
+_SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)
+"""GPUs of a cluster of which every split is tried, and what is tried of larger ones over the proportion of the work."""
+_FILL = 0.5
+"""Share of the free memory that keys and values take when stages are balanced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Seconds of an iteration of the steady state, for one layer of each kind, at one tensor-parallel size."""
+
+    prefill: float
+    decode: float
+    head: float
+    embed: float
+
+
+class Balance:
+    """Balanced placements of one model and workload on one cluster."""
+
+    def __init__(self, timings: Timings, cluster: Cluster, workload: Workload, memory: float) -> None:
+        self.timings, self.cluster, self.workload, self.memory = timings, cluster, workload, memory
+        self.spec, self.profile = timings.profile.model, timings.profile
+        self.rows = self._rows()
+
+    def placement(self, layout: Layout) -> Placement | None:
+        """All stages do everything; None when the memory cannot hold the layers."""
+        devices = groups(self.cluster, layout)
+        loads = [self._stage_load(d, i == 0, i == len(devices) - 1, both=True) for i, d in enumerate(devices)]
+        counts = share_out(self.spec.num_layers, loads)
+        return None if counts is None else placed(self.spec, devices, counts)
+
+    def split_placement(self, layout: Layout) -> Placement | None:
+        """Some stages prefill, the others decode; a decoder-only model's layers are on both."""
+        parts: list[Placement] = []
+        for phase, devices in zip(("prefill", "decode"), split_groups(self.cluster, layout), strict=True):
+            part = self._part(phase, devices)
+            if part is None:
+                return None
+            parts.append(part)
+        return parts[0] + parts[1]
+
+    def prefill_gpus(self, split_by: str) -> tuple[int, ...]:
+        """Numbers of GPUs that prefill: in proportion to the work (`time`), or as few as hold the weights (`memory`).
+
+        The work depends on batches that are not known yet, and tensor parallelism on the stages' sizes: numbers around
+        that proportion are given too, all there are on a small cluster.
+        """
+        total = self.cluster.num_gpus
+        if split_by == "memory":
+            layers = self.spec.num_encoder_layers or self.spec.num_layers
+            weights = layers * layer_parameters(self.spec, encoder=self.spec.is_encoder_decoder)
+            size = (weights + embedding_parameters(self.spec)) * self._held_bytes()
+            room = self.memory - self.timings.profile.workspace_bytes
+            return (min(max(1, -int(-size // room)), total - 1),) if room > 0 else (total - 1,)
+        load = self._load(self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)))
+        prefill = load.prefill * (self.spec.num_encoder_layers or self.spec.num_layers)
+        decode = load.decode * self.spec.num_layers
+        if total <= _SMALL:
+            return tuple(range(1, total))
+        around = (round(total * prefill / (prefill + decode) * factor) for factor in _AROUND)
+        return tuple(sorted({min(max(1, number), total - 1) for number in around}))
+
+    def _part(self, phase: str, devices: list[tuple[int, ...]]) -> Placement | None:
+        encoder = phase == "prefill" and self.spec.is_encoder_decoder
+        loads = [
+            self._stage_load(d, i == 0, i == len(devices) - 1, both=False, prefill=phase == "prefill")
+            for i, d in enumerate(devices)
+        ]
+        counts = share_out(self.spec.num_encoder_layers if encoder else self.spec.num_layers, loads)
+        if counts is None:
+            return None
+        part = placed(self.spec, devices, counts, phase=phase)
+        if not self.spec.is_encoder_decoder:
+            return part
+        return tuple(_only_encoder(stage) if encoder else _only_decoder(stage) for stage in part)
+
+    def _stage_load(
+        self, devices: tuple[int, ...], first: bool, last: bool, *, both: bool, prefill: bool = True
+    ) -> StageLoad:
+        load = self._load(self.timings.shard(len(devices)))
+        apart = self.spec.num_encoder_layers / self.spec.num_layers if self.spec.is_encoder_decoder else 1.0
+        seconds = load.prefill * apart + load.decode if both else load.prefill if prefill else load.decode
+        fixed = load.embed * first + load.head * last
+        layer = layer_parameters(self.spec)
+        if self.spec.is_encoder_decoder:
+            encoder = layer_parameters(self.spec, encoder=True)
+            layer = round(layer + apart * encoder) if both else encoder if prefill else layer
+        weights = layer * self._held_bytes() / len(devices)
+        around = embedding_parameters(self.spec) * (first + last) * self._held_bytes() / len(devices)
+        room = self.memory - self.timings.profile.workspace_bytes - around
+        return StageLoad(layer_seconds=seconds, fixed_seconds=fixed, most_layers=max(0, int(room / weights)))
+
+    def _load(self, shard: Shard) -> Load:
+        rows, steps = self.rows, self.workload.mean_output
+        prompts = rows / steps
+        mean, context = self.workload.mean_input, self.workload.mean_input + self.workload.mean_output / 2
+        attention = float(shard.prefill_attention(1.0, mean))
+        return Load(
+            prefill=prompts * (float(shard.rest["prefill"](4 * mean)) / 4 + attention),
+            decode=float(shard.rest["decode"](rows) + shard.decode_attention(rows, context)),
+            head=float(shard.head(rows)),
+            embed=float(shard.embed(rows)),
+        )
+
+    def _rows(self) -> float:
+        """Requests that decode when keys and values fill half of the memory that the weights leave."""
+        spec, gpus = self.spec, self.cluster.num_gpus
+        free = max(self.memory * gpus - model_parameters(spec) * self._held_bytes(), 0.1 * self.memory)
+        per_request = (self.workload.mean_input + self.workload.mean_output / 2) * spec.num_layers
+        rows = _FILL * free / (per_request * layer_kv_bytes_per_token(spec, self.profile.cache_dtype))
+        largest = self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1]
+        return float(min(max(rows / gpus, 1.0), largest))
+
+    def _held_bytes(self) -> float:
+        """Bytes of one parameter as the engine holds it."""
+        profile = self.timings.profile
+        return profile.weight_bytes / model_parameters(self.spec)
+
+
+def _only_encoder(stage: Stage) -> Stage:
+    return replace(stage, layers=(0, 0), encoder_layers=stage.layers)
+
+
+def _only_decoder(stage: Stage) -> Stage:
+    return replace(stage, encoder_layers=(0, 0))

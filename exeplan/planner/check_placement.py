@@ -1,0 +1,65 @@
+"""Whether a placement can hold a model on a cluster: for plans that come from a file.
+
+Every phase has all layers, in order, each once; every device is there and in one stage only. Not here: whether the
+memory suffices (`exeplan.planner.load_problem`), and whether the profile has the tensor-parallel sizes
+(`simulator/cost.py`).
+"""
+
+from collections.abc import Sequence
+
+from exeplan.core.cluster import Cluster
+from exeplan.core.model import ModelSpec
+from exeplan.core.schedule import Placement, Schedule
+from exeplan.errors import InputError
+from exeplan.policies import load_policy
+
+_BOTH = ["decode", "prefill"]
+
+
+def check_placement(placement: Placement, spec: ModelSpec, schedule: Schedule) -> None:
+    """Raises InputError naming the stage, layer or device that is wrong."""
+    phases = sorted({stage.phase for stage in placement})
+    separate = load_policy(schedule.policy).SEPARATE_STAGES
+    if separate and phases != _BOTH:
+        raise InputError(
+            f"{schedule.policy} prefills on some stages and decodes on others; give each the phase prefill or decode"
+        )
+    if not separate and phases != [""]:
+        raise InputError(f"{schedule.policy} prefills and decodes on every stage; leave the stages' phases out")
+    if separate and spec.is_encoder_decoder:
+        prefill, decode = ([s for s in placement if s.phase == phase] for phase in ("prefill", "decode"))
+        _check_layers([s.encoder_layers for s in prefill], spec.num_encoder_layers, spec, "encoder layers")
+        _check_layers([s.layers for s in prefill], 0, spec, "decoder layers on stages that prefill")
+        _check_layers([s.layers for s in decode], spec.num_layers, spec, "layers")
+        _check_layers([s.encoder_layers for s in decode], 0, spec, "encoder layers on stages that decode")
+        return
+    for phase in phases:
+        stages, of_phase = [s for s in placement if s.phase == phase], f" on stages that {phase}" if phase else ""
+        _check_layers([s.layers for s in stages], spec.num_layers, spec, f"layers{of_phase}")
+        _check_layers([s.encoder_layers for s in stages], spec.num_encoder_layers, spec, f"encoder layers{of_phase}")
+
+
+def check_devices(placement: Placement, cluster: Cluster | None = None) -> None:
+    """Raises InputError for a device in two stages, or one that the cluster has not."""
+    seen: dict[int, int] = {}
+    for number, stage in enumerate(placement):
+        for device in stage.devices:
+            if device in seen:
+                raise InputError(f"device {device} is in stage {seen[device]} and again in stage {number}")
+            if cluster is not None and device >= cluster.num_gpus:
+                raise InputError(
+                    f"stage {number} is on device {device}, cluster {cluster.name} has {cluster.num_gpus} GPUs, "
+                    f"0 to {cluster.num_gpus - 1}"
+                )
+            seen[device] = number
+
+
+def _check_layers(spans: Sequence[tuple[int, int]], total: int, spec: ModelSpec, what: str) -> None:
+    """Layers 0 to `total` in order, each once; a stage may have none."""
+    held = [span for span in spans if span[0] < span[1]]
+    ends = [0, *(end for _, end in held)]
+    if ends[-1] == total and all(first == end for (first, _), end in zip(held, ends, strict=False)):
+        return
+    found = ", ".join(f"[{first}, {end}]" for first, end in held) or "nowhere"
+    wanted = f"0 to {total} in order" if total else "none there"
+    raise InputError(f"the plan places {what} {found}; {spec.name} needs {wanted}")

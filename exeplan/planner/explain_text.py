@@ -1,0 +1,90 @@
+"""An explanation in words, and for programs; it adds nothing to `exeplan.planner.explain`."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from exeplan.core.schedule import Schedule
+from exeplan.planner.explain import Explanation, WhatIf, percent, sustained
+from exeplan.planner.placement_text import show_gpus
+from exeplan.planner.tables import table
+from exeplan.simulator.breakdown import KINDS
+
+_STAGES = 16
+"""Stages listed one by one; of more, only the mean is told."""
+
+
+def explanation_lines(explanation: Explanation) -> str:
+    """The explanation for people."""
+    e = explanation
+    first, *rest = e.limits
+    lines = [
+        f"what limits {e.schedule.policy}: {first}",
+        *rest,
+        "",
+        _stage_table(e),
+        "",
+        f"runner-up: {_runner_up(e)}",
+        *(f"no schedule: {refusal}" for refusal in e.refusals),
+        *(f"{what.change}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency)),
+    ]
+    return "\n".join(lines)
+
+
+def _stage_table(e: Explanation) -> str:
+    header = ("stage", "GPUs", "layers", *(kind.replace("_", "-") for kind in KINDS), "idle")
+    rows = []
+    if 1 < len(e.placement) <= _STAGES:
+        for number, (stage, shares) in enumerate(zip(e.placement, e.breakdown.stages, strict=True)):
+            name = f"{number} {stage.phase}".strip()
+            held = sum(last - first for first, last in (stage.layers, stage.encoder_layers))
+            rows.append((name, show_gpus(stage.devices).split()[1], str(held), *map(percent, shares.values())))
+    devices = sum(stage.tensor_parallel_size for stage in e.placement)
+    layers = sum(last - first for s in e.placement for first, last in (s.layers, s.encoder_layers))
+    rows.append(("all", str(devices), str(layers), *map(percent, e.breakdown.mean.values())))
+    return table(header, rows)
+
+
+def _runner_up(e: Explanation) -> str:
+    if e.runner_up is None:
+        return "none, no other policy has a schedule" if e.refusals else f"none, only {e.schedule.policy} was searched"
+    throughput = sustained(e.runner_up)
+    return f"{e.runner_up.schedule}, {throughput:.3g} req/s, {100 * (1 - throughput / e.throughput):.1f} % less"
+
+
+def _show_what_if(what: WhatIf) -> str:
+    if what.throughput is None or what.gain is None:
+        return what.note
+    return f"{what.throughput:.3g} req/s ({100 * what.gain:+.1f} %) with {what.schedule}"
+
+
+def as_json(explanation: Explanation) -> dict[str, Any]:
+    """The explanation for programs: shares, requests/s; null where there is nothing to tell."""
+    e = explanation
+    runner_up = None
+    if e.runner_up and e.runner_up.schedule:
+        throughput = sustained(e.runner_up)
+        less = 1 - throughput / e.throughput
+        runner_up = {"schedule": _flat(e.runner_up.schedule), "throughput": throughput, "less": less}
+    return {
+        "limits": list(e.limits),
+        "stages": [dict(shares) for shares in e.breakdown.stages],
+        "mean": dict(e.breakdown.mean),
+        "phases": {
+            name: {**asdict(time), "bound_by": "compute" if time.compute_bound else "memory bandwidth"}
+            for name, time in e.breakdown.phases.items()
+        },
+        "runner_up": runner_up,
+        "refusals": list(e.refusals),
+        "more_gpus": _what_if_json(e.more_gpus),
+        "more_latency": _what_if_json(e.more_latency),
+    }
+
+
+def _what_if_json(what: WhatIf) -> Mapping[str, Any]:
+    body = {name: getattr(what, name) for name in ("change", "throughput", "gain")}
+    return {**body, "schedule": _flat(what.schedule) if what.schedule else None, "note": what.note or None}
+
+
+def _flat(schedule: Schedule) -> dict[str, Any]:
+    return {"policy": schedule.policy, **schedule.variables}

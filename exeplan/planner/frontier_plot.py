@@ -1,0 +1,108 @@
+"""The throughput/latency frontier of each policy: `frontier_rows` has the numbers, `draw_frontier` the pixels.
+
+Only what the search tried is drawn, so that the curves are dense around the bound and sparse far from it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exeplan.errors import InputError
+from exeplan.search.search import Result
+from exeplan.units import show_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES = (".png", ".svg", ".pdf")
+WIDEST = 4.0
+"""Latency is drawn up to this many bounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierRow:
+    """A schedule on its policy's frontier. Seconds, requests/s."""
+
+    policy: str
+    latency: float
+    throughput: float
+    label: str
+    """Its control variables."""
+    wins: bool
+    """The most throughput within the bound, over all policies."""
+
+
+def frontier_rows(results: Mapping[str, Result]) -> list[FrontierRow]:
+    """Every policy's frontier, policies as given, latency rising; one row at most wins."""
+    winners = {policy: result.best for policy, result in results.items() if result.best is not None}
+    winning = max(winners, key=lambda policy: winners[policy].outcome.throughput, default=None)
+    return [
+        FrontierRow(
+            policy=policy,
+            latency=trial.outcome.latency,
+            throughput=trial.outcome.throughput,
+            label=", ".join(f"{name}={value}" for name, value in trial.point.items()),
+            wins=policy == winning and trial == winners[policy],
+        )
+        for policy, result in results.items()
+        for trial in result.frontier
+    ]
+
+
+def check_suffix(path: Path) -> None:
+    """Raises InputError for a name that says no kind of picture."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"cannot draw {path}: the name must end in {', '.join(SUFFIXES)}")
+
+
+def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float) -> None:
+    """Writes the picture as PNG, SVG or PDF by the path's suffix. Raises InputError for another or an unusable path."""
+    check_suffix(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    _draw(figure.add_subplot(), frontier_rows(results), bound)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _draw(axes: "Axes", rows: list[FrontierRow], bound: float) -> None:
+    rows = [row for row in rows if row.latency <= WIDEST * bound]
+    for policy in dict.fromkeys(row.policy for row in rows):
+        own = [row for row in rows if row.policy == policy]
+        axes.step([r.latency for r in own], [r.throughput for r in own], where="post", marker=".", label=policy)
+    if math.isfinite(bound):
+        axes.axvline(bound, color="0.3", linestyle="--", linewidth=1, label=f"bound {show_seconds(bound)}")
+    else:
+        axes.set_xscale("log")
+    axes.set(xlabel="latency that the bound is about (s)", ylabel="throughput (requests/s)")
+    axes.set_title("Most throughput within a latency, by policy")
+    axes.set_ylim(0, 1.4 * max((row.throughput for row in rows), default=1.0) or 1.0)
+    axes.grid(alpha=0.3)
+    for winner in (row for row in rows if row.wins):
+        _mark(axes, winner)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
+
+
+def _mark(axes: "Axes", winner: FrontierRow) -> None:
+    """A star, and its schedule above all curves, on the side with more room."""
+    at = (winner.latency, winner.throughput)
+    axes.plot(*at, marker="*", markersize=16, color="black", linestyle="none", zorder=5)
+    across, _ = axes.transAxes.inverted().transform(axes.transData.transform(at))
+    axes.annotate(
+        f"{winner.policy}: {winner.label}\n{winner.throughput:.3g} requests/s, {show_seconds(winner.latency)}",
+        at,
+        xytext=(winner.latency, 0.97),
+        textcoords=axes.get_xaxis_transform(),
+        ha="right" if across > 0.5 else "left",
+        va="top",
+        arrowprops={"arrowstyle": "-", "color": "0.5"},
+        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "0.7", "alpha": 0.9},
+    )

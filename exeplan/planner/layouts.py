@@ -1,0 +1,130 @@
+"""Placement: which GPUs form which stages, and which layers are where.
+
+Source: ExeGPT (ASPLOS 2024) sections 4.1 and 4.2. Partial tensor parallelism: degree t on g of N GPUs gives
+N - g + g / t stages. The layers of a stage are chosen so that the slowest stage is as fast as memory allows; they are
+alike, so that is a small exact problem, and the number of layers need not be divisible.
+
+Not here: which layout is best (`optimize.py`), and what a layer costs (`simulator/`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from exeplan.core.cluster import Cluster
+from exeplan.core.model import ModelSpec
+from exeplan.core.schedule import Placement, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Tensor-parallel degree `size` on `num_parallel` of the GPUs, and how many of all only prefill."""
+
+    size: int = 1
+    num_parallel: int = 0
+    num_prefill: int = 0
+    """0 where every GPU does both."""
+    across_nodes: bool = False
+    """A tensor-parallel group may lie in several nodes."""
+
+    def __str__(self) -> str:
+        parallel = (
+            f"tensor parallel {self.size} on {self.num_parallel} GPUs" if self.num_parallel else "no tensor parallelism"
+        )
+        return parallel + (f", {self.num_prefill} GPUs prefill" if self.num_prefill else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """What the layers of a stage cost: used to balance stages."""
+
+    layer_seconds: float
+    fixed_seconds: float = 0.0
+    most_layers: int
+    """As many as the memory holds."""
+
+
+def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_nodes: bool = False) -> list[Layout]:
+    """Every degree and number of tensor-parallel GPUs worth trying; a group stays in its node unless asked.
+
+    Degrees must divide the heads. On more than 16 GPUs the tensor-parallel ones come in whole nodes.
+    """
+    found = [Layout()] if 1 in sizes else []
+    for size in sizes:
+        fits = size <= cluster.num_gpus and (across_nodes or size <= cluster.gpus_per_node)
+        if size == 1 or not fits or spec.num_heads % size:
+            continue
+        step = size if cluster.num_gpus <= 16 else max(size, cluster.gpus_per_node // size * size)
+        most = _parallel_gpus(cluster, size, cluster.num_gpus, across_nodes)
+        found += [
+            Layout(size=size, num_parallel=number, across_nodes=across_nodes) for number in range(step, most + 1, step)
+        ]
+    return found
+
+
+def groups(cluster: Cluster, layout: Layout) -> list[tuple[int, ...]]:
+    """The GPUs of each stage, tensor-parallel stages first in each node."""
+    return _groups(cluster, tuple(range(cluster.num_gpus)), layout.size, layout.num_parallel, layout.across_nodes)
+
+
+def split_groups(cluster: Cluster, layout: Layout) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The GPUs of each prefilling and of each decoding stage; the latter are tensor parallel first."""
+    everyone = tuple(range(cluster.num_gpus))
+    prefill, decode = everyone[: layout.num_prefill], everyone[layout.num_prefill :]
+    decoding = _groups(cluster, decode, layout.size, layout.num_parallel, layout.across_nodes)
+    left = layout.num_parallel - sum(len(group) for group in decoding if len(group) > 1)
+    return _groups(cluster, prefill, layout.size, left, layout.across_nodes), decoding
+
+
+def share_out(num_layers: int, loads: Sequence[StageLoad]) -> list[int] | None:
+    """Layers of each stage so that the slowest is fastest; at least one each. None when the memory cannot hold them."""
+    if num_layers < len(loads) or any(load.most_layers < 1 for load in loads):
+        return None
+    if sum(load.most_layers for load in loads) < num_layers:
+        return None
+    counts = [1] * len(loads)
+    for _ in range(num_layers - len(loads)):
+        # Adding the layer where the stage stays fastest is optimal, because a stage's time rises with its layers.
+        open_stages = [i for i, load in enumerate(loads) if counts[i] < load.most_layers]
+        best = min(open_stages, key=lambda i: loads[i].fixed_seconds + (counts[i] + 1) * loads[i].layer_seconds)
+        counts[best] += 1
+    return counts
+
+
+def placed(
+    spec: ModelSpec, device_groups: Sequence[tuple[int, ...]], counts: Sequence[int], *, phase: str = ""
+) -> Placement:
+    """The stages of these groups with so many decoder layers each, and encoder layers in proportion."""
+    ends = list(accumulate(counts, initial=0))
+    encoder_ends = [round(end * spec.num_encoder_layers / ends[-1]) for end in ends]
+    return tuple(
+        Stage(devices=devices, layers=layers, encoder_layers=encoder, phase=phase)
+        for devices, layers, encoder in zip(device_groups, pairwise(ends), pairwise(encoder_ends), strict=True)
+    )
+
+
+def _parallel_gpus(cluster: Cluster, size: int, wanted: int, across_nodes: bool) -> int:
+    """How many GPUs can be in groups of so many."""
+    if across_nodes:
+        return wanted // size * size
+    return cluster.num_nodes * (cluster.gpus_per_node // size * size)
+
+
+def _groups(
+    cluster: Cluster, gpus: tuple[int, ...], size: int, num_parallel: int, across_nodes: bool
+) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    nodes = [gpus] if across_nodes else [tuple(n) for n in _by_node(cluster, gpus)]
+    for node in nodes:
+        here = min(num_parallel, len(node)) // size * size if size > 1 else 0
+        found += [node[i : i + size] for i in range(0, here, size)]
+        found += [(gpu,) for gpu in node[here:]]
+        num_parallel -= here
+    return found
+
+
+def _by_node(cluster: Cluster, gpus: tuple[int, ...]) -> list[list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for gpu in gpus:
+        nodes.setdefault(cluster.node_of(gpu), []).append(gpu)
+    return list(nodes.values())

@@ -1,0 +1,81 @@
+"""Margins: how far below each bound a plan stays, from replays of the winner and from measured errors.
+
+    closed form -> replay    the winner replayed with several seeds, which also tells how draws of requests differ; not
+                             its neighbours: fresh replays of what was picked are not biased by the pick
+    replay -> measurement    `Risk.laws`
+
+Several bounds share the risk equally, so that all hold together with it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from exeplan.core.bounds import Bound, values_of
+from exeplan.core.schedule import Schedule
+from exeplan.planner.problem import Problem, replay_estimate
+from exeplan.planner.risk import ErrorLaw, compound, error_law
+
+_SEEDS = 8
+"""Replays of the winner: with fewer, Student's law asks for much more than the replays differ by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Risk:
+    """The share of plans that may break a bound, and how replays err by quantity (`planner/risk.py`)."""
+
+    share: float
+    laws: Mapping[str, ErrorLaw]
+
+    def law(self, bound: Bound) -> ErrorLaw:
+        return self.laws["latency" if bound.on_latency else bound.about]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margins:
+    """One margin a bound, 0 where it is no limit: the closed form times (1 + margin) has to keep it."""
+
+    risk: float
+    values: tuple[float, ...]
+    source: str
+
+
+def expected_margins(problem: Problem, risk: Risk) -> Margins:
+    """Before anything was replayed: measured errors alone."""
+    share = risk.share / _num_finite(problem)
+    values = [0.0 if math.isinf(b.seconds) else risk.law(b).margin(share) for b in problem.bounds]
+    return Margins(risk=risk.share, values=tuple(values), source=_sources([risk.law(b) for b in problem.bounds]))
+
+
+def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: int, seed: int) -> Margins:
+    """Of the schedule that was picked as the best of `num_compared`, on its placement."""
+    predicted = values_of(problem.bounds, problem.estimate(schedule))
+    # A trace is replayed as it was: other seeds say nothing new.
+    seeds = 1 if problem.arrivals and problem.arrivals.of_trace else _SEEDS
+    runs = [replay_estimate(problem, schedule, seed=seed + 1 + number)[1] for number in range(seeds)]
+    replayed = [values_of(problem.bounds, run) for run in runs]
+    values, laws = [], []
+    for number, bound in enumerate(problem.bounds):
+        ratios = [ratio for run in replayed if (ratio := _ratio(run[number], predicted[number]))]
+        if math.isinf(bound.seconds) or not ratios:
+            values.append(0.0)
+            continue
+        ratios = ratios * 2 if len(ratios) == 1 else ratios
+        law = compound(error_law(ratios, f"{len(runs)} replays of the winner"), risk.law(bound))
+        values.append(law.margin(risk.share / _num_finite(problem), num_compared=num_compared))
+        laws.append(law)
+    compared = f"; best of {num_compared} policies" if num_compared > 1 else ""
+    return Margins(risk=risk.share, values=tuple(values), source=_sources(laws) + compared)
+
+
+def _ratio(replayed: float | None, predicted: float | None) -> float | None:
+    """None where there is nothing to compare."""
+    return replayed / predicted if replayed and predicted else None
+
+
+def _num_finite(problem: Problem) -> int:
+    return max(1, sum(math.isfinite(b.seconds) for b in problem.bounds))
+
+
+def _sources(laws: list[ErrorLaw]) -> str:
+    return "; ".join(dict.fromkeys(part for law in laws for part in law.source.split("; ")))

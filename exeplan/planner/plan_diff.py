@@ -1,0 +1,223 @@
+"""What lies between two plans for one model: what changes, what it gains, and what moving costs.
+
+Weights that a GPU does not hold yet are loaded anew, all GPUs at once; a tensor-parallel share counts as what of the
+layer it is. Keys and values go where their layers' shares go, over host memory, as far as the new cache has room; with
+other weights, numbers or machines the requests under way are prefilled again or finished first.
+
+Not here: how it is shown (`plan_diff_text.py`), and how a running server swaps plans.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from exeplan.core.layer_costs import embedding_parameters, layer_parameters
+from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate, Placement, Stage
+from exeplan.errors import InputError
+from exeplan.planner.placement_text import show_placement
+
+DRAM_BYTES_PER_SECOND = 5e9
+"""Of one GPU, from its host's memory. ExeGPT (ASPLOS 2024), Table 4, half precision: 39B on 16 GPUs in 0.9 s, 101B on
+32 in 1.3 s, 175B on 32 in 2.1 s, 341B on 48 in 3.5 s, that is 5.4, 4.9, 5.2 and 4.1 GB/s a GPU."""
+SSD_BYTES_PER_SECOND = 0.93e9
+"""The same from disk: 2.1, 7.1, 11.9 and 15.1 s, that is 2.3, 0.89, 0.92 and 0.94 GB/s a GPU."""
+_DTYPE = "float32"
+"""What the engine takes where a plan says nothing."""
+
+_FINGERPRINTS = {"workload lengths", "profile rows"}
+_GAINS = ("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p99", "memory_bytes_per_gpu")
+"""Figures of an estimate that are compared."""
+
+Share = tuple[str, int]
+"""A part of the model: `decoder`, `encoder`, `embedding` or `head`, and which layer."""
+Held = dict[Share, tuple[float, float]]
+"""What a GPU holds: of each part the slice from a fraction to another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A field of the plan; empty text where it has none."""
+
+    what: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """What it takes to go from one plan to the other. Bytes, seconds."""
+
+    loaded_bytes: Mapping[int, float]
+    """Weights that each GPU must load."""
+    load_seconds: Mapping[str, float]
+    """Until the last GPU has loaded, by where from."""
+    kv_share_kept: float
+    """Of the keys and values in use, those that are where the new plan needs them."""
+    kv_carried: bool
+    """Whether the others can be brought there."""
+    kv_bytes_moved: float | None
+    """What the others weigh under the old plan's load; None where it has no estimate."""
+    recomputed_tokens: float | None
+    """Tokens of the requests under way that are prefilled again, unless those finish first; None as above."""
+    finish_seconds: float | None
+    """In which 99 % of the requests under way finish, by the old plan's estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDiff:
+    """Everything between two plans."""
+
+    changes: tuple[Change, ...]
+    old: Estimate | None
+    new: Estimate | None
+    same_load: bool
+    """Both estimates are for one workload and one profile, so that they can be compared."""
+    moving: Moving
+
+
+def diff_plans(
+    old: Plan, new: Plan, old_spec: ModelSpec, new_spec: ModelSpec, *, bytes_per_second: Mapping[str, float]
+) -> PlanDiff:
+    """Everything between two plans; `bytes_per_second` says how fast one GPU loads weights, by where from.
+
+    Raises InputError for two models of different shape.
+    """
+    if old_spec.fingerprint != new_spec.fingerprint:
+        raise InputError(
+            f"the plans are for different models, {old_spec.name} and {new_spec.name}: none of the weights can stay; "
+            f"see the two side by side with `exeplan compare`"
+        )
+    return PlanDiff(
+        changes=tuple(_changes(old, new)),
+        old=old.estimate,
+        new=new.estimate,
+        same_load=_same(old, new, "workload") and _same(old, new, "profile"),
+        moving=_moving(old, new, new_spec, bytes_per_second),
+    )
+
+
+def _same(old: Plan, new: Plan, what: str) -> bool:
+    """Whether both have the same input: by its fingerprint, or by its name where one has none."""
+    prints = getattr(old, f"{what}_fingerprint"), getattr(new, f"{what}_fingerprint")
+    return prints[0] == prints[1] if all(prints) else getattr(old, what) == getattr(new, what)
+
+
+def _changes(old: Plan, new: Plan) -> Iterable[Change]:
+    """Fields that differ, in the order in which one would look at them."""
+    before, after = _fields(old), _fields(new)
+    # A fingerprint says something only beside another.
+    alone = _FINGERPRINTS - (before.keys() & after.keys())
+    for what in {**before, **after}:
+        if what not in alone and before.get(what, "") != after.get(what, ""):
+            yield Change(what=what, old=before.get(what, ""), new=after.get(what, ""))
+
+
+def _fields(plan: Plan) -> dict[str, str]:
+    bounds = [str(bound) for bound in (plan.bound, *plan.more_bounds) if bound and math.isfinite(bound.seconds)]
+    found: dict[str, object] = {
+        "model": plan.model,
+        "policy": plan.schedule.policy,
+        **plan.schedule.variables,
+        "placement": show_placement(plan.placement),
+        "cluster": plan.cluster,
+        "bounds": ", ".join(bounds) or None,
+        "arrivals": "as in the trace" if plan.trace_arrivals else plan.arrival_rate,
+        "workload": plan.workload,
+        "workload lengths": plan.workload_fingerprint,
+        "profile": plan.profile,
+        "profile rows": plan.profile_fingerprint,
+        **{
+            what: getattr(plan, what) for what in ("gpus", "dtype", "kv_dtype", "device", "kv_cache_tokens", "max_seqs")
+        },
+    }
+    return {what: str(value) for what, value in found.items() if value is not None}
+
+
+def _moving(old: Plan, new: Plan, spec: ModelSpec, bytes_per_second: Mapping[str, float]) -> Moving:
+    # Other weights, another number format or other machines: nothing can stay. A plan by hand may leave them open.
+    given = [(getattr(old, what), getattr(new, what)) for what in ("model", "dtype", "cluster")]
+    afresh = any(a and b and a != b for a, b in given)
+    before, after = () if afresh else old.placement, new.placement
+    held, sizes = _held(before, spec), _bytes(spec, new.dtype or old.dtype or _DTYPE)
+    loaded = {gpu: _missing(held.get(gpu, {}), parts, sizes) for gpu, parts in sorted(_held(after, spec).items())}
+    kept, carried = _kv_kept(before, after, spec), not afresh and old.kv_dtype == new.kv_dtype
+    used = old.estimate.kv_tokens if old.estimate else None
+    per_token = spec.kv_bytes_per_token(old.kv_dtype or old.dtype or new.kv_dtype or new.dtype or _DTYPE)
+    return Moving(
+        loaded_bytes=loaded,
+        load_seconds={where: max(loaded.values()) / speed for where, speed in bytes_per_second.items()},
+        kv_share_kept=kept,
+        kv_carried=carried,
+        kv_bytes_moved=None if used is None else (1 - kept) * used * per_token,
+        recomputed_tokens=None if used is None else _excess(used, new) if carried or kept == 1 else used,
+        finish_seconds=old.estimate.latency_p99 if old.estimate else None,
+    )
+
+
+def _excess(used: float, new: Plan) -> float:
+    """Tokens for which the new plan's KV cache has no room."""
+    return max(0.0, used - new.kv_cache_tokens) if new.kv_cache_tokens else 0.0
+
+
+def _held(placement: Sequence[Stage], spec: ModelSpec) -> dict[int, Held]:
+    """What each GPU holds."""
+    found: dict[int, Held] = {}
+    for number, stage in enumerate(placement):
+        same = [i for i, s in enumerate(placement) if s.phase == stage.phase]
+        parts: list[Share] = [("decoder", layer) for layer in range(*stage.layers)]
+        parts += [("encoder", layer) for layer in range(*stage.encoder_layers)]
+        if number == same[0]:
+            parts.append(("embedding", 0))
+        if number == same[-1]:
+            parts.append(("embedding" if spec.tied_head else "head", 0))
+        size = stage.tensor_parallel_size
+        for rank, gpu in enumerate(stage.devices):
+            found[gpu] = dict.fromkeys(parts, (rank / size, (rank + 1) / size))
+    return found
+
+
+def _bytes(spec: ModelSpec, dtype: str) -> dict[str, float]:
+    """Of a whole part."""
+    around = embedding_parameters(spec)
+    counts = {
+        "decoder": layer_parameters(spec),
+        "encoder": layer_parameters(spec, encoder=True),
+        "embedding": around,
+        "head": around,
+    }
+    return {part: float(DTYPE_BYTES[dtype] * count) for part, count in counts.items()}
+
+
+def _missing(before: Held, after: Held, sizes: Mapping[str, float]) -> float:
+    """Bytes of what a GPU is to hold and does not."""
+    return sum(
+        sizes[part[0]] * (end - first - _overlap(before, part, first, end)) for part, (first, end) in after.items()
+    )
+
+
+def _overlap(held: Held, part: Share, first: float, end: float) -> float:
+    """How much of that slice of the part is held."""
+    here = held.get(part, (0.0, 0.0))
+    return max(0.0, min(end, here[1]) - max(first, here[0]))
+
+
+def _kv_kept(before: Placement, after: Placement, spec: ModelSpec) -> float:
+    """The share of keys and values, alike in every layer, that GPUs which decode hold for both plans."""
+    here, there = (_held([s for s in stages if s.phase != "prefill"], spec) for stages in (before, after))
+    kept = sum(
+        _overlap(here.get(gpu, {}), part, first, end)
+        for gpu, parts in there.items()
+        for part, (first, end) in parts.items()
+        if part[0] == "decoder"
+    )
+    return min(1.0, kept / spec.num_layers)
+
+
+def gains(diff: PlanDiff) -> dict[str, float]:
+    """The relative change of each figure of the estimates; nothing where a plan has none."""
+    if diff.old is None or diff.new is None:
+        return {}
+    pairs = {name: (getattr(diff.old, name), getattr(diff.new, name)) for name in _GAINS}
+    return {name: new / old - 1 for name, (old, new) in pairs.items() if old and new is not None}

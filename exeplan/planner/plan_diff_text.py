@@ -1,0 +1,95 @@
+"""The difference of two plans in words, and for programs; it adds nothing to `exeplan.planner.plan_diff`."""
+
+from dataclasses import asdict
+from typing import Any
+
+from exeplan.planner.placement_text import show_gpus
+from exeplan.planner.plan_diff import Moving, PlanDiff, gains
+from exeplan.planner.tables import table
+from exeplan.units import show_bytes, show_seconds
+
+_LABELS = {"latency": "latency (bound)", "memory_bytes_per_gpu": "memory"}
+
+
+def diff_text(diff: PlanDiff) -> str:
+    """The difference for people."""
+    changes = [(change.what, change.old or "-", change.new or "-") for change in diff.changes]
+    if not changes:
+        return "the plans are the same"
+    lines = [table(("changes", "old", "new"), changes)]
+    lines += ["", *_gain_lines(diff), "", *_moving_lines(diff.moving)]
+    return "\n".join(lines)
+
+
+def _gain_lines(diff: PlanDiff) -> list[str]:
+    if diff.old is None or diff.new is None:
+        which = "old" if diff.old is None else "new"
+        return [f"what it gains is open: the {which} plan has no estimate; `exeplan simulate PLAN -o PLAN` fills it in"]
+    rows = [
+        (
+            _LABELS.get(name, name.replace("_", " ")),
+            _show(name, getattr(diff.old, name)),
+            _show(name, getattr(diff.new, name)),
+            change,
+        )
+        for name, change in ((name, f"{100 * gain:+.1f} %") for name, gain in gains(diff).items())
+    ]
+    lines = [table(("estimate", "old", "new", "gain"), rows)]
+    if not diff.same_load:
+        lines.append("the estimates are for different workloads or profiles: what they gain is not the plan's alone")
+    return lines
+
+
+def _show(name: str, value: float) -> str:
+    if name.endswith("throughput"):
+        return f"{value:.4g} {'tok' if name.startswith('token') else 'req'}/s"
+    return show_bytes(value) if name.startswith("memory") else show_seconds(value)
+
+
+def _moving_lines(moving: Moving) -> list[str]:
+    return [_load_line(moving), _request_line(moving)]
+
+
+def _load_line(moving: Moving) -> str:
+    loaded = {gpu: size for gpu, size in moving.loaded_bytes.items() if size >= 1}
+    if not loaded:
+        return "weights: every GPU holds already what it needs"
+    least, most = show_bytes(min(loaded.values())), show_bytes(max(loaded.values()))
+    each = least if least == most else f"{least} to {most}"
+    times = ", ".join(f"{show_seconds(seconds)} {where}" for where, seconds in moving.load_seconds.items())
+    return f"weights: {show_gpus(sorted(loaded))} load {each} each, {show_bytes(sum(loaded.values()))} in all: {times}"
+
+
+def _request_line(moving: Moving) -> str:
+    if moving.kv_share_kept == 1:
+        if not moving.recomputed_tokens:
+            return "requests under way: all keys and values stay where they are, nothing is recomputed"
+        return (
+            f"requests under way: keys and values stay, but for {moving.recomputed_tokens:.0f} tokens of the newest "
+            "requests, for which the new KV cache has no room: those are recomputed"
+        )
+    lost = f"{100 * (1 - moving.kv_share_kept):.0f} % of the keys and values are on other GPUs"
+    if moving.kv_carried:
+        lost += f" ({show_bytes(moving.kv_bytes_moved)})" if moving.kv_bytes_moved is not None else ""
+        short = (
+            f", but for {moving.recomputed_tokens:.0f} tokens that are recomputed" if moving.recomputed_tokens else ""
+        )
+        return f"requests under way: {lost}, and move there over host memory{short}"
+    if moving.recomputed_tokens is None or moving.kv_bytes_moved is None:
+        return f"requests under way: {lost}, so that all of them are recomputed, or finished first"
+    return (
+        f"requests under way: {lost} ({show_bytes(moving.kv_bytes_moved)}), so that all of them are recomputed, up to "
+        f"{moving.recomputed_tokens:.0f} tokens, or finished first, which takes {show_seconds(moving.finish_seconds)}"
+    )
+
+
+def as_json(diff: PlanDiff) -> dict[str, Any]:
+    """The difference for programs: bytes, seconds, tokens; gains relative."""
+    return {
+        "changes": [asdict(change) for change in diff.changes],
+        "old": asdict(diff.old) if diff.old else None,
+        "new": asdict(diff.new) if diff.new else None,
+        "gains": gains(diff),
+        "same_load": diff.same_load,
+        "moving": asdict(diff.moving),
+    }

@@ -1,0 +1,363 @@
+"""Problem: one model on one profiled device under one workload and bounds, and what a schedule does in it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
+from exeplan.core.bounds import Bound, check_together, limit, shares, worst
+from exeplan.core.cluster import Cluster
+from exeplan.core.metrics import summarize
+from exeplan.core.profile import Profile
+from exeplan.core.queue_order import ORDERS
+from exeplan.core.schedule import Estimate, Placement, Schedule, single_stage
+from exeplan.errors import Infeasible, InputError
+from exeplan.policies import load_policy
+from exeplan.search.search import Outcome
+from exeplan.simulator.at_rate import estimate_at_rate
+from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
+from exeplan.simulator.replay import Run, replay
+from exeplan.units import show_bytes
+from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
+from exeplan.workload.workload import Workload
+
+MEMORY_UTILIZATION = 0.9
+"""Share of the device's memory that weights, KV cache and workspace may take."""
+KV_SLACK = 1.5
+"""The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
+_REPLAY_REQUESTS = (300, 8000)
+_MOST_ARRIVING = 10_000
+"""Requests that come at a rate in a replay, at most; of a trace that is replayed at its own times the first so many."""
+_HEADROOM_LIMIT, _HEADROOM_STEPS = 4.0, 1024
+_BATCH_SIZES = 12
+"""Batch sizes at which the closed form looks at a schedule whose batches are not full."""
+_LONG_REQUESTS = 4
+"""Requests of the 99th-percentile length that a replay should hold at least: it is their latency that is promised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is optimized: one model on one profiled device, or on a cluster of it, under one workload and its bounds.
+
+    On a cluster the cost model stands for one of many placements (`at`, and `variants.py` for which).
+    """
+
+    profile: Profile
+    workload: Workload
+    bound: Bound
+    more_bounds: tuple[Bound, ...] = ()
+    """Bounds that hold beside it (see `exeplan.core.bounds`)."""
+    arrivals: Arrivals | None = None
+    """When requests come, where waiting counts; None for a backlog."""
+    min_throughput: float = 0.0
+    """Requests a second that are wanted at least."""
+    cost: CostModel
+    cluster: Cluster | None = None
+    memory: float
+    """Bytes that weights, KV cache and workspace may take together on one device."""
+    utilization: float | None = None
+    """The share of each GPU that this is, where it was stated as one."""
+    max_seqs: int
+    """Residents that the engine may hold at once."""
+    order: str = "fcfs"
+    """Of the schedules that are planned (see `exeplan.core.queue_order`); the closed form is the same for all."""
+    across_nodes: bool = False
+    """A tensor-parallel group may lie in several nodes."""
+
+    def __post_init__(self) -> None:
+        check_together(self.bounds)
+        if self.order not in ORDERS:
+            raise InputError(f"no order '{self.order}'; there are {', '.join(ORDERS)}")
+
+    def at(self, placement: Placement) -> "Problem":
+        """The same on another placement, with the same links."""
+        return replace(self, cost=CostModel(self.cost.timings, placement, self.cost.cluster))
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        return (self.bound, *self.more_bounds)
+
+    @property
+    def limit(self) -> float:
+        """What the latency of an Outcome may not exceed: seconds of the first finite bound."""
+        return limit(self.bounds)
+
+    @property
+    def required(self) -> float:
+        """Requests a second that a schedule has to sustain."""
+        return max(self.min_throughput, self.arrivals.rate if self.arrivals else 0.0)
+
+    def held_to(self, bounds: Sequence[Bound]) -> "Problem":
+        """The same under other bounds, in the same order."""
+        return replace(self, bound=bounds[0], more_bounds=tuple(bounds[1:]))
+
+    def limited_to(self, seconds: float) -> "Problem":
+        """The same with all bounds scaled so that `limit` is this; one where there was none."""
+        if math.isinf(self.limit):
+            return replace(self, bound=replace(self.bound, seconds=seconds))
+        factor = seconds / self.limit
+        return self.held_to([replace(b, seconds=b.seconds * factor) for b in self.bounds])
+
+    def schedule(self, policy: str, point: Mapping[str, int]) -> Schedule:
+        """The schedule of a point of a policy's search, in the order that is asked for."""
+        return replace(load_policy(policy).schedule(point, self.workload), order=self.order)
+
+    def evaluate(self, schedule: Schedule) -> Outcome:
+        """One point of the search: a schedule with its batches full.
+
+        `latency` stands for all bounds, the fullest one's share times `limit`; where requests come at a rate it is that
+        of the highest rate that fills these batches. `memory` is the share of the tighter of the two capacities, bytes
+        and residents.
+        """
+        steady = steady_state(schedule, self.workload, self.cost)
+        share = max(
+            self.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
+            steady.cycle.num_seqs / (self.max_seqs + 1e-9),
+        )
+        # An infinite bound limits nothing, whatever its value; the first one stands for all where none is finite.
+        unbounded = math.isinf(self.limit)
+        asked = [math.isfinite(b.seconds) or (unbounded and b is self.bound) for b in self.bounds]
+        values = [
+            steady.bound_latency(b.about, self._turn(steady)) if needed else 0.0
+            for b, needed in zip(self.bounds, asked, strict=True)
+        ]
+        return Outcome(throughput=steady.throughput, latency=worst(self.bounds, values), memory=share)
+
+    def estimate(self, schedule: Schedule) -> Estimate:
+        """The closed form's Estimate of a schedule.
+
+        Where requests come at a rate, at the batch that reaches it. Raises Infeasible when none does.
+        """
+        full = steady_state(schedule, self.workload, self.cost)
+        if self.arrivals is None:
+            return estimate(full, self.cost, self.bound.about)
+        if full.throughput <= self.arrivals.rate:
+            raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {self.arrivals} come")
+        return estimate_at_rate([*self._smaller(schedule), full], self.arrivals, self.cost, self.bound.about)
+
+    def fullest_bound(self, schedule: Schedule) -> Bound:
+        """The bound that a schedule with its batches full fills most."""
+        steady = steady_state(schedule, self.workload, self.cost)
+        return max(self.bounds, key=lambda b: steady.bound_latency(b.about, self._turn(steady)) / b.seconds)
+
+    def _turn(self, steady: SteadyState) -> Wait:
+        return Wait(turn=steady.turn) if self.arrivals else Wait()
+
+    def keeps(self, schedule: Schedule) -> bool:
+        """Whether a schedule keeps all bounds and, where requests come at a rate, sustains it; by the closed form."""
+        if self.arrivals is None:
+            return self.evaluate(schedule).latency <= self.limit
+        try:
+            return max(shares(self.bounds, self.estimate(schedule))) <= 1
+        except Infeasible:
+            return False
+
+    def with_spare_places(self, schedule: Schedule) -> Schedule:
+        """A schedule with batches as large as bursts of arrivals may need, as far as memory and residents allow."""
+        name = _batch_name(schedule, self.workload)
+        batch = self._batch(schedule, name)
+        high = with_spare_places(batch)
+        low = batch
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.evaluate(_with_batch(schedule, name, middle, self.workload)).memory <= 1
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return _with_batch(schedule, name, low, self.workload)
+
+    def _batch(self, schedule: Schedule, name: str) -> int:
+        """The requests of full batches, where a plan by hand does not say."""
+        return schedule.variables.get(name) or round(steady_state(schedule, self.workload, self.cost).cycle.num_seqs)
+
+    def _smaller(self, schedule: Schedule) -> list[SteadyState]:
+        """Steady states of a request alone, and of the schedule with smaller batches."""
+        knobs = load_policy(schedule.policy).knobs(self.workload, 1)
+        name = knobs[0].name
+        sizes = np.unique(np.geomspace(1, self._batch(schedule, name), _BATCH_SIZES).astype(int))[:-1]
+        smaller = [_with_batch(schedule, name, int(size), self.workload) for size in sizes]
+        if schedule.variables != (alone := {**schedule.variables, **{knob.name: knob.values[0] for knob in knobs}}):
+            smaller.insert(0, load_policy(schedule.policy).schedule(alone, self.workload))
+        return [steady_state(one, self.workload, self.cost) for one in smaller]
+
+
+def _batch_name(schedule: Schedule, workload: Workload) -> str:
+    """The variable that says how large batches may become: a policy's first knob, by `Policy.knobs`."""
+    return load_policy(schedule.policy).knobs(workload, 1)[0].name
+
+
+def _with_batch(schedule: Schedule, name: str, size: int, workload: Workload) -> Schedule:
+    other = load_policy(schedule.policy).schedule({**schedule.variables, name: size}, workload)
+    return replace(other, order=schedule.order)
+
+
+def make_problem(
+    profile: Profile,
+    workload: Workload,
+    bound: Bound,
+    *,
+    cluster: Cluster | None = None,
+    memory: float | None = None,
+    utilization: float | None = None,
+    max_seqs: int | None = None,
+) -> Problem:
+    """Checks that the model fits the device, or the cluster, and the workload the model's context.
+
+    The plan may use `memory` bytes of each device, or that share of it.
+    """
+    device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
+    available = memory if memory is not None else device_memory * (utilization or MEMORY_UTILIZATION)
+    longest = int((workload.inputs + workload.outputs).max())
+    if longest > profile.model.max_context:
+        raise InputError(
+            f"workload '{workload.name}' has requests of {longest} tokens, the context of "
+            f"{profile.model.name} is {profile.model.max_context}; scale it down with --fit-context"
+        )
+    cost = CostModel(profile, cluster=cluster)
+    measured = int(cost.timings.shard(min(profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1])
+    if cluster is not None:
+        check_room(profile, cluster, available, longest)
+        return Problem(
+            profile=profile,
+            workload=workload,
+            bound=bound,
+            cost=cost,
+            cluster=cluster,
+            memory=available,
+            utilization=utilization,
+            max_seqs=max_seqs or measured * cluster.num_gpus,
+        )
+    one_request = memory_bytes(profile, single_stage(profile.model), float(num_blocks_for(longest) * BLOCK_SIZE))
+    if one_request > available:
+        raise Infeasible(
+            f"{profile.model.name} needs {show_bytes(one_request)} for weights, workspace and one request of "
+            f"{longest} tokens; {profile.device.name} has {show_bytes(available)} for it"
+        )
+    return Problem(
+        profile=profile,
+        workload=workload,
+        bound=bound,
+        cost=cost,
+        memory=available,
+        utilization=utilization,
+        max_seqs=max_seqs or measured,
+    )
+
+
+def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
+    """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
+    weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
+    room = available - profile.workspace_bytes
+    if room * cluster.num_gpus >= weights:
+        return
+    short = weights / cluster.num_gpus + profile.workspace_bytes - available
+    enough = "no number of such GPUs would do"
+    if room > 0:
+        number, per_node = math.ceil(weights / room), cluster.gpus_per_node
+        number = number if number <= per_node else math.ceil(number / per_node) * per_node
+        enough = f"{number} such GPUs would do"
+    raise Infeasible(
+        f"{profile.model.name} does not fit cluster {cluster.name}: each of its {cluster.num_gpus} GPUs lacks "
+        f"{show_bytes(short)} beside the {show_bytes(available)} it has for weights, workspace and one request of "
+        f"{longest} tokens; {enough}"
+    )
+
+
+def replay_estimate(
+    problem: Problem, schedule: Schedule, *, seed: int, num_requests: int | None = None, kv_tokens: int | None = None
+) -> tuple[Run, Estimate]:
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` is the KV cache, if it is set.
+
+    Where requests come at a rate they do so here, and their waiting counts; a trace is replayed as it was.
+    """
+    steady = steady_state(schedule, problem.workload, problem.cost)
+    low, high = _REPLAY_REQUESTS
+    # Long enough that the longest of the planned requests live through it whole, several generations of them.
+    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
+    generations = 4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
+    n = num_requests or int(min(max(low, generations), high))
+    p99 = problem.workload.output_quantile(0.99)
+    inputs, outputs = problem.workload.sample(n, seed=seed)
+    while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
+        n = min(2 * n, high)
+        inputs, outputs = problem.workload.sample(n, seed=seed)
+    arrivals = None
+    if problem.arrivals:
+        n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
+        inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    due = problem.workload.deadlines
+    num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
+    run = replay(
+        schedule,
+        problem.cost,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_blocks=num_blocks,
+        arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
+    )
+    return run, summarize(
+        run.requests,
+        p99_output=p99,
+        bound_about=problem.bound.about,
+        backlog=arrivals is None,
+        waiting=arrivals is not None,
+        kv_tokens=float(run.peak_kv_tokens),
+        memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
+    )
+
+
+def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
+    """Enough for the queue to find its length, which takes the longer the fuller the engine is."""
+    if arrivals.of_trace:
+        return _MOST_ARRIVING
+    spare = max(1.0 - arrivals.rate / capacity, 1e-3)
+    return int(min(_REPLAY_REQUESTS[1] / spare, _MOST_ARRIVING))
+
+
+def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
+    """Tokens of KV cache that the engine gets: what the plan needs with slack, within the memory there is."""
+    needed = (
+        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
+    )
+    room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
+    return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
+    """The share by which the mean output may rise, all lengths in proportion, before a bound breaks.
+
+    None without a finite bound; never more than 400 %.
+    """
+    if math.isinf(problem.limit):
+        return None
+    return _headroom(lambda rise: replace(problem, workload=problem.workload.scale(1.0 + rise)).keeps(schedule))
+
+
+def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
+    """The share by which the arrival rate may rise before a bound breaks or the queue grows without end.
+
+    None for a backlog; never more than 400 %.
+    """
+    arrivals = problem.arrivals
+    if arrivals is None:
+        return None
+
+    def keeps(rise: float) -> bool:
+        faster = replace(arrivals, rate=arrivals.rate * (1.0 + rise))
+        return replace(problem, arrivals=faster).keeps(schedule)
+
+    return _headroom(keeps)
+
+
+def _headroom(keeps: Callable[[float], bool]) -> float:
+    """The last of the steps up to the limit that is kept: the room is mostly little, so small steps come first."""
+    low, high = 0, 1
+    while high <= _HEADROOM_STEPS and keeps(_HEADROOM_LIMIT * high / _HEADROOM_STEPS):
+        low, high = high, 2 * high
+    while high - low > 1 and low < _HEADROOM_STEPS:
+        middle = (low + high) // 2
+        low, high = (middle, high) if keeps(_HEADROOM_LIMIT * middle / _HEADROOM_STEPS) else (low, middle)
+    return _HEADROOM_LIMIT * low / _HEADROOM_STEPS

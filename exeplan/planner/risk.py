@@ -1,0 +1,156 @@
+"""Risk: how far below a bound to stay so that the chance of breaking it stays under a stated share.
+
+    error     measured / predicted, of a latency, a ttft or a tpot; laws are kept in logarithms, where errors multiply
+    margin    the prediction times (1 + margin) is what the measurement exceeds with at most the stated risk
+
+With n errors at hand the margin is the larger of Student's prediction bound, mean + t(n - 1) s sqrt(1 + 1/n), which
+pays for a small sample, and of the sample's own quantile at rank (n + 1)(1 - risk), which needs no normal law. Whoever
+picks the best of k candidates tends to pick one that is predicted too well (the winner's curse); at a risk of share / k
+each, that pick too breaks the bound with at most the share, however the errors hang together (union bound). k counts
+the policies compared: schedules of one policy err alike, as the same passes are timed.
+
+Two sources are compounded: the closed form against replays of the winner with several seeds, and the replay against
+measurements. Not here: predicting (`simulator/`), and whether the world has changed since (drift).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exeplan.errors import InputError
+from exeplan.files import read_text
+
+QUANTITIES = ("latency", "ttft", "tpot")
+"""What has an error law. Every bound on whole requests is about `latency`."""
+_DEMO_SOURCE = "18 runs of the demo model on one CPU device (benchmarks/records/fidelity-demo.json)"
+# Measured over replayed, case by case as in that record: three workloads, three policies, two runs each.
+_DEMO_RATIOS = {
+    "latency": "1.025 1.030 1.009 .968 .988 .964 1.040 .998 1.007 1.017 .904 .953 .978 1.118 1.011 1.026 .913 1.010",
+    "ttft": "1.001 1.000 1.029 .991 .955 .945 1.011 1.025 .943 .992 .869 .869 .934 1.056 .978 .947 .913 1.008",
+    "tpot": "1.033 1.034 .985 .969 1.007 1.006 1.029 1.069 1.021 1.045 .968 1.051 .960 1.093 1.020 1.005 .954 1.076",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorLaw:
+    """Errors as logarithms of measured / predicted."""
+
+    logs: tuple[float, ...]
+    """A sample of them, rising."""
+    spread: float
+    """Their standard deviation."""
+    count: float
+    """Independent errors that the spread was learnt from; after compounding, as many as would know it as well."""
+    source: str
+
+    def margin(self, risk: float, *, num_compared: int = 1) -> float:
+        """What to add to a prediction, relative, at a risk shared by so many candidates; never below 0."""
+        from scipy.special import stdtrit
+
+        share = check_risk(risk) / num_compared
+        student = stdtrit(self.count - 1, 1 - share) * self.spread * math.sqrt(1 + 1 / self.count)
+        rank = min(math.ceil((len(self.logs) + 1) * (1 - share)), len(self.logs))
+        return max(0.0, math.expm1(max(float(np.mean(self.logs)) + float(student), self.logs[rank - 1])))
+
+
+def check_risk(risk: float) -> float:
+    """The risk itself. Raises InputError unless it lies between 0 and a half."""
+    if not 0 < risk < 0.5:
+        raise InputError(f"a risk must lie above 0 % and below 50 %, found {100 * risk:g} %")
+    return risk
+
+
+def error_law(ratios: Sequence[float], source: str) -> ErrorLaw:
+    """The law of measured / predicted ratios, each above 0. Raises InputError for fewer than two."""
+    if len(ratios) < 2:
+        raise InputError(f"{source}: {len(ratios)} errors say nothing about their spread; at least 2 are needed")
+    logs = np.sort(np.log(np.asarray(ratios, dtype=float)))
+    return ErrorLaw(logs=tuple(logs.tolist()), spread=float(logs.std(ddof=1)), count=len(logs), source=source)
+
+
+def compound(one: ErrorLaw, other: ErrorLaw) -> ErrorLaw:
+    """The law of the product of two independent errors, its count by Welch and Satterthwaite."""
+    sums = np.sort(np.add.outer(one.logs, other.logs), axis=None)
+    parts = [(law.spread**2, law.count - 1) for law in (one, other)]
+    variance = sum(part for part, _ in parts)
+    freedom = variance**2 / sum(part**2 / n for part, n in parts) if variance else min(n for _, n in parts)
+    return ErrorLaw(
+        logs=tuple(sums.tolist()),
+        spread=math.sqrt(variance),
+        count=freedom + 1,
+        source=f"{one.source}; {other.source}",
+    )
+
+
+def default_laws() -> dict[str, ErrorLaw]:
+    """Replay against engine where nothing else was measured, by quantity."""
+    return {name: error_law([float(r) for r in text.split()], _DEMO_SOURCE) for name, text in _DEMO_RATIOS.items()}
+
+
+def load_errors(path: Path) -> dict[str, ErrorLaw]:
+    """The laws of a JSON file of predicted and measured values, by quantity; those it says nothing of are left out.
+
+    A list of {"predicted": {"latency": 1.9, ...}, "measured": {"latency": 2.0, ...}}, in seconds, or a record of
+    `benchmarks/fidelity/one_device.py`. Raises InputError naming what is wrong.
+    """
+    try:
+        body = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
+    except RecursionError:
+        raise InputError(f"{path} is not valid JSON: nested too deeply") from None
+    ratios: dict[str, list[float]] = {}
+    for number, pair in enumerate(_pairs(body, path), 1):
+        for name in QUANTITIES:
+            if (ratio := _ratio(pair, name, f"{path}: pair {number}")) is not None:
+                ratios.setdefault(name, []).append(ratio)
+    if not ratios:
+        raise InputError(f"{path} pairs no predicted with a measured {', '.join(QUANTITIES)}")
+    return {name: error_law(found, f"{len(found)} pairs in {path.name}") for name, found in ratios.items()}
+
+
+def parse_risk(text: str) -> float:
+    """`1%` or `0.01`. Raises InputError for what is no share, or none to promise anything with."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"--risk must be a share such as 1% or 0.01, found '{text}'") from None
+    if not 0 < value < 0.5:
+        raise InputError(f"--risk must lie above 0 % and below 50 %, found '{text}'")
+    return value
+
+
+def _pairs(body: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+    if isinstance(body, Mapping) and isinstance(body.get("rows"), list):
+        runs = [run for row in body["rows"] if isinstance(row, Mapping) for run in row.get("runs", ())]
+        body = [
+            {"predicted": run["replay"], "measured": run["measured"]}
+            for run in runs
+            if {"replay", "measured"} <= set(run)
+        ]
+    if not isinstance(body, list):
+        raise InputError(f"{path} must hold a list of predicted and measured pairs, or a record of them")
+    for number, pair in enumerate(body, 1):
+        if not isinstance(pair, Mapping) or not all(
+            isinstance(pair.get(k), Mapping) for k in ("predicted", "measured")
+        ):
+            raise InputError(
+                f'{path}: pair {number} is not of the form {{"predicted": {{"latency": 1.9}}, "measured": '
+                f'{{"latency": 2.0}}}}'
+            )
+        yield pair
+
+
+def _ratio(pair: Mapping[str, Any], name: str, where: str) -> float | None:
+    predicted, measured = pair["predicted"].get(name), pair["measured"].get(name)
+    if predicted is None or measured is None:
+        return None
+    for value in (predicted, measured):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise InputError(f"{where}: {name} must be a positive number of seconds, found {value!r}")
+    return float(measured / predicted)

@@ -1,0 +1,194 @@
+"""Variants: every placement and filling of the pipeline under which a policy's control variables are searched.
+
+Each variant is a grid of its own. A few points of each say how much it promises: those that cannot win are left out,
+the others are searched in turn, the most promising first, and what one has found is what the next has to beat.
+'exhaustive' searches them all.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from exeplan.core.schedule import Placement, Schedule
+from exeplan.planner.balance_stages import Balance
+from exeplan.planner.layouts import layouts
+from exeplan.planner.problem import Problem
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Knob, Policy
+from exeplan.search.grid import Grid, Index, Limits
+from exeplan.search.line import reach
+from exeplan.search.search import Outcome, Result, Trial, search_grid
+
+_SLACK = 0.02
+"""A variant that misses a limit, or the best throughput, by less may still hold points that do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A placement, and how micro-batches fill its pipeline."""
+
+    problem: Problem
+    """The problem on that placement."""
+    filling: Mapping[str, int]
+
+    def holds(self, placement: Placement, schedule: Schedule) -> bool:
+        """Whether this schedule on this placement is one of its points."""
+        filled = {**schedule.variables, **self.filling}
+        same = load_policy(schedule.policy).schedule(filled, self.problem.workload).variables == schedule.variables
+        return same and placement == self.problem.cost.placement
+
+    def grid(self, policy: Policy, knobs: Sequence[Knob], limits: Limits) -> Grid:
+        """Its grid, nothing of which has been tried."""
+
+        def evaluate(point: Mapping[str, int]) -> Outcome:
+            return self.problem.evaluate(policy.schedule({**point, **self.filling}, self.problem.workload))
+
+        return Grid(knobs, evaluate, limits)
+
+
+def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
+    """Every variant of a policy; none where the cluster is too small for it."""
+    for placement in _placements(problem, policy):
+        placed = problem.at(placement) if problem.cluster else problem
+        for filling in policy.fillings(len(placed.cost.decode_stages)):
+            yield Variant(problem=placed, filling=filling)
+
+
+def _placements(problem: Problem, policy: Policy) -> list[Placement]:
+    if problem.cluster is None:
+        separate = any(stage.phase for stage in problem.cost.placement)
+        return [problem.cost.placement] if separate == policy.SEPARATE_STAGES else []
+    balance = Balance(problem.cost.timings, problem.cluster, problem.workload, problem.memory)
+    found = layouts(
+        problem.cluster,
+        problem.profile.model,
+        problem.profile.tensor_parallel_sizes,
+        across_nodes=problem.across_nodes,
+    )
+    if policy.SEPARATE_STAGES:
+        if problem.cluster.num_gpus < 2:
+            return []
+        numbers = balance.prefill_gpus(policy.SPLIT_BY)
+        made = [balance.split_placement(replace(layout, num_prefill=number)) for number in numbers for layout in found]
+    else:
+        made = [balance.placement(layout) for layout in found]
+    return list(dict.fromkeys(placement for placement in made if placement is not None))
+
+
+def search_variants(
+    problem: Problem,
+    policy: str,
+    *,
+    method: str,
+    bound: float,
+    without: Sequence[tuple[Placement, Schedule]] = (),
+) -> tuple[Result, Placement] | None:
+    """The searches of all variants together, and the placement of their best point, or of their gentlest one.
+
+    Variants `without` which it has to do are those of these schedules on these placements. None where the policy cannot
+    be placed at all.
+    """
+    began, module = time.perf_counter(), load_policy(policy)
+    knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
+    found = [v for v in variants(problem, module) if not any(v.holds(*other) for other in without)]
+    if not found:
+        return None
+    grids = [variant.grid(module, knobs, limits) for variant in found]
+    if method == "branch-and-bound":
+        results = _most_promising_first(grids)
+    else:
+        results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
+    number = _chosen(results)
+    gaps = [result.gap for result in results.values() if result.gap is not None]
+    tried = [
+        Trial({**grid.point(index), **variant.filling}, grid.tried[index])
+        for variant, grid in zip(found, grids, strict=True)
+        for index in grid.frontier()
+    ]
+    result = replace(
+        _with_filling(results[number], found[number].filling),
+        frontier=pareto(tried),
+        num_points=sum(len(grid.tried) for grid in grids),
+        grid_size=sum(math.prod(grid.shape) for grid in grids),
+        seconds=time.perf_counter() - began,
+        gap=max(gaps, default=None),
+    )
+    return result, found[number].problem.cost.placement
+
+
+def _most_promising_first(grids: Sequence[Grid]) -> dict[int, Result]:
+    """The results of those that may hold the best point, by their position; at least one."""
+    promises, one_knob = _promises(grids), len(grids[0].shape) == 1
+    if not promises:
+        gentlest = min(range(len(grids)), key=lambda n: _harshness(grids[n]))
+        return {gentlest: search_grid(grids[gentlest])}
+    results: dict[int, Result] = {}
+    while promises:
+        number = max(promises, key=lambda n: promises[n])
+        grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids)
+        if one_knob and not _may_win(grid, promise, most):
+            continue
+        grid.at_least = most
+        results[number] = search_grid(grid)
+        more, where = _lead(grids)
+        if more > most and not one_knob:
+            promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
+    return results
+
+
+def _promises(grids: Sequence[Grid]) -> dict[int, float]:
+    """How much those promise that may hold the best point: on their first knob, through the best point so far."""
+    one_knob, promises = len(grids[0].shape) == 1, {}
+    for number, grid in enumerate(grids):
+        most, where = _lead(grids)
+        promise = reach(grid, where, at_least=most, slack=_SLACK)
+        # A single knob says all there is, where something is to beat.
+        if promise or (not (one_knob and most) and grid.fits(grid.bottom, _SLACK)):
+            promises[number] = promise
+    return promises
+
+
+def _may_win(grid: Grid, promise: float, most: float) -> bool:
+    """Whether dips as large as those seen may lift what a single knob promises to the most that there is."""
+    if promise * (1 + _SLACK) < most:
+        return False
+    dips = grid.dips()
+    return promise * (1 + dips.throughput + dips.load) >= most
+
+
+def _lead(grids: Sequence[Grid]) -> tuple[float, Index]:
+    """The most throughput within the limits so far, and where; before that 0, and the gentlest point."""
+    best = min((grid.best for grid in grids if grid.best is not None), default=None)
+    return (-best[0], best[2]) if best else (0.0, grids[0].bottom)
+
+
+def _harshness(grid: Grid) -> tuple[bool, float]:
+    gentlest = grid(grid.bottom)
+    return gentlest.memory > 1.0, gentlest.latency
+
+
+def _chosen(results: Mapping[int, Result]) -> int:
+    """Where the best point is, or else the gentlest one."""
+    won = {n: result.best.outcome for n, result in results.items() if result.best is not None}
+    if won:
+        return min(won, key=lambda n: (-won[n].throughput, won[n].latency, n))
+    return min(results, key=lambda n: ("memory" in results[n].what_binds, results[n].gentlest.outcome.latency))
+
+
+def _with_filling(result: Result, filling: Mapping[str, int]) -> Result:
+    """The filling's variables in the best and the gentlest trial."""
+
+    def full(trial: Trial) -> Trial:
+        return replace(trial, point={**trial.point, **filling})
+
+    return replace(result, best=full(result.best) if result.best else None, gentlest=full(result.gentlest))
+
+
+def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Those that no other beats in both latency and throughput, latency rising; their searches checked the memory."""
+    kept: list[Trial] = []
+    for trial in sorted(trials, key=lambda t: (t.outcome.latency, -t.outcome.throughput)):
+        if not kept or trial.outcome.throughput > kept[-1].outcome.throughput:
+            kept.append(trial)
+    return tuple(kept)

@@ -1,0 +1,123 @@
+"""Plain-text tables for people. Programs get `--json`."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from exeplan.core.schedule import Estimate
+from exeplan.units import show_bytes, show_seconds
+
+ESTIMATE_ROWS = (
+    "throughput",
+    "token throughput",
+    "ttft",
+    "tpot",
+    "latency (bound)",
+    "latency p50",
+    "latency p99",
+    "KV cache",
+    "memory",
+    "met their deadline",
+    "utility",
+)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns padded to their widest cell, the first one left-aligned, the others right."""
+    cells = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in cells
+    ]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def estimate_cells(estimate: Estimate) -> list[str]:
+    """An Estimate as text, in the order of ESTIMATE_ROWS."""
+    return [
+        f"{estimate.throughput:.3g} req/s",
+        f"{estimate.token_throughput:.4g} tok/s",
+        show_seconds(estimate.ttft),
+        show_seconds(estimate.tpot),
+        show_seconds(estimate.latency),
+        show_seconds(estimate.latency_p50),
+        show_seconds(estimate.latency_p99),
+        f"{estimate.kv_tokens:.0f} tok",
+        show_bytes(estimate.memory_bytes_per_gpu),
+        show_share(estimate.deadline_share),
+        "-" if estimate.utility is None else f"{estimate.utility:.4g} /s",
+    ]
+
+
+def show_share(value: float | None) -> str:
+    """A share for people, in percent."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def side_by_side(**columns: Estimate | None) -> str:
+    """Estimates beside each other, one column each; columns that are None are left out."""
+    present = {name.replace("_", " "): estimate_cells(e) for name, e in columns.items() if e is not None}
+    rows = list(zip(ESTIMATE_ROWS, *present.values(), strict=True))
+    due = any(e.deadline_share is not None for e in columns.values() if e is not None)
+    return table(["", *present], rows if due else rows[:-2])
+
+
+def json_line(body: Any) -> str:
+    """One line of strict JSON: null for what is no finite number, such as a bound that is no limit."""
+    return json.dumps(_finite(body), allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def error_percent(predicted: float | None, measured: float | None) -> str:
+    """How far the prediction is off, in percent of the measurement."""
+    if predicted is None or measured is None or measured == 0:
+        return "-"
+    return f"{100 * (predicted / measured - 1):+.1f} %"
+
+
+def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | None, measured: Estimate) -> str:
+    """Plan, replay of the very requests, and measurement, each prediction with its error in percent."""
+    present = [(name, e) for name, e in (("plan", predicted), ("replay", replay)) if e is not None]
+    header = ["", *(cell for name, _ in present for cell in (name, "error")), "measured"]
+    rows = []
+    for label, key in _COMPARED if measured.deadline_share is None else (*_COMPARED, *_DUE):
+        value = getattr(measured, key)
+        cells = [label]
+        for _, e in present:
+            cells += [_show(key, getattr(e, key)), error_percent(getattr(e, key), value)]
+        rows.append([*cells, _show(key, value)])
+    return table(header, rows)
+
+
+_COMPARED = (
+    ("throughput", "throughput"),
+    ("token throughput", "token_throughput"),
+    ("ttft", "ttft"),
+    ("tpot", "tpot"),
+    ("latency (bound)", "latency"),
+    ("latency p50", "latency_p50"),
+    ("latency p99", "latency_p99"),
+)
+
+
+_DUE = (("met their deadline", "deadline_share"), ("utility", "utility"))
+"""Where requests had one."""
+
+
+def _show(key: str, value: float | None) -> str:
+    if key == "deadline_share":
+        return show_share(value)
+    if key == "utility":
+        return "-" if value is None else f"{value:.4g} /s"
+    if key.endswith("throughput"):
+        return f"{value:.4g} {'tok' if key.startswith('token') else 'req'}/s"
+    return show_seconds(value)

@@ -1,0 +1,177 @@
+"""What a policy module offers, and what it sees: Policy, Knob, Cycle, Steady; Clock and Queue.
+
+Not here: the lookup by name (`exeplan/policies/__init__.py`), and the scheduler behind `Queue`
+(`exeplan/scheduling/scheduler.py`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from exeplan.arrays import Floats
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.schedule import Schedule
+from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A control variable and its values, ordered so that throughput and latency both rise along them."""
+
+    name: str
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """The steady state of a schedule: the passes that repeat, as expectations, one array entry a pass.
+
+    A pass is one micro-batch on its way through the stages. Prompts enter as a law, not as a mean: a pass that
+    prefills `num_prefill[i]` requests prefills that many draws from `prompt_law`. A policy may add passes that take no
+    part in the throughput to time what its latency needs, such as an iteration seen by a request that is certainly on
+    board.
+    """
+
+    num_prefill: Floats
+    """Requests prefilled in the pass, given that it occurs."""
+    num_decode: Floats
+    """Rows that decode, given that it occurs."""
+    context_tokens: Floats
+    """Tokens already in the KV cache, summed over the decode rows, given that it occurs."""
+    prompt_law: LengthLaw
+    padded: bool = False
+    """All prompts of a pass are padded to one length, and `prompt_law` is the law of that length."""
+    packed_slots: float = 0.0
+    """Slots in which the prompts of a pass with prefills are packed, each computed like one of `prompt_law`."""
+    prompt_tokens: Floats | None = None
+    """Prompt tokens of the pass where they are known, as when prompts are cut: `num_prefill` counts the cut ones, too,
+    and in all every token of a prompt from `prompt_law` is prefilled once."""
+    prompt_attention: Floats | None = None
+    """Seconds of the attention of these tokens over what they are in the mean: the end of a prompt attends to more."""
+    kv_tokens: float
+    """Peak over the cycle of the mean number of tokens in the KV cache."""
+    kv_tokens_std: float
+    """Standard deviation of that number, over independent requests."""
+    num_seqs: float
+    """Peak over the cycle of the mean number of residents."""
+    prefill_kv_tokens: float = 0.0
+    """Tokens in the KV cache of stages that only prefill."""
+
+
+class Clock(Protocol):
+    """Times the passes of a cycle on a pipeline of stages (the simulator's cost model)."""
+
+    first_token_from_prefill: bool
+    """The prefill yields the first token, so that a request of S tokens needs S - 1 decode iterations."""
+    prefill_stages: tuple[int, ...]
+    """Stages that prefill: all of them, unless some are set apart for it."""
+    decode_stages: tuple[int, ...]
+
+    def seconds(self, cycle: Cycle) -> Floats:
+        """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included."""
+
+    def handover_seconds(self, num_tokens: float) -> float:
+        """To move the keys and values of so many tokens from the stages that prefill to those that decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """A schedule's steady state under a backlog, timed."""
+
+    cycle: Cycle
+    seconds: Floats
+    """Of each pass of the cycle on each stage, [stages, passes]."""
+    throughput: float
+    """Requests a second."""
+    latency: Callable[[Floats], Floats]
+    """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
+    turn: float | None = None
+    """Seconds between two admissions; None where that is the time it takes to serve those who start together."""
+
+
+class Queue(Protocol):
+    """What a policy sees of the scheduler: requests by state, and room in the KV cache."""
+
+    waiting: deque[Sequence]
+    """In order of arrival, preempted requests first."""
+    running: list[Sequence]
+    """Admitted, oldest first."""
+    groups: list[list[Sequence]]
+    """Running requests by the micro-batch in which they decode, oldest first."""
+    ready: list[Sequence]
+    """Prefilled on stages of their own and in no group yet, oldest first."""
+    busy: set[int]
+    """Groups in flight."""
+    turns: list[int]
+    """All groups, the least recently scheduled first."""
+    entered: list[int]
+    prefills_in_row: int
+    admitted_in_row: int
+    row_size: int | None
+    num_prefills_in_flight: int
+    num_handing_over: int
+    num_prefill_stages: int
+    whole_prompts: bool
+    pass_tokens: int | None
+
+    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+        """The first waiting requests, in the schedule's order, that fit into the free blocks: at most `limit`."""
+
+    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+        """The first `limit` waiting requests in the schedule's order, whether they fit or not."""
+
+    def fitting(
+        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[Sequence, ...]:
+        """The first of these waiting requests that fit into the free blocks: at most `limit`."""
+
+    def turn(self) -> int | None:
+        """The group that has begun the fewest decode iterations; None when no group has requests."""
+
+    def deal(self) -> None:
+        """Splits the running requests into groups of nearly equal size; none may be in flight."""
+
+    def join_ready(self, group: int, limit: int) -> None:
+        """Puts the oldest `ready` requests into a group, at most `limit`."""
+
+
+class Policy(Protocol):
+    """What a policy module defines."""
+
+    KEEPS_FINISHED_ROWS: bool
+    """Finished rows stay in the batch until all of it is finished (static batching)."""
+    SEPARATE_STAGES: bool
+    """Some stages only prefill, the others only decode."""
+    PADS_PROMPTS: bool
+    """All prompts of a batch are computed at the length of its longest, or of a row."""
+    FOR_DEADLINES: bool
+    """Batches run to completion so that who is chosen for one counts: where requests have no deadlines, `auto` leaves
+    the policy out, because others serve more at every bound."""
+    SPLIT_BY: str
+    """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
+
+    def check(self, schedule: Schedule) -> None:
+        """Raises InputError unless the schedule has exactly this policy's control variables, in range."""
+
+    def knobs(self, workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
+        """The control variables that trade throughput for latency; nothing may hold more than `max_seqs` residents.
+
+        The first one says how large the batches may become: where requests come at a rate, it is what stays unfilled.
+        """
+
+    def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
+        """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
+
+    def schedule(self, variables: Mapping[str, int], workload: Workload) -> Schedule:
+        """The schedule of a point of the search: variables that follow from the others filled in."""
+
+    def starts_together(self, schedule: Schedule) -> int:
+        """Requests whose prefills belong together; a run holds many times that to say something about the mean."""
+
+    def steady_state(self, schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
+        """The steady state under a backlog, on the clock's stages."""
+
+    def next_batch(self, schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+        """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""

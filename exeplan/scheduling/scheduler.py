@@ -1,0 +1,420 @@
+"""What replay and runner share: sequences, batches, KV-block accounting, and the scheduler that a policy steers.
+
+The drivers differ in one thing only: the replay times a batch with a profile, the runner executes it. Which batch comes
+next, who is admitted, who is preempted and who leaves is decided here and in `exeplan/policies/<policy>.py`, once.
+
+Life of a sequence: `add` puts it into `waiting`; a prefill batch moves it to `running` and yields its first token; each
+decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows
+until all of their slot are: by default everybody is in one).
+When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later,
+its tokens kept; the oldest is never preempted, so there is always progress.
+
+On a pipeline several batches are under way: the driver asks for the next one whenever the first stage is free, and
+completes a batch when it has left the last. Who decodes is split into groups (micro-batches); a group under way cannot
+be scheduled again before it is back. Where some stages only prefill, a prefilled sequence is `handed over` to the
+others and waits in `ready` for a place in a group.
+
+Who waits goes in the schedule's order (`exeplan/core/queue_order.py`), behind those that were preempted. Whoever has a
+deadline and has not begun by then is dropped by `expire`, and never computed.
+
+Not here: which blocks (the runner's KV cache places them) and what tokens mean.
+"""
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain, islice
+
+from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, Sequence, num_blocks_for
+from exeplan.core.queue_order import das_of, queue_of, ranking
+from exeplan.core.schedule import Schedule
+from exeplan.errors import InputError
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Policy
+
+
+class Scheduler:
+    """Drives one policy over one KV cache of `num_blocks` blocks.
+
+    Use: `add` sequences; then repeat `batch = next_batch()`, run it, give every row that produced a token
+    `num_output_tokens += 1` (and `finished = True` at its end), and call `complete(batch)`. On a pipeline `next_batch`
+    may be called again before that; with stages set apart for prefills (`num_prefill_stages` of them) it is asked for
+    each `phase` on its own, and `hand_over(batch)` says that a prefill's keys and values have arrived.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        num_blocks: int,
+        *,
+        num_prefill_stages: int = 1,
+        whole_prompts: bool = False,
+        pass_tokens: int | None = None,
+    ) -> None:
+        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once.
+
+        A device has memory for prefills of `pass_tokens` tokens at once; None where nothing limits them. The replay
+        knows no such limit: where it binds, a plan's prefill becomes several, one after the other.
+        """
+        self.schedule = schedule
+        self.policy: Policy = load_policy(schedule.policy)
+        self.num_blocks = num_blocks
+        self.free_blocks = num_blocks
+        self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
+        self.pass_tokens = pass_tokens
+        self.waiting: deque[Sequence] = deque()
+        """In order of arrival, those that were preempted before them."""
+        self._next_deadline = math.inf
+        """No waiting sequence that has not begun has an earlier one."""
+        self.running: list[Sequence] = []
+        """Admitted sequences, oldest first."""
+        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
+        """Running sequences by the micro-batch in which they decode, oldest first."""
+        self.ready: list[Sequence] = []
+        """Handed over to the stages that decode, and in no group yet; oldest first."""
+        self.num_handing_over = 0
+        """Admitted to the stages that prefill, and not ready yet."""
+        self.busy: set[int] = set()
+        """Groups that are under way."""
+        self.turns = list(range(len(self.groups)))
+        """All groups, the one that was scheduled longest ago first."""
+        self.entered = [0] * len(self.groups)
+        """Decode iterations that each group has begun since the last prefill was."""
+        self.prefills_in_row = 0
+        """Batches with prefills since the last one without."""
+        self.admitted_in_row = 0
+        """Sequences in them."""
+        self.row_size: int | None = None
+        """How many there shall be, where a policy has decided that when the row began."""
+        self.num_prefills_in_flight = 0
+        """Batches with prefills that are under way."""
+        self.num_admissions = 0
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def under_way(self) -> bool:
+        """Something that runs, or is handed over, will come back without anything being scheduled."""
+        return bool(self.busy or self.num_handing_over)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether running sequences need more blocks for their next tokens than are free: some may be preempted."""
+        needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
+        return needed > self.free_blocks
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
+        self.check(sequence)
+        self.waiting.append(sequence)
+        if sequence.deadline is not None:
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether anybody who waits may expire."""
+        return math.isfinite(self._next_deadline)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
+
+        The time left ends at the deadline, or `lead_ms` before it where the schedule says so: what a request needs.
+        """
+        latest = now + self.schedule.variables.get("lead_ms", 0) / 1000
+        if latest <= self._next_deadline:
+            return []
+        due = [(s.deadline, s) for s in self.waiting if s.deadline is not None and not s.begun]
+        expired = [s for deadline, s in due if deadline < latest]
+        self._next_deadline = min((deadline for deadline, _ in due if deadline >= latest), default=math.inf)
+        self._leave_queue(expired)
+        return expired
+
+    def _leave_queue(self, sequences: Iterable[Sequence]) -> None:
+        gone = {id(s) for s in sequences}
+        while self.waiting and id(self.waiting[0]) in gone:
+            gone.discard(id(self.waiting.popleft()))
+        if gone:
+            self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises InputError when cache or device could not hold the sequence even alone."""
+        needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
+        if needed > self.num_blocks:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens need {needed} "
+                f"KV blocks, the cache has {self.num_blocks} ({self.num_blocks * BLOCK_SIZE} tokens)"
+            )
+        longest = sequence.num_prompt_tokens + sequence.max_output_tokens
+        if self.pass_tokens is not None and longest > self.pass_tokens:
+            raise InputError(
+                f"{sequence.num_prompt_tokens} prompt and {sequence.max_output_tokens} output tokens are more than the "
+                f"{self.pass_tokens} that the device's memory can prefill at once"
+            )
+
+    def remove(self, sequence: Sequence) -> None:
+        """Drops a sequence wherever it is and frees its blocks at once."""
+        if sequence in self.running:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+        """The first waiting sequences, in the schedule's order, that fit into the free blocks: at most `limit`.
+
+        With `max_tokens` no more follow once those chosen have so many tokens, be the last of them cut.
+        `reserve` counts every sequence at its full length (ORCA's slots reserved by max_tokens), so that nobody is ever
+        preempted; otherwise each is counted at its tokens so far and the one it is about to produce.
+        """
+        if limit < 1 or not self.waiting:
+            return ()
+        return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
+
+    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+        """The first so many waiting sequences in the schedule's order, whether they fit or not."""
+        return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
+
+    def fitting(
+        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[Sequence, ...]:
+        """The first of these waiting sequences as `admissible` counts them, who come in the order that is wanted."""
+        room = self.free_blocks
+        if reserve:
+            room = self.num_blocks - sum(_reserved(s) for s in self.running)
+        chosen: list[Sequence] = []
+        longest = total = 0
+        for sequence in sequences:
+            longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
+            computed = (len(chosen) + 1) * longest if self.policy.PADS_PROMPTS else total
+            if self.pass_tokens is not None and computed > self.pass_tokens:
+                break
+            room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
+            if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
+                break
+            chosen.append(sequence)
+            if max_tokens is not None:
+                max_tokens -= sequence.num_tokens
+        return tuple(chosen)
+
+    def _ranked(self, limit: int) -> Iterable[Sequence]:
+        """The waiting sequences in the schedule's order, behind those that have begun already."""
+        if self.schedule.order == "fcfs":
+            return self.waiting
+        begun, fresh = [s for s in self.waiting if s.begun], [s for s in self.waiting if not s.begun]
+        rank = ranking(
+            self.schedule.order,
+            queue_of(fresh),
+            room=self.free_blocks * BLOCK_SIZE,
+            limit=max(limit - len(begun), 0),
+            das=das_of(self.schedule),
+            before=self.num_admissions,
+        )
+        return chain(begun, (fresh[number] for number in rank))
+
+    def deal(self) -> None:
+        """Deals the running sequences out into groups of nearly equal size; none may be under way."""
+        assert not self.busy
+        for number in range(len(self.groups)):
+            self.groups[number] = self.running[number :: len(self.groups)]
+            for sequence in self.groups[number]:
+                sequence.group = number
+
+    def turn(self) -> int | None:
+        """The group with sequences that has begun the fewest decode iterations; None when there is none."""
+        turns = [(entered, number) for number, entered in enumerate(self.entered) if self.groups[number]]
+        return min(turns)[1] if turns else None
+
+    def next_batch(self, phase: str = "") -> Batch | None:
+        """What to run now, with its blocks taken; None when nothing can run before a batch under way is complete."""
+        batch: Batch | None = self.policy.next_batch(self.schedule, self, phase)
+        if batch is None:
+            return None
+        decode = self._grow(batch.decode)
+        admitted = self._admit(batch)
+        if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
+            return self.next_batch(phase) if self.has_work and not self.under_way else None
+        chunks = batch.chunks[: len(admitted)]
+        batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
+        if batch.packing:
+            batch = replace(batch, packing=_placed(admitted, batch.packing))
+        self._begin(batch)
+        return batch
+
+    def num_repeats(self, batch: Batch) -> int:
+        """How often in a row this batch, just scheduled, would be if nobody arrived: until one has its last token.
+
+        Above 1 only where a single group does everything and all there is to do is to decode; that batch is the same
+        every time whatever the policy. Nor does anybody who waits change it where a batch runs to its end.
+        """
+        waiting = self.waiting and not self.policy.KEEPS_FINISHED_ROWS
+        if batch.prefill or waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
+            return 1
+        left = min((s.max_output_tokens - s.num_output_tokens for s in batch.decode if not s.finished), default=1)
+        return left if len(batch.decode) == len(self.running) and self._growth(batch, left) <= self.free_blocks else 1
+
+    def repeat(self, batch: Batch, count: int) -> None:
+        """Schedules a batch that is under way so many times in a row, at most `num_repeats`, with all its blocks."""
+        self.free_blocks -= self._growth(batch, count)
+        for row in batch.decode:
+            if not row.finished:
+                row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens + count - 1))
+        self.entered[batch.group] += count - 1
+
+    def _growth(self, batch: Batch, count: int) -> int:
+        """Blocks that the rows need beyond those they have, to be scheduled so many times in a row."""
+        return sum(
+            max(num_blocks_for(row.num_tokens + count - 1) - row.num_blocks, 0)
+            for row in batch.decode
+            if not row.finished
+        )
+
+    def complete(self, batch: Batch) -> list[Sequence]:
+        """Books a batch that has run. Returns the sequences that left and freed their blocks."""
+        for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
+            row.num_computed_tokens = 0 if chunk.last else chunk.end
+        self.num_prefills_in_flight -= bool(batch.prefill)
+        handing_over = batch.phase == "prefill"
+        if not handing_over:
+            self.busy.discard(batch.group)
+        rows = batch.prefill + batch.decode
+        for row in rows:
+            row.in_flight = handing_over and not row.finished
+        if self.policy.KEEPS_FINISHED_ROWS:
+            if self.busy:
+                return []
+            kept = {s.slot for s in self.running if not s.finished}
+            left = [s for s in self.running if s.slot not in kept]
+        else:
+            left = [s for s in rows if s.finished and s.num_blocks]
+        for sequence in left:
+            self._leave(sequence)
+        return left
+
+    def hand_over(self, batch: Batch) -> None:
+        """The keys and values of a prefilled batch have arrived at the stages that decode."""
+        for row in batch.prefill:
+            if row.num_blocks:  # Neither finished by its prefill nor removed since.
+                row.in_flight = False
+                self.num_handing_over -= 1
+                insort(self.ready, row, key=lambda s: s.admission)
+
+    def _begin(self, batch: Batch) -> None:
+        if batch.phase != "prefill":
+            self.busy.add(batch.group)
+            self.turns.remove(batch.group)
+            self.turns.append(batch.group)
+        for row in batch.prefill + batch.decode:
+            row.in_flight = True
+        if batch.prefill:
+            self.num_prefills_in_flight += 1
+            self.prefills_in_row += 1
+            self.admitted_in_row += len(batch.prefill)
+            self.entered = [0] * len(self.groups)
+        else:
+            self.end_row()
+            self.entered[batch.group] += 1
+
+    def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+        """The rows that have room for one more token; younger ones are preempted for it."""
+        short = [s for s in rows if s.num_prompt_tokens + s.num_output_tokens > s.num_blocks * BLOCK_SIZE]
+        if not short:
+            return rows
+        if len(short) <= self.free_blocks and all(s.num_blocks == num_blocks_for(s.num_tokens) - 1 for s in short):
+            for sequence in short:
+                sequence.num_blocks += 1
+            self.free_blocks -= len(short)
+            return rows
+        for sequence in rows:
+            if sequence.num_blocks == 0:  # Preempted for an older row of this very batch.
+                continue
+            needed = num_blocks_for(sequence.num_tokens) - sequence.num_blocks
+            while needed > self.free_blocks and (victim := self._youngest_idle()) not in (None, sequence):
+                self._preempt(victim)
+            if needed <= self.free_blocks:
+                sequence.num_blocks += max(needed, 0)
+                self.free_blocks -= max(needed, 0)
+            elif not self.under_way:
+                self._preempt(sequence)
+        return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
+
+    def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
+        admitted: list[Sequence] = []
+        fresh: list[Sequence] = []
+        begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
+        for sequence in batch.prefill:
+            if id(sequence) in begun:
+                if not sequence.num_blocks:  # Preempted for a row of this very batch: it starts again.
+                    break
+                admitted.append(sequence)
+                continue
+            needed = num_blocks_for(sequence.num_tokens)
+            if needed > self.free_blocks:
+                break
+            sequence.num_blocks = needed
+            self.free_blocks -= needed
+            self.running.append(sequence)
+            sequence.admission = self.num_admissions
+            self.num_admissions += 1
+            if self.policy.SEPARATE_STAGES:
+                self.num_handing_over += 1
+            else:
+                self.join(sequence, batch.group)
+            admitted.append(sequence)
+            fresh.append(sequence)
+        self._leave_queue(fresh)
+        return tuple(admitted)
+
+    def join(self, sequence: Sequence, group: int) -> None:
+        """Puts a running sequence into a group."""
+        sequence.group = group
+        self.groups[group].append(sequence)
+
+    def join_ready(self, group: int, limit: int) -> None:
+        """Puts the oldest that are ready into a group, at most `limit`."""
+        for sequence in self.ready[:limit]:
+            self.join(sequence, group)
+        del self.ready[:limit]
+
+    def _youngest_idle(self) -> Sequence | None:
+        return next((s for s in reversed(self.running) if not s.in_flight), None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence in self.groups[sequence.group]:
+            self.groups[sequence.group].remove(sequence)
+        elif sequence in self.ready:
+            self.ready.remove(sequence)
+        else:
+            self.num_handing_over -= 1
+        self.free_blocks += sequence.num_blocks
+        sequence.num_blocks = 0
+        if not self.running:
+            self.end_row()
+
+    def end_row(self) -> None:
+        """The next prefill is the first of a new row."""
+        self.prefills_in_row = self.admitted_in_row = 0
+        self.row_size = None
+
+
+def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
+    """The packing of those who were admitted, who learn their slots."""
+    packing = replace(packing, places=packing.places[: len(admitted)])
+    for sequence, slot in zip(admitted, packing.slots, strict=True):
+        sequence.slot = slot
+    return packing
+
+
+def _reserved(sequence: Sequence) -> int:
+    return num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)

@@ -1,0 +1,67 @@
+"""Switching: one scheduler takes over what another has begun, and keeps the blocks of everybody it can.
+
+A row keeps its keys and values if the new policy could have brought it where it is: prefilled whole, and handed over
+where stages are set apart. What was cut into chunks, or is between the stages, goes back to the queue with its tokens;
+what is finished and only kept leaves. Nothing may be under way.
+
+Not here: what a policy does next (`exeplan/policies`), and how keys and values come to devices that hold other layers
+afterwards (the engine's).
+"""
+
+from collections.abc import Iterable
+
+from exeplan.core.batch import Sequence
+from exeplan.scheduling.scheduler import Scheduler
+
+
+def keepable(new: Scheduler, old: Scheduler) -> list[Sequence]:
+    """The sequences of `old` that could keep their blocks in `new`, which is empty; oldest first."""
+    kept, room = [], new.free_blocks
+    for sequence in _by_age(old):
+        whole = not sequence.num_computed_tokens and not sequence.finished
+        if whole and sequence.num_blocks <= room:
+            room -= sequence.num_blocks
+            kept.append(sequence)
+    return kept
+
+
+def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[Sequence]) -> list[Sequence]:
+    """Moves all sequences of `old` to `new`, which is empty; some of the `keepable` keep their blocks, no others.
+
+    Returns those that held blocks and no longer do: finished ones, which are in neither, and those to be computed
+    again, which are at the head of the queue, oldest first. Raises InputError, and changes neither, for a sequence that
+    the new cache could not hold even alone.
+    """
+    assert not old.under_way
+    for sequence in (*old.running, *old.waiting):
+        new.check(sequence)
+    left: list[Sequence] = []
+    kept = set(keep)
+    for sequence in _by_age(old):
+        sequence.in_flight = False
+        if sequence in kept:
+            _keep(new, sequence)
+        else:
+            sequence.num_blocks = sequence.num_computed_tokens = sequence.group = sequence.slot = 0
+            sequence.preemptions += not sequence.finished
+            left.append(sequence)
+    for sequence in (*(one for one in left if not one.finished), *old.waiting):
+        new.add(sequence)
+    new.num_preemptions = old.num_preemptions
+    if not new.policy.SEPARATE_STAGES:
+        new.deal()
+    return left
+
+
+def _by_age(scheduler: Scheduler) -> list[Sequence]:
+    return sorted(scheduler.running, key=lambda s: s.admission)
+
+
+def _keep(new: Scheduler, sequence: Sequence) -> None:
+    new.free_blocks -= sequence.num_blocks
+    sequence.admission = new.num_admissions
+    sequence.group = sequence.slot = 0
+    new.num_admissions += 1
+    new.running.append(sequence)
+    if new.policy.SEPARATE_STAGES:
+        new.ready.append(sequence)

@@ -1,0 +1,192 @@
+"""Branch and bound over boxes of a grid, for throughput, latency and memory that rise with every knob.
+
+Source: ExeGPT (ASPLOS 2024) section 5.1, Algorithm 1: a box's top-right corner bounds its throughput, its lower-left
+corner its latency. Relies on all three not falling as any knob rises: then it finds the optimum, ties included (least
+latency, then first in the order of the grid). Where the algorithm is loose in print, this differs:
+
+- It only halves boxes. Here a box is first cut to what still matters, as in branch-reduce-and-bound (Tuy, Al-Khayyal,
+  Thach 2005): each knob comes down to the last value that the lower-left corner can afford, and up to the first one
+  with which the top-right corner can still win. That takes half to a tenth of the evaluations.
+- Its boxes share their edges, and it queues what is affordable as a whole. Here they are disjoint and shrink to points.
+- Fixed tolerances would list every point of a plateau. Here they are ceilings. The first pass has none. If the points
+  tried show dips (one above another has less throughput, or less load), another pass has the largest dip as its slack,
+  up to the tolerance, and tries a limited number of points more. The gap says what it left open.
+- A dip above the tolerance (caches overflow, a prefill in every pass) breaks the bound itself: the corner may be worse
+  than what lies below it. Then a pass before that one bounds a box by an estimate of the monotone envelope: the best of
+  the corner and of the points 1, 2, 4, ... below it along each knob. That is a heuristic, as is the polish after each
+  pass (the same distances around the winner, and its diagonal neighbours, until nothing gains), so the dips are
+  reported too.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from exeplan.search.grid import Grid, Index, Rank, Slack
+
+_NEAR = 0.02
+"""How far below what is of interest a point is still a reason to look around it."""
+
+Box = tuple[Index, Index]
+"""Lower-left and top-right corner, both inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """How far a box's corners are not believed."""
+
+    slack: Slack = Slack()  # noqa: RUF009 (frozen)
+    envelope: bool = False
+    """Throughput may fall towards the top-right corner by more than the slack."""
+
+
+def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, Slack]:
+    """Tries what it takes to know the best point. Returns the gap and the dips seen.
+
+    The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
+    """
+    gap = _pass(grid, Doubt(), budget)
+    if grid.at_least and not _near(grid):
+        return 0.0, Slack()
+    dips, used = grid.dips(), Slack()
+    steep = dips.throughput > tolerance.throughput
+    limit = min(budget, len(grid.tried) + _allowance(grid))
+    if steep:
+        gap = _pass(grid, Doubt(Slack(load=_capped(dips, tolerance).load), envelope=True), limit)
+    while (slack := _capped(dips, tolerance)) != used and len(grid.tried) < limit:
+        gap = _pass(grid, Doubt(slack, envelope=steep), limit)
+        dips, used = grid.dips(), slack
+    return (1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, dips
+
+
+def _near(grid: Grid) -> bool:
+    """Whether a point tried fits its limits and is of interest, or nearly so in both."""
+    return any(
+        outcome.throughput * (1 + _NEAR) >= grid.at_least and not grid.limits.broken(outcome, _NEAR)
+        for outcome in grid.tried.values()
+    )
+
+
+def _capped(dips: Slack, tolerance: Slack) -> Slack:
+    return Slack(min(dips.throughput, tolerance.throughput), min(dips.load, tolerance.load))
+
+
+def _allowance(grid: Grid) -> int:
+    """Points that dips may cost: 2 % of the grid, at least 200 and at most 2000."""
+    return min(max(200, math.prod(grid.shape) // 50), 2000)
+
+
+def _pass(grid: Grid, doubt: Doubt, budget: int) -> float:
+    gap = _explore(grid, doubt, budget)
+    if not grid.at_least or _near(grid):
+        _polish(grid)
+    return gap
+
+
+def _explore(grid: Grid, doubt: Doubt, budget: int) -> float:
+    """Splits the box of the largest bound until none can hold a better point or the budget is spent; gives the gap."""
+    queue: list[tuple[Rank, Box]] = []
+    _push(grid, queue, (grid.bottom, grid.top), doubt)
+    while queue and len(grid.tried) < budget:
+        bound, (low, high) = heapq.heappop(queue)
+        if grid.best is not None and bound >= grid.best:
+            return 0.0
+        if low != high:
+            for half in _halves(low, high):
+                _push(grid, queue, half, doubt)
+    if not queue or grid.best is None or grid.best[0] == 0:
+        return 0.0
+    return max(0.0, queue[0][0][0] / grid.best[0] - 1)
+
+
+def _push(grid: Grid, queue: list[tuple[Rank, Box]], box: Box, doubt: Doubt) -> None:
+    """Queues what can matter of the box under a rank that none of its points precedes."""
+    if (cut := _cut(grid, box, doubt)) is None:
+        return
+    low, _ = cut
+    bound = (-_ceiling(grid, cut, doubt), grid(low).latency * (1 - doubt.slack.load), low)
+    if -bound[0] >= grid.at_least and (grid.best is None or bound < grid.best):
+        heapq.heappush(queue, (bound, cut))
+
+
+def _halves(low: Index, high: Index) -> tuple[Box, Box]:
+    """The box split in the middle of its widest knob."""
+    knob = max(range(len(low)), key=lambda k: high[k] - low[k])
+    middle = (low[knob] + high[knob]) // 2
+    return (_turn(low, knob, middle + 1), high), (low, _turn(high, knob, middle))
+
+
+def _cut(grid: Grid, box: Box, doubt: Doubt) -> Box | None:
+    """The part of the box that can hold a point within the limits and no worse than the best; None for nothing."""
+    low, high = box
+    fits = partial(grid.fits, slack=doubt.slack.load)
+    if not fits(low):
+        return None
+    for knob in range(len(low)):
+        high = _turn(high, knob, _last(fits, low, knob, high[knob]))
+    if not _can_win(grid, doubt, low, high):
+        return None
+    for knob in range(len(low)):
+        low = _turn(low, knob, _last(partial(_can_win, grid, doubt, low), high, knob, low[knob]))
+    return (low, high) if fits(low) else None
+
+
+def _last(holds: Callable[[Index], bool], start: Index, knob: int, end: int) -> int:
+    """The value of the knob farthest from `start`, where it holds, towards `end` with which it still does."""
+    good = start[knob]
+    if good == end or holds(_turn(start, knob, end)):
+        return end
+    while abs(end - good) > 1:
+        middle = (good + end) // 2
+        good, end = (middle, end) if holds(_turn(start, knob, middle)) else (good, middle)
+    return good
+
+
+def _can_win(grid: Grid, doubt: Doubt, low: Index, high: Index) -> bool:
+    ceiling = _ceiling(grid, (low, high), doubt)
+    return ceiling >= (grid.at_least if grid.best is None else max(grid.at_least, -grid.best[0]))
+
+
+def _ceiling(grid: Grid, box: Box, doubt: Doubt) -> float:
+    """The throughput that no point of the box exceeds."""
+    low, high = box
+    most = grid(high).throughput
+    if doubt.envelope:
+        below = (index for k in range(len(low)) for index in _along(grid, high, k) if low[k] <= index[k] < high[k])
+        most = max([most, *(grid(index).throughput for index in below)])
+    return most * (1 + doubt.slack.throughput)
+
+
+def _turn(index: Index, knob: int, value: int) -> Index:
+    return (*index[:knob], value, *index[knob + 1 :])
+
+
+def _polish(grid: Grid) -> None:
+    """Moves from the best point, or the gentlest if none fits, to better ones around it until there is none."""
+    start = None
+    while (here := grid.best[2] if grid.best else grid.gentlest()) != start:
+        start = here
+        for knob in range(len(grid.shape)):
+            for index in _along(grid, grid.best[2] if grid.best else here, knob):
+                grid(index)
+        for index in _around(grid, grid.best[2] if grid.best else here):
+            grid(index)
+
+
+def _along(grid: Grid, index: Index, knob: int) -> Iterator[Index]:
+    distance = 1
+    while distance < grid.shape[knob]:
+        for value in (index[knob] - distance, index[knob] + distance):
+            if 0 <= value < grid.shape[knob]:
+                yield _turn(index, knob, value)
+        distance *= 2
+
+
+def _around(grid: Grid, index: Index) -> Iterator[Index]:
+    for steps in itertools.product((-1, 0, 1), repeat=len(index)):
+        neighbour = tuple(i + step for i, step in zip(index, steps, strict=True))
+        if neighbour in grid:
+            yield neighbour

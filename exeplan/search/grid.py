@@ -1,0 +1,129 @@
+"""Grid: the points a search may try, each evaluated once, and the best of those tried."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.policies.interface import Knob
+
+Index = tuple[int, ...]
+"""A position in the grid: which value of each knob."""
+Rank = tuple[float, float, Index]
+"""Minus throughput, latency, position: the lower the better."""
+
+MOST_COMPARED = 1000
+"""Points among which dips are looked for: each is compared with all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a point gives: requests/s, seconds, and memory in any one unit."""
+
+    throughput: float
+    latency: float
+    memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Latency and memory may not exceed these; infinity is no limit."""
+
+    bound: float
+    capacity: float
+
+    def broken(self, outcome: Outcome, slack: float = 0.0) -> tuple[str, ...]:
+        """Which limits the outcome exceeds by more than the slack, relative."""
+        latency = ("latency",) if outcome.latency > self.bound * (1 + slack) else ()
+        memory = ("memory",) if outcome.memory > self.capacity * (1 + slack) else ()
+        return latency + memory
+
+    def load(self, outcome: Outcome) -> float:
+        """The fuller limit's share in use; above 1 it is broken."""
+        memory = outcome.memory / self.capacity if self.capacity > 0 else math.inf
+        return max(outcome.latency / self.bound, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """How far throughput, and load, may fall while a knob rises, relative."""
+
+    throughput: float = 0.0
+    load: float = 0.0
+
+
+class Grid:
+    """Remembers every outcome; `best` is the rank of the best point tried that breaks no limit."""
+
+    def __init__(
+        self,
+        knobs: Sequence[Knob],
+        evaluate: Callable[[Mapping[str, int]], Outcome],
+        limits: Limits,
+        at_least: float = 0.0,
+    ) -> None:
+        assert all(knob.values for knob in knobs), "a knob without a value"
+        self.at_least = at_least
+        """Throughput below which no point is of interest."""
+        self.knobs, self.evaluate, self.limits = tuple(knobs), evaluate, limits
+        self.shape = tuple(len(knob.values) for knob in knobs)
+        self.bottom: Index = (0,) * len(self.shape)
+        self.top: Index = tuple(n - 1 for n in self.shape)
+        self.tried: dict[Index, Outcome] = {}
+        self.best: Rank | None = None
+
+    def __call__(self, index: Index) -> Outcome:
+        """The outcome at a position."""
+        if (known := self.tried.get(index)) is not None:
+            return known
+        outcome = self.tried[index] = self.evaluate(self.point(index))
+        rank = (-outcome.throughput, outcome.latency, index)
+        if not self.limits.broken(outcome) and (self.best is None or rank < self.best):
+            self.best = rank
+        return outcome
+
+    def __contains__(self, index: Index) -> bool:
+        return all(0 <= i < n for i, n in zip(index, self.shape, strict=True))
+
+    def point(self, index: Index) -> dict[str, int]:
+        """Knob values by name."""
+        return {knob.name: knob.values[i] for knob, i in zip(self.knobs, index, strict=True)}
+
+    def fits(self, index: Index, slack: float = 0.0) -> bool:
+        """No limit is broken by more than the slack."""
+        return not self.limits.broken(self(index), slack)
+
+    def gentlest(self) -> Index:
+        """The point tried with the least latency among those that fit the memory, or the least of all if none does."""
+
+        def harshness(index: Index) -> tuple[float, float, Index]:
+            outcome = self.tried[index]
+            return max(0.0, outcome.memory - self.limits.capacity), outcome.latency, index
+
+        return min(self.tried, key=harshness)
+
+    def frontier(self) -> list[Index]:
+        """Points tried that fit the memory and have more throughput than all with less latency, by latency."""
+        by_latency = sorted((o.latency, -o.throughput, index) for index, o in self.tried.items())
+        found, most = [], -math.inf
+        for _, minus_throughput, index in by_latency:
+            if self.tried[index].memory <= self.limits.capacity and -minus_throughput > most:
+                most = -minus_throughput
+                found.append(index)
+        return found
+
+    def dips(self) -> Slack:
+        """The largest relative falls of throughput and of load from a point to one above it, of those tried last."""
+        last = list(self.tried.items())[-MOST_COMPARED:]
+        rows = np.array([index for index, _ in last], dtype=np.int32).reshape(len(last), len(self.shape))
+        throughput = np.array([outcome.throughput for _, outcome in last])
+        load = np.array([self.limits.load(outcome) for _, outcome in last])
+        falls = [0.0, 0.0]
+        for row, t, x in zip(rows, throughput, load, strict=True):
+            above = (rows >= row).all(axis=1)
+            for i, (value, values) in enumerate(((t, throughput), (x, load))):
+                least = values[above].min()
+                if 0 < least < value < math.inf:
+                    falls[i] = max(falls[i], float(value / least) - 1)
+        return Slack(*(fall if fall > 1e-9 else 0.0 for fall in falls))

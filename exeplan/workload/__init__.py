@@ -1,0 +1,1 @@
+"""What requests look like: lengths, their laws, arrivals and deadlines."""

@@ -1,0 +1,121 @@
+"""Requests that come at a rate instead of waiting in a backlog: when they come, and how many are there at a time.
+
+    turn        seconds between two admissions, over which arrivals are evenly spread: a cycle, an iteration
+    residents   how many are there at a time: a birth-and-death chain; `simulator/at_rate.py` makes times of it
+
+The search asks which schedule carries the highest rate within the bounds with its batches full, turn included, as that
+rises with every knob. With fewer requests coming batches are smaller, which is gentler; how much they and the queue
+vary the Estimate says, and the replay with arrivals, which has the final word.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.errors import InputError
+from exeplan.workload.length_law import Ints
+from exeplan.workload.workload import Workload
+
+SPARE_SIGMAS = 3.0
+"""Places beyond a batch, in square roots of it: the residents of a Poisson stream spread that much."""
+_NEGLIGIBLE = 1e-9
+_MOST_RESIDENTS = 100_000
+"""Length of the longest queue that is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """When requests come."""
+
+    rate: float
+    """Requests a second, the mean."""
+    variability: float = 1.0
+    """Squared coefficient of variation of the gaps; 1 for a Poisson stream."""
+    of_trace: bool = False
+    """At the times of the workload's own trace."""
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    def draw(self, workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints, Floats]:
+        """Input tokens, output tokens and arrival seconds of so many requests, or of the trace's first ones."""
+        if self.of_trace:
+            trace = workload.trace
+            assert trace is not None
+            assert trace.arrival_s is not None
+            n = min(num_requests, len(trace.inputs))
+            return trace.inputs[:n], trace.outputs[:n], trace.arrival_s[:n] - trace.arrival_s[0]
+        inputs, outputs = workload.sample(num_requests, seed=seed)
+        gaps = np.random.default_rng([seed, num_requests]).exponential(1 / self.rate, num_requests)
+        return inputs, outputs, np.cumsum(gaps)
+
+    def __str__(self) -> str:
+        return f"{self.rate:.3g} requests/s ({'as in the trace' if self.of_trace else 'Poisson'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Between arrival and the start of the prefill: `queue` seconds, and evenly spread up to `turn` more."""
+
+    queue: float = 0.0
+    turn: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.queue + self.turn / 2
+
+
+def check_rate(rate: object) -> float:
+    """The rate itself. Raises InputError unless it is a positive number of requests a second."""
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise InputError(f"an arrival rate must be a positive number of requests a second, found {rate!r}")
+    return rate
+
+
+def parse_rate(text: str, name: str) -> float:
+    """`20` or `0.5`, requests a second. Raises InputError naming the option."""
+    try:
+        rate = float(text)
+    except ValueError:
+        raise InputError(f"{name} must be a number of requests a second such as 20, found '{text}'") from None
+    if not 0 < rate < math.inf:
+        raise InputError(f"{name} must be a positive number of requests a second, found '{text}'")
+    return rate
+
+
+def parse_arrivals(rate: str | None, workload: Workload, *, of_trace: bool = False) -> Arrivals | None:
+    """Poisson arrivals at a rate, those of the trace, or None for a backlog."""
+    if of_trace:
+        return trace_arrivals(workload)
+    return None if rate is None else Arrivals(rate=parse_rate(rate, "--arrival-rate"))
+
+
+def trace_arrivals(workload: Workload) -> Arrivals:
+    """The arrivals of a workload's own trace. Raises InputError when it has none."""
+    times = workload.trace.arrival_s if workload.trace is not None else None
+    if times is None:
+        raise InputError(f"workload '{workload.name}' has no arrival times; give an arrival rate instead")
+    if len(times) < 2 or times[-1] <= times[0]:
+        raise InputError(f"the arrivals of workload '{workload.name}' span no time; give an arrival rate instead")
+    gaps = np.diff(times)
+    return Arrivals(rate=float(1 / gaps.mean()), variability=float(gaps.var() / gaps.mean() ** 2), of_trace=True)
+
+
+def residents(rate: float, sizes: Floats, throughputs: Floats) -> Floats:
+    """P(n) for n = 0, 1, ... requests in a system that serves `throughputs` requests/s with `sizes` in it, both rising.
+
+    Between sizes it is interpolated, below the first and beyond the last it stays. The last has to exceed the rate.
+    """
+    load = rate / float(throughputs[-1])
+    tail = math.log(_NEGLIGIBLE) / math.log(load)
+    number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
+    logs = np.concatenate([[0.0], np.cumsum(math.log(rate) - np.log(np.interp(number, sizes, throughputs)))])
+    chance = np.exp(logs - logs.max())
+    return np.asarray(chance / chance.sum())
+
+
+def with_spare_places(batch: int) -> int:
+    """The batch to allow where `batch` is what the rate needs on average."""
+    return batch + math.ceil(SPARE_SIGMAS * math.sqrt(batch))

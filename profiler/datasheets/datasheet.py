@@ -1,0 +1,288 @@
+"""Profile of a model on a device that is known by its datasheet alone: a roofline with stated efficiencies.
+
+`plans/devices/<name>.yaml` holds every constant with its source, and `exeplan profile MODEL --datasheet NAME --set
+gemm_efficiency=0.6` overrides one; the formulas are in `roofline.py`. A layer is cut as Megatron cuts it: heads, MLP
+and vocabulary are shared by the tensor parallel group; key/value heads are too, and are replicated where there are
+fewer of them than devices. No communication is in a layer's rows. Not here: whether a plan fits the memory.
+
+`workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens (residual stream, norm, and
+the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from exeplan.core.cluster import Cluster
+from exeplan.core.layer_costs import layer_kv_bytes_per_token, model_parameters
+from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.profile import LINKS, Device, Measurement, Profile
+from exeplan.errors import InputError
+from exeplan.files import read_yaml, shipped, shipped_names
+from exeplan.profiler.datasheets.roofline import (
+    POWER,
+    RATE,
+    SECONDS,
+    SHARE,
+    SIZE,
+    Datasheet,
+    all_reduce_seconds,
+    decode_attention_seconds,
+    elementwise_seconds,
+    gemm_seconds,
+    prefill_attention_seconds,
+)
+from exeplan.units import num_bytes, seconds
+
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
+MAX_CONTEXT = 131_072
+"""Longest context with a row; beyond it the last slope goes on."""
+MAX_TOKENS = 131_072
+"""Most tokens of a pass with a row."""
+_NUM_SEQS = tuple(2**i for i in range(12))
+_LINK_BYTES = tuple(2**i for i in range(10, 31))
+_SAMPLING_PASSES = 4
+"""Reads and writes of the float32 logits by temperature, softmax and the draw."""
+_WORKSPACE_TOKENS, _WORKSPACE_ROWS = 8192, 256
+_UNITS = {f.name: f.metadata["unit"] for f in fields(Datasheet) if "unit" in f.metadata}
+_KINDS = ("cpu", "cuda")
+
+
+def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Datasheet:
+    """The datasheet of a YAML file or a shipped name, with some of its constants replaced.
+
+    Raises InputError naming the constant that is unknown, missing or out of its range.
+    """
+    path = Path(name).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in shipped_names("devices"):
+            there = ", ".join(shipped_names("devices"))
+            raise InputError(f"no datasheet file or shipped datasheet '{name}'; shipped are {there}")
+        path = shipped("devices", name)
+    body, changes = read_yaml(path), dict(overrides or {})
+    for constant in changes:
+        _check_known(constant, path.stem)
+    constants = {str(key): value for key, value in body.items() if key != "kind"}
+    for constant in constants:
+        _check_known(constant, path.stem)
+    if body.get("kind") not in _KINDS:
+        raise InputError(f"datasheet '{path.stem}': kind must be cpu or cuda, found {body.get('kind')!r}")
+    constants |= changes
+    if missing := [constant for constant in _UNITS if constant not in constants]:
+        raise InputError(f"datasheet '{path.stem}' lacks {', '.join(missing)}")
+    values = {constant: _value(constant, constants[constant], path.stem) for constant in _UNITS}
+    return Datasheet(
+        name=path.stem,
+        kind=body["kind"],
+        changes=tuple(f"{constant}={value}" for constant, value in changes.items()),
+        **values,
+    )
+
+
+def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
+    """The datasheet with the links of a cluster of its devices. Raises InputError when they are others."""
+    if cluster.device != sheet.name:
+        raise InputError(
+            f"cluster {cluster.name} has {cluster.device} devices, the datasheet is of {sheet.name}; "
+            f"take --datasheet {cluster.device}"
+        )
+    return replace(
+        sheet,
+        intra_bandwidth=cluster.intra.bytes_per_second,
+        intra_latency=cluster.intra.latency,
+        inter_bandwidth=cluster.inter.bytes_per_second,
+        inter_latency=cluster.inter.latency,
+        changes=(*sheet.changes, f"links of cluster {cluster.name}"),
+    )
+
+
+def profile_from_datasheet(
+    spec: ModelSpec, sheet: Datasheet, *, dtype: str, tensor_parallel_sizes: Sequence[int] | None = None
+) -> Profile:
+    """Rows of every operation at every tensor parallel size: those given, or those of 1, 2, 4, 8 that share the heads.
+
+    Raises InputError when a given size does not divide the heads.
+    """
+    sizes = _sizes(spec, tensor_parallel_sizes)
+    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, size)]
+    return Profile(
+        model=spec,
+        dtype=dtype,
+        device=Device(
+            name=sheet.name,
+            kind=sheet.kind,
+            memory_bytes=int(sheet.memory),
+            copy_bytes_per_second=sheet.memory_bandwidth,
+            flops_per_second=sheet.flops(dtype),
+        ),
+        weight_bytes=model_parameters(spec) * DTYPE_BYTES[dtype],
+        workspace_bytes=_workspace_bytes(spec, sheet, dtype),
+        measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
+        source=f"datasheet {', '.join((sheet.name, *sheet.changes))}",
+    )
+
+
+def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int) -> Iterator[Measurement]:
+    row = partial(Measurement, tensor_parallel_size=size)
+    for n in _NUM_SEQS:
+        for tokens in _grid(_context(spec)):
+            took = _prefill_attention(spec, sheet, dtype, size, n, tokens)
+            yield row(op="attention", phase="prefill", num_seqs=n, num_tokens=n * tokens, seconds=took)
+        for tokens in (t for t in _grid(_context(spec)) if t & (t - 1) == 0 or t == _context(spec)):
+            took = _decode_attention(spec, sheet, dtype, size, n, tokens)
+            yield row(op="attention", phase="decode", num_seqs=n, context_tokens=n * tokens, seconds=took)
+        yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, dtype, size, n))
+    for tokens in _grid(MAX_TOKENS):
+        for phase in ("prefill", "decode") if spec.is_encoder_decoder else ("",):
+            took = _rest(spec, sheet, dtype, size, tokens, phase)
+            yield row(op="rest", phase=phase, num_tokens=tokens, seconds=took)
+        moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[dtype]
+        yield row(op="embed", num_tokens=tokens, seconds=elementwise_seconds(sheet, moved))
+
+
+def _overhead_rows(sheet: Datasheet) -> Iterator[Measurement]:
+    for phase in ("prefill", "decode"):
+        for n in _NUM_SEQS:
+            took = sheet.host_seconds + n * sheet.host_seconds_per_sequence
+            yield Measurement(op="overhead", phase=phase, num_seqs=n, seconds=took)
+
+
+def _link_rows(sheet: Datasheet, sizes: Sequence[int]) -> Iterator[Measurement]:
+    for where in LINKS:
+        for size in _LINK_BYTES:
+            yield Measurement(op="send", phase=where, bytes=size, seconds=sheet.link(where).seconds(size))
+            for t in sizes:
+                if t > 1:
+                    took = all_reduce_seconds(sheet, where, t, size)
+                    yield Measurement(op="all_reduce", phase=where, tensor_parallel_size=t, bytes=size, seconds=took)
+
+
+def _prefill_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, tokens: int) -> float:
+    """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
+    stored = num_seqs * tokens * _kv_bytes(spec, dtype, size) * _cross_share(spec)
+    return elementwise_seconds(sheet, 2 * stored) + prefill_attention_seconds(
+        sheet,
+        dtype,
+        num_seqs=num_seqs,
+        tokens=tokens,
+        heads=spec.num_heads // size,
+        kv_heads=_kv_heads(spec, size),
+        head_dim=spec.head_dim,
+        causal=not spec.is_encoder_decoder,
+    )
+
+
+def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, context: int) -> float:
+    """Self attention, and cross attention where there is one: two kernels that share the context between them."""
+    kernels = 2 if spec.is_encoder_decoder else 1
+    attend = decode_attention_seconds(
+        sheet,
+        dtype,
+        num_seqs=num_seqs,
+        context_tokens=num_seqs * context / kernels,
+        kv_heads=_kv_heads(spec, size),
+        head_dim=spec.head_dim,
+    )
+    return kernels * attend + elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
+
+
+def _rest(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int, phase: str) -> float:
+    """A layer but its attention: matrix products, two norms with the residual, rotation or bias, and activation.
+
+    `prefill` is an encoder layer, `decode` a decoder layer with cross attention, "" a decoder-only model's layer.
+    """
+    gemm = partial(gemm_seconds, sheet, dtype, tokens)
+    hidden, inner = spec.hidden_size, -(-spec.intermediate_size // size)
+    queries, keys = spec.num_heads // size * spec.head_dim, 2 * _kv_heads(spec, size) * spec.head_dim
+    ups = 2 if spec.gated_mlp else 1
+    took = gemm(queries + keys, hidden) + gemm(hidden, queries) + gemm(ups * inner, hidden) + gemm(hidden, inner)
+    norms = 3 if phase == "decode" else 2
+    if phase == "decode":
+        took += gemm(queries, hidden) + gemm(hidden, queries)
+    if phase == "prefill":
+        took += gemm(keys, hidden) * _cross_share(spec)
+    element = tokens * DTYPE_BYTES[dtype]
+    took += norms * elementwise_seconds(sheet, 4 * hidden * element)
+    took += elementwise_seconds(sheet, 2 * (queries + keys / 2) * element)
+    return took + elementwise_seconds(sheet, (ups + 1) * inner * element)
+
+
+def _head(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int) -> float:
+    """Final norm, this device's part of the vocabulary, and sampling over all of it."""
+    norm = elementwise_seconds(sheet, 2 * num_seqs * spec.hidden_size * DTYPE_BYTES[dtype])
+    logits = gemm_seconds(sheet, dtype, num_seqs, -(-spec.vocab_size // size), spec.hidden_size)
+    return norm + logits + _SAMPLING_PASSES * elementwise_seconds(sheet, 4 * num_seqs * spec.vocab_size)
+
+
+def _cross_share(spec: ModelSpec) -> float:
+    """Decoder layers whose cross keys and values one encoder layer accounts for; 1 for a decoder-only layer's own."""
+    return spec.num_layers / spec.num_encoder_layers if spec.is_encoder_decoder else 1.0
+
+
+def _kv_heads(spec: ModelSpec, size: int) -> int:
+    """Key/value heads on one device: replicated where the group is larger than their number."""
+    return -(-spec.num_kv_heads // size)
+
+
+def _kv_bytes(spec: ModelSpec, dtype: str, size: int) -> float:
+    return layer_kv_bytes_per_token(spec, dtype) * _kv_heads(spec, size) / spec.num_kv_heads
+
+
+def _workspace_bytes(spec: ModelSpec, sheet: Datasheet, dtype: str) -> int:
+    queries = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    widest = max(queries, (2 if spec.gated_mlp else 1) * spec.intermediate_size)
+    activations = _WORKSPACE_TOKENS * (2 * spec.hidden_size + widest) * DTYPE_BYTES[dtype]
+    return int(sheet.runtime_memory + activations + 4 * _WORKSPACE_ROWS * spec.vocab_size)
+
+
+def _context(spec: ModelSpec) -> int:
+    return min(spec.max_context, MAX_CONTEXT)
+
+
+def _grid(limit: int) -> list[int]:
+    """1 to `limit`, four points to a doubling: between them a quadratic is interpolated to 1.3 %."""
+    points = {quarter * 2**i // 4 for i in range(2, limit.bit_length() + 1) for quarter in (4, 5, 6, 7)}
+    return sorted({1, 2, 3, limit} | {point for point in points if point <= limit})
+
+
+def _sizes(spec: ModelSpec, asked: Sequence[int] | None) -> tuple[int, ...]:
+    if asked is None:
+        return tuple(size for size in TENSOR_PARALLEL_SIZES if spec.num_heads % size == 0)
+    for size in asked:
+        if size < 1 or spec.num_heads % size:
+            fitting = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0 and n <= 16]
+            raise InputError(
+                f"tensor parallel size {size} does not divide the {spec.num_heads} heads of {spec.name}; "
+                f"{', '.join(map(str, fitting))} do"
+            )
+    return tuple(sorted(set(asked)))
+
+
+def _check_known(constant: str, sheet: str) -> None:
+    if constant not in _UNITS:
+        near = difflib.get_close_matches(constant, _UNITS, n=1, cutoff=0.0)[0]
+        raise InputError(f"datasheet '{sheet}': no constant '{constant}'; the nearest is {near}")
+
+
+def _value(constant: str, text: Any, sheet: str) -> float:
+    """The constant in seconds, bytes, operations a second, or as a plain number, checked against its range."""
+    unit, where = _UNITS[constant], f"datasheet '{sheet}': {constant}"
+    if unit == SECONDS:
+        value = seconds(str(text), where)
+        if value == inf:
+            raise InputError(f"{where} must be finite, found '{text}'")
+        return value
+    if unit == SIZE:
+        return float(num_bytes(str(text), where))
+    low, high = {SHARE: (0.0, 1.0), RATE: (0.0, 1e20), POWER: (1.0, 100.0)}[unit]
+    try:
+        value = float(str(text))
+    except ValueError:
+        value = -1.0
+    if not low <= value <= high or value == 0:
+        raise InputError(f"{where} must be a number from {low:g} to {high:g}, above zero, found '{text}'")
+    return value

@@ -1,0 +1,126 @@
+"""EngineConstants: what a serving engine adds to its kernels, as a change of a Profile's rows.
+
+Tables time kernels alone, one after the other, on a cool device. An engine runs small kernels between them, waits for
+the slowest device of a group, launches passes with prompts one kernel at a time (captured graphs hold decode passes
+only), and prepares each row of a pass on the host. Of a decoder-only model's rows
+
+    rest         decode    + layer
+                 prefill   max((rest + layer) * prefill_factor, uncaptured_layer)
+    attention    prefill   * prefill_factor
+    all_reduce             + all_reduce_skew * log2(tensor_parallel_size)
+    overhead               row * rows of the pass, instead of what there was
+
+and of its memory only `memory_share` goes to weights, keys and values. The shipped ones (`plans/engines/*.yaml`) come
+from `benchmarks/silicon/`. Not here: an engine's admission of requests, which is a policy's.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from exeplan.core.profile import Measurement, Profile
+from exeplan.errors import InputError
+from exeplan.files import read_yaml, shipped, shipped_names
+from exeplan.units import seconds
+
+_MANY_ROWS = 4096
+"""Where the second point of the host's straight line lies."""
+_LEAST_LAYER = 0.5
+"""Share of a layer's time in the tables that fused kernels cannot take away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConstants:
+    """Times in seconds."""
+
+    name: str
+    layer: float
+    """Added to every layer: kernels that the tables lack; below 0 where the engine fuses those that were assumed."""
+    row: float
+    """The host's time for each row of a pass, not hidden behind the device."""
+    all_reduce_skew: float
+    """Added to every all-reduce for each doubling of the devices, which do not arrive together."""
+    uncaptured_layer: float
+    """The least that the products of a layer take in a pass with prompts: the host launching their kernels."""
+    prefill_factor: float
+    """Kernels of passes with prompts in a busy device over the same ones measured alone."""
+    memory_share: float
+    """Of the device's memory, for weights, keys and values."""
+
+
+def load_engine(name: str) -> EngineConstants:
+    """A shipped engine's constants, or those of a YAML file. Raises InputError for what is missing or no such value."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else shipped("engines", name)
+    if not name.endswith((".yaml", ".yml")) and name not in shipped_names("engines"):
+        raise InputError(f"no engine '{name}'; there are {', '.join(shipped_names('engines'))}, or give a YAML file")
+    return engine_of(read_yaml(path), path)
+
+
+def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
+    """The constants of a file's mapping. Raises InputError as `load_engine` does."""
+    names = [field.name for field in fields(EngineConstants) if field.name != "name"]
+    for wrong in sorted(set(body) ^ set(names)):
+        what = "unknown" if wrong in body else "missing"
+        raise InputError(f"{path} must give {', '.join(names)}; '{wrong}' is {what}")
+    read = {name: _signed_seconds if name == "layer" else _seconds for name in names}
+    read |= {"prefill_factor": _number, "memory_share": _number}
+    found = EngineConstants(name=path.stem, **{name: read[name](body[name], f"{path}: {name}") for name in names})
+    if found.memory_share > 1:
+        raise InputError(f"{path}: memory_share is at most 1, found {found.memory_share:g}")
+    return found
+
+
+def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
+    """The profile as the engine's passes take it.
+
+    Raises InputError for an encoder-decoder model, and for a profile that has an engine's constants already.
+    """
+    if profile.model.is_encoder_decoder:
+        raise InputError(f"constants of {engine.name} are of decoder-only models, and {profile.model.name} is none")
+    if " with " in profile.source:
+        raise InputError(f"the profile is '{profile.source}' already; {engine.name} needs one of kernels alone")
+    rows = [row for old in profile.measurements if old.op != "overhead" for row in _changed(old, engine)]
+    return replace(
+        profile,
+        measurements=(*rows, *_overheads(engine)),
+        workspace_bytes=max(1, round((1 - engine.memory_share) * profile.device.memory_bytes)),
+        source=f"{profile.source} with {engine.name}",
+    )
+
+
+def _changed(row: Measurement, engine: EngineConstants) -> Iterator[Measurement]:
+    if row.op == "rest":
+        layer = max(row.seconds + engine.layer, _LEAST_LAYER * row.seconds)
+        if row.phase != "prefill":
+            yield replace(row, phase="decode", seconds=layer)
+        if row.phase != "decode":
+            yield replace(row, phase="prefill", seconds=max(engine.prefill_factor * layer, engine.uncaptured_layer))
+    elif (row.op, row.phase) == ("attention", "prefill"):
+        yield replace(row, seconds=engine.prefill_factor * row.seconds)
+    elif row.op == "all_reduce":
+        yield replace(row, seconds=row.seconds + engine.all_reduce_skew * math.log2(row.tensor_parallel_size))
+    else:
+        yield row
+
+
+def _overheads(engine: EngineConstants) -> Iterator[Measurement]:
+    for phase in ("prefill", "decode"):
+        for rows in (1, _MANY_ROWS):
+            yield Measurement(op="overhead", phase=phase, num_seqs=rows, seconds=rows * engine.row, repeats=0)
+
+
+def _seconds(value: object, name: str) -> float:
+    return seconds(str(value), name)
+
+
+def _signed_seconds(value: object, name: str) -> float:
+    text = str(value).strip()
+    return -seconds(text[1:], name) if text.startswith("-") else seconds(text, name)
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{name} must be a number above 0, found {value!r}")
+    return float(value)

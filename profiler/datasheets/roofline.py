@@ -1,0 +1,142 @@
+"""Roofline: seconds of one kernel from what it computes and moves, with a datasheet's efficiencies.
+
+    gemm               latency + (operations^p + bytes^p)^(1/p)            p = gemm_sharpness
+    prefill attention  latency + operations + bytes                        a causal prompt: half of the square
+    decode attention   latency + sequences * kv heads * a constant + bytes of keys and values
+    element-wise       latency + bytes
+    all-reduce         latency + (t - 1) * step + wire + sqrt(ramp * wire)  wire: 2 (t - 1) / t of the bytes
+
+where `operations` stands for operations / (efficiency * peak) and `bytes` for bytes / (efficiency * bandwidth). The
+norm joins the limits of a matrix product smoothly: they overlap, and near the ridge neither is reached. The square root
+is what a pipelined transfer loses to filling its pipeline with the best number of chunks. Left out: whole tiles and
+waves of them, which cost a product of a few hundred rows up to a quarter more or less.
+
+All shapes are those of one device's shard. Not here: which kernels a layer runs (`datasheet.py`).
+"""
+
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+from exeplan.core.cluster import Link
+from exeplan.core.model import DTYPE_BYTES
+
+SHARE, RATE, SECONDS, SIZE, POWER = "share", "rate", "seconds", "size", "power"
+
+
+def _constant(unit: str) -> Any:
+    return field(metadata={"unit": unit})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datasheet:
+    """A device's constants. Rates are per second and device, links one direction between two devices."""
+
+    name: str
+    kind: str
+    """`cpu` or `cuda`."""
+    changes: tuple[str, ...] = ()
+    """What was overridden, as `gemm_efficiency=0.6`."""
+    memory: float = _constant(SIZE)
+    memory_bandwidth: float = _constant(SIZE)
+    float32_flops: float = _constant(RATE)
+    bfloat16_flops: float = _constant(RATE)
+    float16_flops: float = _constant(RATE)
+    gemm_latency: float = _constant(SECONDS)
+    gemm_efficiency: float = _constant(SHARE)
+    gemm_bandwidth_efficiency: float = _constant(SHARE)
+    gemm_sharpness: float = _constant(POWER)
+    prefill_attention_latency: float = _constant(SECONDS)
+    prefill_attention_efficiency: float = _constant(SHARE)
+    prefill_attention_bandwidth_efficiency: float = _constant(SHARE)
+    decode_attention_latency: float = _constant(SECONDS)
+    decode_attention_efficiency: float = _constant(SHARE)
+    """Of the memory bandwidth."""
+    decode_attention_seconds_per_head: float = _constant(SECONDS)
+    """For one sequence and key/value head, whatever its context."""
+    elementwise_latency: float = _constant(SECONDS)
+    elementwise_efficiency: float = _constant(SHARE)
+    host_seconds: float = _constant(SECONDS)
+    """Of the CPU in one iteration, not overlapped with the device."""
+    host_seconds_per_sequence: float = _constant(SECONDS)
+    all_reduce_latency: float = _constant(SECONDS)
+    all_reduce_step_latency: float = _constant(SECONDS)
+    """For each device beyond the first."""
+    all_reduce_efficiency: float = _constant(SHARE)
+    """Of the link's bandwidth, by large tensors inside a node."""
+    all_reduce_inter_efficiency: float = _constant(SHARE)
+    all_reduce_ramp: float = _constant(SECONDS)
+    intra_bandwidth: float = _constant(SIZE)
+    intra_latency: float = _constant(SECONDS)
+    inter_bandwidth: float = _constant(SIZE)
+    inter_latency: float = _constant(SECONDS)
+    runtime_memory: float = _constant(SIZE)
+    """Bytes held besides weights, activations and KV cache: driver context, libraries, communication buffers."""
+
+    def flops(self, dtype: str) -> float:
+        """Peak operations a second, dense."""
+        return {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}[dtype]
+
+    def link(self, where: str) -> Link:
+        """`intra` or `inter` node."""
+        if where == "intra":
+            return Link(bytes_per_second=self.intra_bandwidth, latency=self.intra_latency)
+        return Link(bytes_per_second=self.inter_bandwidth, latency=self.inter_latency)
+
+
+def gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float) -> float:
+    """[m, k] times [k, n]."""
+    compute = 2 * m * n * k / (sheet.gemm_efficiency * sheet.flops(dtype))
+    moved = DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
+    memory = moved / (sheet.gemm_bandwidth_efficiency * sheet.memory_bandwidth)
+    low, high = sorted((compute, memory))
+    p = sheet.gemm_sharpness
+    return sheet.gemm_latency + high * (1 + (low / high) ** p) ** (1 / p)
+
+
+def elementwise_seconds(sheet: Datasheet, moved: float) -> float:
+    """Seconds of one kernel that reads and writes `size` bytes in all."""
+    return sheet.elementwise_latency + moved / (sheet.elementwise_efficiency * sheet.memory_bandwidth)
+
+
+def prefill_attention_seconds(
+    sheet: Datasheet,
+    dtype: str,
+    *,
+    num_seqs: int,
+    tokens: float,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool,
+) -> float:
+    """Attention of `num_seqs` whole prompts of `tokens` each."""
+    pairs = num_seqs * tokens * (tokens / 2 if causal else tokens)
+    moved = DTYPE_BYTES[dtype] * num_seqs * tokens * 2 * (heads + kv_heads) * head_dim
+    return (
+        sheet.prefill_attention_latency
+        + 4 * pairs * heads * head_dim / (sheet.prefill_attention_efficiency * sheet.flops(dtype))
+        + moved / (sheet.prefill_attention_bandwidth_efficiency * sheet.memory_bandwidth)
+    )
+
+
+def decode_attention_seconds(
+    sheet: Datasheet, dtype: str, *, num_seqs: int, context_tokens: float, kv_heads: int, head_dim: int
+) -> float:
+    """One query token a sequence over `context_tokens` keys and values of all sequences together."""
+    moved = DTYPE_BYTES[dtype] * 2 * context_tokens * kv_heads * head_dim
+    return (
+        sheet.decode_attention_latency
+        + num_seqs * kv_heads * sheet.decode_attention_seconds_per_head
+        + moved / (sheet.decode_attention_efficiency * sheet.memory_bandwidth)
+    )
+
+
+def all_reduce_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
+    """Seconds of an all-reduce over `devices` devices, `intra` node or `inter` nodes, of `size` bytes on each."""
+    link = sheet.link(where)
+    share = sheet.all_reduce_efficiency if where == "intra" else sheet.all_reduce_inter_efficiency
+    wire = 2 * (devices - 1) / devices * size / (share * link.bytes_per_second)
+    crossings = 0.0 if where == "intra" else 2 * link.latency
+    latency = sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency + crossings
+    return latency + wire + sqrt(sheet.all_reduce_ramp * wire)

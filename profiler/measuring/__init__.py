@@ -1,0 +1,1 @@
+"""Layers timed on the device that is there."""

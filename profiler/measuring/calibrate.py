@@ -1,0 +1,106 @@
+"""Calibration: what the engine takes over the sum of its parts, when it really runs.
+
+Parts are medians of undisturbed passes of one kind. A run also has slow passes and mixes kinds: a prefill evicts the
+decode rows' keys and values from the cache. Short bursts of real load between the measuring rounds give the mean ratio.
+One factor serves all predictions; more factors would fit noise.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from exeplan.core.batch import Batch, num_blocks_for
+from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.engine import Request, StepRecord
+from exeplan.simulator.cost import CostModel
+
+_SLOTS = 16
+_REQUESTS = 32
+_LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
+_WARM_STEPS = 12
+_MAX_WALL_OVER_CPU = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class BurstStep:
+    """One step of a burst: what ran, and its seconds."""
+
+    record: StepRecord
+    seconds: float
+
+
+def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
+    """A short load of ragged requests that join and leave; the first passes, which warm up, are left out.
+
+    On a CPU with one thread a step that was disturbed by other processes counts with its CPU time.
+    """
+    rig.probe.use_layers(rig.copies)
+    steps = []
+    with rig.engine(Schedule("orca", {"max_num_seqs": _SLOTS})) as engine:
+        for request in _requests(rig, random.Random(seed)):
+            engine.add(request)
+        while engine.has_work:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            engine.step()
+            wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+            assert engine.last_step is not None
+            disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
+            steps.append(BurstStep(engine.last_step, cpu if disturbed else wall))
+    return steps[_WARM_STEPS:]
+
+
+def calibration(bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int) -> float:
+    """Measured over predicted seconds of bursts that ran `num_layers` layers; 1 without any.
+
+    The median over the bursts, as the parts are medians over the rounds.
+    """
+    encoder_layers = min(num_layers, profile.model.num_encoder_layers)
+    model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
+    cost = CostModel(replace(profile, model=model, calibration=1.0))
+    begin = 0 if model.first_token_from_prefill else 1
+    ratios = [
+        sum(step.seconds for step in steps) / sum(cost.batch_seconds(_batch(step.record, begin)) for step in steps)
+        for steps in bursts
+        if steps
+    ]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _requests(rig: Rig, draw: random.Random) -> list[Request]:
+    longest, longest_output = min(_LONGEST_PROMPT, rig.longest // 2), min(_LONGEST_OUTPUT, rig.longest // 3)
+    fitting = rig.runner.cache.num_blocks // num_blocks_for(longest + longest_output)
+    requests = []
+    for index in range(min(_REQUESTS, 2 * fitting)):
+        prompt = [draw.randrange(rig.runner.spec.vocab_size) for _ in range(draw.randint(1, longest))]
+        sampling = SamplingParams(temperature=0.0, max_tokens=draw.randint(1, longest_output), ignore_eos=True)
+        requests.append(Request(request_id=f"burst-{index}", prompt_token_ids=prompt, sampling=sampling))
+    return requests
+
+
+def _batch(record: StepRecord, begin: int) -> Batch:
+    """A batch with the step's rows and tokens, shared evenly among its rows.
+
+    Of each row's tokens `begin` are the decoder's start, which a prediction does not count.
+    """
+    prefilled = record.num_new_tokens - record.num_decode
+    return Batch(
+        prefill=_rows(record.num_prefill, prefilled - begin * record.num_prefill),
+        decode=_rows(record.num_decode, record.context_tokens - begin * record.num_decode),
+    )
+
+
+def _rows(number: int, tokens: int) -> tuple[SequenceState, ...]:
+    return tuple(
+        SequenceState(
+            request_id=str(index),
+            num_prompt_tokens=tokens // number + (index < tokens % number),
+            max_output_tokens=1,
+        )
+        for index in range(number)
+    )

@@ -1,0 +1,364 @@
+"""Rig: runs the real model runner and scheduler at one point and takes the times of their parts.
+
+A visit is a few passes at one point; its value for each part is their median. On a CPU with one thread a pass is valid
+when wall time and the thread's CPU time agree. Where none is valid, because other processes use the machine, the parts
+come from the CPU clock and the visit is marked. A long pass that runs only once is scaled by its share of the CPU.
+
+Not here: which points, how often (`campaign.py`), and the use of the values (`samples.py`).
+"""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
+from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.model import ModelSpec
+from exeplan.core.schedule import Schedule
+from exeplan.kernels.select import REFERENCE
+from exeplan.profiler.measuring.captured_decode import captured_executor, decode_parts, overheads
+from exeplan.profiler.measuring.device import synchronize
+from exeplan.profiler.measuring.points import Point, Work, powers, ragged
+from exeplan.profiler.measuring.probe import PassTimes, Probe
+from exeplan.profiler.measuring.samples import Key
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import GREEDY, Row, SampledToken, SamplingParams, sample
+from exeplan.runner.compute.shard import ALONE, Group, whole
+from exeplan.runner.compute.warm_up import tune
+from exeplan.runner.engine import executor as execution
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.tokenizer import Tokenizer
+
+_LEAST_OWN_SHARE = 0.95
+_WARM_PASSES, _WARM_SECONDS = 4, 0.06
+_PASSES, _TRIES, _TIMED_SECONDS = 5, 8, 0.1
+_LONG_PASS_SECONDS = 0.15
+_ENGINE_STEPS = 8
+_PROMPTS = 16
+"""Different random prompts; more sequences share them."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """What one visit found, in seconds."""
+
+    values: dict[Key, float]
+    seconds: float
+    """Seconds of the whole visit."""
+    disturbed: bool
+    """Other processes used the machine during all passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GreedyRow:
+    """A row sampled greedily."""
+
+    sampling: SamplingParams = GREEDY
+    plain: bool = True
+    seed: int = 0
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    banned_token_ids: Sequence[int] = ()
+
+
+class Rig:
+    """A model of `copies` layers, or one rank's shard of them, with random keys and values in its cache."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: str,
+        kv_dtype: str | None = None,
+        device: str,
+        copies: int,
+        num_blocks: int,
+        dummy_weights: bool,
+        group: Group = ALONE,
+        captured: bool | None = None,
+    ) -> None:
+        """`captured` times decode iterations as captured graphs; the default on a GPU."""
+        self.spec, self.copies = spec, copies
+        copied = replace(spec, num_layers=copies, num_encoder_layers=min(copies, spec.num_encoder_layers))
+        self.runner = ModelRunner(
+            copied,
+            shard=replace(whole(copied), group=group),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+            num_blocks=num_blocks,
+            dummy_weights=dummy_weights,
+            paged_with=REFERENCE if captured and device == "cpu" else None,
+        )
+        self.place = self.runner.device
+        self.captured = self.place.type == "cuda" if captured is None else captured
+        if self.place.type == "cuda":
+            tune(self.runner)
+        self.probe = Probe(self.runner.model, self.place)
+        self.runner.model = self.probe
+        self.checks_cpu = self.place.type == "cpu" and torch.get_num_threads() == 1
+        draw = random.Random(0)
+        self.longest = spec.max_context
+        self._prompts = [[draw.randrange(spec.vocab_size) for _ in range(self.longest)] for _ in range(_PROMPTS)]
+        self._tokenizer = Tokenizer.load(spec)
+        self._long: set[Point] = set()
+        self._written = [0] * copies
+
+    def visit(self, point: Point, work: Work) -> Visit:
+        """Measures a point."""
+        started = time.perf_counter()
+        layers = self.copies if point.kind == "engine" else work.layers_needed(point, self.copies)
+        self.probe.use_layers(layers)
+        self._write(layers, point)
+        measure = self._measure(point)
+        found = measure(point)
+        disturbed = len(found) < (2 if point.kind == "engine" else 1)  # An engine visit has a prefill and decodes.
+        if disturbed:
+            with self._cpu_clock():
+                found = measure(point) | found
+        values = {key: statistics.median(seconds) for key, seconds in found.items()}
+        return Visit(values=values, seconds=time.perf_counter() - started, disturbed=disturbed)
+
+    def _measure(self, point: Point) -> Callable[[Point], dict[Key, list[float]]]:
+        if point.kind == "engine":
+            return self._engine_ahead if self.captured else self._engine
+        return self._replays if self.captured and point.kind == "decode" else self._passes
+
+    @torch.inference_mode()
+    def _write(self, layers: int, point: Point) -> None:
+        """Writes the slots of a decode: unwritten pages would all be one cached page of zeros."""
+        cache = self.runner.cache
+        slots = min(cache.num_slots, point.num_seqs * BLOCK_SIZE * (num_blocks_for(point.tokens + 1) + 1))
+        for layer in range(layers if point.kind == "decode" else 0):
+            for table_RD in cache.table(layer):
+                table_RD.view(cache.num_kv_heads, cache.num_slots, -1)[:, self._written[layer] : slots] = 0.01
+            self._written[layer] = max(slots, self._written[layer])
+
+    def batch(self, point: Point) -> tuple[Batch, dict[str, list[int]]]:
+        """The sequences of a prefill or decode point, and their tokens."""
+        one = 1 if point.kind == "decode" else 0
+        lengths = ragged(point.num_seqs, point.tokens, self.longest - one)
+        rows = tuple(self._row(f"{index}", length, decodes=bool(one)) for index, length in enumerate(lengths))
+        token_ids = {row.request_id: self._prompts[index % _PROMPTS] for index, row in enumerate(rows)}
+        return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), token_ids
+
+    def _row(self, request_id: str, length: int, *, decodes: bool) -> SequenceState:
+        """A sequence with that many tokens in the cache, or to prefill.
+
+        Of an encoder-decoder model's cached tokens half are the decoder's; none of its prompt is its start token.
+        """
+        outputs = length // 2 if decodes and self.spec.is_encoder_decoder else 0
+        begin = 1 if decodes or self.spec.is_encoder_decoder else 0
+        row = SequenceState(
+            request_id=request_id,
+            num_prompt_tokens=length - outputs + begin,
+            num_output_tokens=outputs,
+            max_output_tokens=outputs + 1,
+        )
+        row.num_blocks = num_blocks_for(row.num_tokens)
+        return row
+
+    @contextmanager
+    def placed(self, point: Point) -> Iterator[Callable[[], Tensor]]:
+        """A function that runs one pass at a point; its KV blocks are freed in the end."""
+        batch, token_ids = self.batch(point)
+        self.runner.assume_cached(batch.decode)
+        try:
+            yield lambda: self.runner.forward(batch, token_ids)
+        finally:
+            for request_id in token_ids:
+                self.runner.free(request_id)
+
+    def _passes(self, point: Point) -> dict[Key, list[float]]:
+        found: dict[Key, list[float]] = defaultdict(list)
+        with self.placed(point) as forward:
+            self._warm(point, forward)
+            long = point in self._long
+            accepted, started = 0, time.perf_counter()
+            for _ in range(1 if long else _TRIES):
+                logits_RV, _, own_share = self._timed(forward)
+                if own_share < _LEAST_OWN_SHARE and not long:
+                    continue
+                times, sampling = self.probe.times(), self._sampling_seconds(logits_RV)
+                for key, seconds in self._parts(point, times, sampling).items():
+                    found[key].append(seconds * own_share)
+                accepted += 1
+                if accepted >= _PASSES or time.perf_counter() - started > _TIMED_SECONDS:
+                    break
+        return found
+
+    def _warm(self, point: Point, forward: Callable[[], Tensor]) -> None:
+        """Fills the caches: in a small model a pass is still 5 % slow two passes after something else ran.
+
+        The first pass ever also lets libraries prepare for its shape. Of a long pass nothing is left in a cache.
+        """
+        started = time.perf_counter()
+        for _ in range(0 if point in self._long or self._on_cpu_clock else _WARM_PASSES):
+            _, seconds, _ = self._timed(forward)
+            if seconds > _LONG_PASS_SECONDS:
+                self._long.add(point)
+            if time.perf_counter() - started > _WARM_SECONDS:
+                break
+
+    def _parts(self, point: Point, times: PassTimes, sampling: float) -> dict[Key, float]:
+        """The parts of one pass, by the measurement that they belong to."""
+        seqs, tokens = point.num_seqs, point.total_tokens
+        apart = self.spec.is_encoder_decoder or self.captured
+        if point.kind == "decode":
+            layer, attention = times.layer(self.spec.num_layers), times.attention(self.spec.num_layers)
+            # Otherwise the rest of a layer is that of a prefill of as many tokens.
+            rest: dict[Key, float] = {("rest", "decode", 0, seqs, 0): layer - attention} if apart else {}
+            return {
+                ("layer", "decode", seqs, 0, tokens): layer,
+                ("attention", "decode", seqs, 0, tokens): attention,
+                ("embed", "", 0, seqs, 0): times.embed,
+                ("head", "", seqs, 0, 0): times.head + sampling,
+                **rest,
+            }
+        layer, attention = self._prefill_layer(times)
+        return {
+            ("layer", "prefill", seqs, tokens, 0): layer,
+            ("attention", "prefill", seqs, tokens, 0): attention,
+            ("rest", "prefill" if apart else "", 0, tokens, 0): layer - attention,
+            ("embed", "", 0, tokens, 0): times.embed,
+        }
+
+    def _prefill_layer(self, times: PassTimes) -> tuple[float, float]:
+        """A layer and its attention; an encoder layer with its share of what its output costs the decoder layers."""
+        layers, encoder_layers = self.spec.num_layers, self.spec.num_encoder_layers
+        if not encoder_layers:
+            return times.layer(layers), times.attention(layers)
+        cross = times.cross / len(self.probe.layers) * layers / encoder_layers
+        return times.encoder_layer(encoder_layers) + cross, times.encoder_attention(encoder_layers)
+
+    def _engine(self, point: Point) -> dict[Key, list[float]]:
+        """Seconds of whole iterations beyond the model and the sampling in them."""
+        with self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs})) as engine:
+            return self._iterations(engine, point)
+
+    def _iterations(self, engine: Engine, point: Point) -> dict[Key, list[float]]:
+        for index in range(point.num_seqs):
+            prompt = self._prompts[index % _PROMPTS][: point.tokens]
+            engine.add(self.request(f"{index}", prompt, min(_ENGINE_STEPS + 2, self.longest - point.tokens)))
+        found: dict[Key, list[float]] = defaultdict(list)
+        prefill: Key = ("overhead", "prefill", point.num_seqs, point.total_tokens, 0)
+        decode: Key = ("overhead", "decode", point.num_seqs, 0, 0)
+        for key in (prefill, *[decode] * _ENGINE_STEPS):
+            if not engine.has_work:
+                break
+            with self._timed_sampling() as sampling:
+                _, seconds, own_share = self._timed(engine.step)
+            if own_share == 1.0:
+                found[key].append(max(seconds - self.probe.times().total - sum(sampling), 1e-7))
+        for index in range(point.num_seqs):
+            engine.abort(f"{index}")
+        return found
+
+    def _replays(self, point: Point) -> dict[Key, list[float]]:
+        """The parts of a captured decode iteration."""
+        batch, token_ids = self.batch(point)
+        self.runner.assume_cached(batch.decode)
+        layers = len(self.probe.layers)
+        try:
+            parts = decode_parts(self.runner, self.probe.model, batch, token_ids, num_layers=layers)
+        finally:
+            for request_id in token_ids:
+                self.runner.free(request_id)
+        seqs, tokens = point.num_seqs, point.total_tokens
+        return {
+            ("layer", "decode", seqs, 0, tokens): [parts.layer],
+            ("attention", "decode", seqs, 0, tokens): [parts.attention],
+            ("rest", "decode", 0, seqs, 0): [max(parts.layer - parts.attention, 1e-7)],
+            ("embed", "", 0, seqs, 0): [parts.embed],
+            ("head", "", seqs, 0, 0): [parts.head],
+        }
+
+    def _engine_ahead(self, point: Point) -> dict[Key, list[float]]:
+        """The same with asynchronous scheduling."""
+        with self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs})) as engine:
+            for index in range(point.num_seqs):
+                prompt = self._prompts[index % _PROMPTS][: point.tokens]
+                engine.add(self.request(f"{index}", prompt, min(_ENGINE_STEPS + 2, self.longest - point.tokens)))
+            prefill, decode = overheads(engine, self.runner, num_steps=_ENGINE_STEPS)
+            for index in range(point.num_seqs):
+                engine.abort(f"{index}")
+        return {
+            ("overhead", "prefill", point.num_seqs, point.total_tokens, 0): [prefill],
+            ("overhead", "decode", point.num_seqs, 0, 0): [decode],
+        }
+
+    @contextmanager
+    def engine(self, schedule: Schedule) -> Iterator[Engine]:
+        """A whole engine over this rig's model, with the executor that its device has."""
+        blocks, slots = self.runner.cache.num_blocks, schedule["max_num_seqs"]
+        if not self.captured:
+            yield Engine(Local(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=blocks)
+            return
+        with captured_executor(self.runner, self.probe.model, tuple(sorted({*powers(1, slots, 2), slots}))) as executor:
+            yield Engine(executor, schedule, tokenizer=self._tokenizer, num_blocks=blocks)
+
+    def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:
+        """A greedy request that runs to its full length."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return Request(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+
+    def _sampling_seconds(self, logits_RV: Tensor) -> float:
+        """How long it takes to sample greedily from fresh logits."""
+        clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
+        start = clock()
+        sample(logits_RV, [_GreedyRow()] * len(logits_RV))
+        return (clock() - start) * 1e-9
+
+    @contextmanager
+    def _timed_sampling(self) -> Iterator[list[float]]:
+        """Seconds that the engine spends in sampling, an entry a call; they belong to the head."""
+        seconds: list[float] = []
+        clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
+
+        def timed(logits_RV: Tensor, rows: Sequence[Row]) -> list[SampledToken | None]:
+            start = clock()
+            tokens = sample(logits_RV, rows)
+            seconds.append((clock() - start) * 1e-9)
+            return tokens
+
+        setattr(execution, "sample", timed)  # noqa: B010 - it is imported there, not exported
+        try:
+            yield seconds
+        finally:
+            setattr(execution, "sample", sample)  # noqa: B010 - as above
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float, float]:
+        """The result, the seconds it took, and the share of them in which this thread had its CPU."""
+        cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
+        result = work()
+        synchronize(self.place)
+        wall = time.perf_counter_ns() - wall
+        cpu = time.thread_time_ns() - cpu
+        if self._on_cpu_clock:
+            return result, cpu * 1e-9, 1.0
+        share = min(cpu / wall, 1.0) if self.checks_cpu else 1.0
+        return result, wall * 1e-9, share if share < _LEAST_OWN_SHARE else 1.0
+
+    @property
+    def _on_cpu_clock(self) -> bool:
+        return self.probe.clock is time.thread_time_ns
+
+    @contextmanager
+    def _cpu_clock(self) -> Iterator[None]:
+        clock, self.probe.clock = self.probe.clock, time.thread_time_ns
+        try:
+            yield
+        finally:
+            self.probe.clock = clock

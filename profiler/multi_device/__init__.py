@@ -1,0 +1,1 @@
+"""Shards, links and control of several devices, timed between real processes."""

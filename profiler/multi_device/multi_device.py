@@ -1,0 +1,174 @@
+"""The measurements that a plan for several devices needs beyond one device: shards, links, contention and control.
+
+Each step gets its share of the remaining time and is written at once, so that an interrupted run resumes with the steps
+that its file lacks.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement, Profile, save_profile
+from exeplan.errors import InputError
+from exeplan.profiler.measuring.campaign import Goal, measured_points, num_copies
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.measuring.points import Range, Work, powers
+from exeplan.profiler.multi_device.control import control_rows
+from exeplan.profiler.multi_device.links import link_rows
+from exeplan.profiler.multi_device.rank_job import RankJob
+from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
+from exeplan.progress import Progress
+
+ONE_DEVICE_SHARE = 0.5
+"""Share of the budget for the single-device part of a multi-device profile."""
+
+
+class MeasuringStep(NamedTuple):
+    """Rows of one op at one tensor-parallel size."""
+
+    name: str
+    op: str
+    size: int
+    weight: float
+    """Its share of the time, relative to the other steps."""
+    measure: Callable[[Profile, float], tuple[Measurement, ...]]
+    """Called with the profile so far and the seconds that it may take."""
+
+    def is_in(self, profile: Profile) -> bool:
+        return any(m.op == self.op and m.tensor_parallel_size == self.size for m in profile.measurements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiDeviceProfiler:
+    """Extends a single-device profile to `num_devices` devices of the same kind."""
+
+    num_devices: int
+    work: Work
+    reach: Range
+    device: str
+    dummy_weights: bool
+
+    def extend(self, profile: Profile, *, goal: Goal, output: Path, bar: Progress) -> Profile:
+        """The whole profile, also written to `output`.
+
+        Raises KeyboardInterrupt with a sentence on interruption.
+        """
+        left = [part for part in self._parts() if not part.is_in(profile)]
+        try:
+            while left:
+                seconds = max(goal.budget_seconds - goal.elapsed, 0.0)
+                bar.round(left[0].name)
+                bar.update(goal.elapsed / goal.budget_seconds, seconds, left[0].name)
+                rows = left[0].measure(profile, seconds * left[0].weight / sum(part.weight for part in left))
+                del left[0]
+                profile = replace(profile, measurements=(*profile.measurements, *rows), complete=not left)
+                save_profile(profile, output)
+        except KeyboardInterrupt:
+            names = ", ".join(part.name for part in left)
+            raise KeyboardInterrupt(
+                f"stopped; {output} lacks {names}, and the same command resumes from there"
+            ) from None
+        bar.note(f"{self.num_devices} devices: {len(profile.measurements)} measurements in {goal.elapsed:.0f} s")
+        return profile
+
+    def _parts(self) -> list[MeasuringStep]:
+        degrees = shared_degrees(self.work.spec, self.num_devices)
+        return [
+            *(MeasuringStep(f"shards of {t}", "rest", t, 3.0, partial(self._shard, t)) for t in degrees),
+            *(
+                MeasuringStep(f"sums of {t}", "all_reduce", t, 1.0, partial(self._link, "all_reduce", t))
+                for t in degrees
+            ),
+            MeasuringStep("sends", "send", 1, 0.5, partial(self._link, "send", 2)),
+            *(
+                MeasuringStep(f"passes at once, {t}", "pass", t, 1.0, partial(self._pass, t))
+                for t in self._shared(degrees)
+            ),
+            MeasuringStep("control", "control", 1, 1.0, partial(self._control, degrees)),
+        ]
+
+    def _shard(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
+        work = shard_work(self.work, size)
+        rig = Rig(
+            self.work.spec,
+            dtype=work.dtype,
+            device=self.device,
+            copies=num_copies(work),
+            num_blocks=self.reach.num_blocks,
+            dummy_weights=self.dummy_weights,
+            group=Silent(size),
+        )
+        points = measured_points(m for m in known.measurements if m.tensor_parallel_size == 1)
+        return shard_rows(rig, work, self.reach, more=points, size=size, seconds=seconds)
+
+    def _link(self, op: str, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
+        longest = self.reach.max_prompt
+        return link_rows(
+            RankJob(
+                op=op,
+                size=size,
+                spec=self.work.spec,
+                dtype=self.work.dtype,
+                device=self.device,
+                num_threads=torch.get_num_threads(),
+                num_tokens=(*powers(1, longest, 4), longest),
+                seconds=seconds,
+            )
+        )
+
+    def _shared(self, degrees: tuple[int, ...]) -> tuple[int, ...]:
+        """Degrees at which devices contend: CPUs share their memory, GPUs do not."""
+        return (1, *degrees) if torch.device(self.device).type == "cpu" else ()
+
+    def _pass(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
+        return link_rows(
+            RankJob(
+                op="pass",
+                size=size if size > 1 else self.num_devices,
+                spec=self.work.spec,
+                dtype=self.work.dtype,
+                device=self.device,
+                num_threads=torch.get_num_threads(),
+                num_tokens=(),
+                seconds=seconds,
+                split=size > 1,
+            )
+        )
+
+    def _control(self, degrees: tuple[int, ...], known: Profile, seconds: float) -> tuple[Measurement, ...]:
+        spec, most = self.work.spec, self.reach.max_seqs
+        pipeline = [(number,) for number in range(min(self.num_devices, spec.num_layers))]
+        return control_rows(
+            spec,
+            stages=[tuple(range(degrees[-1]))] if degrees else pipeline,
+            dtype=self.work.dtype,
+            device=self.device,
+            num_threads=torch.get_num_threads(),
+            num_seqs=(*powers(1, most, 4), most),
+            seconds=seconds,
+        )
+
+
+def check_num_devices(spec: ModelSpec, num_devices: int, place: torch.device, num_threads: int) -> str:
+    """A remark on that number of devices, '' for none. Raises InputError where the machine or the model lacks them."""
+    if num_devices < 1:
+        raise InputError(f"a profile is of at least one device, found {num_devices}")
+    if num_devices > 1 and spec.num_layers < 2 and not shared_degrees(spec, num_devices):
+        raise InputError(f"{spec.name} has one layer, whose heads cannot be shared by {num_devices} devices")
+    if place.type == "cuda":
+        if num_devices > torch.cuda.device_count():
+            raise InputError(f"{num_devices} devices were asked for, this machine has {torch.cuda.device_count()} GPUs")
+        return ""
+    cores = os.cpu_count() or 1
+    if num_devices > 1 and num_devices * num_threads > cores:
+        return (
+            f"{num_devices} devices of {num_threads} threads share {cores} cores: they are slower at once than alone, "
+            "and times between them say little"
+        )
+    return ""

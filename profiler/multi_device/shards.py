@@ -1,0 +1,90 @@
+"""Shards: one rank's share of a layer, of the embedding and of the head, at each tensor-parallel degree.
+
+Timed on one device in a group whose other ranks do not exist, so the times contain no communication (`links.py`). The
+points where a shard's times bend are taken from the whole model. Not here: the host's part of an iteration, which is
+the same on every rank.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement
+from exeplan.errors import InputError
+from exeplan.profiler.measuring.campaign import visit_seconds
+from exeplan.profiler.measuring.measure import Rig
+from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
+from exeplan.profiler.measuring.samples import Samples
+from exeplan.runner.compute.shard import head_parts, inner_part
+
+_VISITS = 5
+"""Visits of each point, if time allows."""
+_GRID_SHARE = 0.5
+"""Largest share of the remaining time for another row of points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A group with a single live rank: all-reduce returns its own input, all-gather repeats it for every rank."""
+
+    size: int
+    rank: int = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, -1)
+
+
+def shared_degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
+    """Tensor-parallel degrees from two to the number of devices that the heads and widths of a model allow."""
+    return tuple(size for size in range(2, num_devices + 1) if _divides(spec, Silent(size)))
+
+
+def _divides(spec: ModelSpec, group: Silent) -> bool:
+    try:
+        head_parts(spec, group)
+        inner_part(spec, group, spec.intermediate_size)
+    except InputError:
+        return False
+    return True
+
+
+def shard_rows(
+    rig: Rig, work: Work, reach: Range, *, more: Iterable[Point], size: int, seconds: float
+) -> tuple[Measurement, ...]:
+    """Rows of a rig's shard: the required ones, then as much of a coarse grid and of `more` points as time allows.
+
+    `more` are the points where the whole model's times bend."""
+    samples, visits, costs = Samples(), dict[Point, int](), dict[Point, float]()
+    ended = time.monotonic() + seconds
+
+    def visit(points: Iterable[Point], number: int) -> None:
+        for point in points:
+            found = rig.visit(point, work)
+            samples.add(found.values, number)
+            visits[point], costs[point] = visits.get(point, 0) + 1, found.seconds
+
+    essential, *others = first_rows(reach)
+    visit((point for point in essential if point.kind != "engine"), 0)
+    for row in (*others, *([point] for point in more)):
+        new = [point for point in row if point.kind != "engine" and point not in visits]
+        if sum(visit_seconds(work, point, rig.copies) for point in new) < _GRID_SHARE * (ended - time.monotonic()):
+            visit(new, 0)
+    for number in range(1, _VISITS):
+        visit((point for point in order(visits, number) if time.monotonic() + costs[point] < ended), number)
+    return tuple(replace(row, tensor_parallel_size=size) for row in samples.measurements())
+
+
+def shard_work(work: Work, size: int) -> Work:
+    """The work of one rank: its share of the weights, and its heads, of which key/value heads may be on several."""
+    spec = work.spec
+    kv_heads = max(1, spec.num_kv_heads // size)
+    own = replace(spec, num_heads=spec.num_heads // size, num_kv_heads=kv_heads)
+    encoder = -(-work.encoder_layer_bytes // size)
+    return replace(work, spec=own, layer_bytes=max(1, work.layer_bytes // size), encoder_layer_bytes=encoder)

@@ -1,0 +1,197 @@
+"""Weights: read from safetensors, or drawn at random for a shape without a checkpoint.
+
+Standard: a Hugging Face directory holds `model.safetensors`, or shards named by `model.safetensors.index.json`.
+Pickled checkpoints (*.bin, *.pt) are refused: reading one can run code. Nothing is ever imported from a checkpoint.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exeplan.errors import InputError
+from exeplan.files import read_json
+from exeplan.kernels.select import Kernels, kernels_for
+from exeplan.runner.compute.shard import Part
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+OnRead = Callable[[int], None]
+"""Is told how many bytes have been taken so far, tensor by tensor."""
+
+
+class Weights(Protocol):
+    """Where a family takes its tensors from."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    """What its layers call, chosen once for device and dtype."""
+    fp8: bool
+    """Whether layers quantize what they take."""
+    num_bytes: int
+    """Bytes of all that was taken so far."""
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def take(self, name: str, *shape: int | Part) -> Tensor:
+        """The named tensor, copied to dtype and device; of a dimension given as a Part only that part, and no more is
+        read. Raises InputError unless the whole tensor has that shape and what is taken is finite.
+        """
+
+
+class Checkpoint:
+    """The safetensors files of one directory.
+
+    `prefix` is what a family's names start with; a checkpoint of the bare model has the same names without it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+        kernels: Kernels | None = None,
+        fp8: bool = False,
+        on_read: OnRead = lambda num_bytes: None,
+    ) -> None:
+        self.directory, self.dtype, self.device, self.prefix = directory, dtype, device, prefix
+        self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
+        self.num_bytes, self._on_read = 0, on_read
+        self._files = _find_tensors(directory)
+
+    def holds(self, name: str) -> bool:
+        return name in self._files or name.removeprefix(self.prefix) in self._files
+
+    def take(self, name: str, *shape: int | Part) -> Tensor:
+        if name not in self._files:
+            name = name.removeprefix(self.prefix)
+        path = self._files.get(name)
+        if path is None:
+            raise InputError(f"{self.directory} has no tensor '{name}', which its config.json calls for")
+        tensor = _read(path, name, shape)
+        if not tensor.is_floating_point():
+            raise InputError(f"tensor '{name}' in {path} is {tensor.dtype}; quantized weights are not supported")
+        tensor = tensor.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if not tensor.isfinite().all():
+            raise InputError(f"tensor '{name}' in {path} holds values that are not finite in {self.dtype}")
+        self.num_bytes += tensor.nbytes
+        self._on_read(self.num_bytes)
+        return tensor
+
+
+class RandomWeights:
+    """Random weights of any shape: equal for equal seeds and names, whatever the order of taking and whatever part."""
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        kernels: Kernels | None = None,
+        fp8: bool = False,
+        on_read: OnRead = lambda num_bytes: None,
+    ) -> None:
+        self.dtype, self.device, self.seed = dtype, device, seed
+        self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
+        self.num_bytes, self._on_read = 0, on_read
+
+    def holds(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, *shape: int | Part) -> Tensor:
+        tensor = self._draw(name, _sizes(shape))
+        if not _is_whole(shape):
+            tensor = tensor[_index(shape)].clone(memory_format=torch.contiguous_format)
+        self.num_bytes += tensor.nbytes
+        self._on_read(self.num_bytes)
+        return tensor
+
+    def _draw(self, name: str, sizes: Sequence[int]) -> Tensor:
+        if name.endswith("bias"):
+            return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+        if len(sizes) == 1:
+            return torch.ones(sizes, dtype=self.dtype, device=self.device)
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest[:8], "little"))
+        return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(std=0.02, generator=generator)
+
+
+def _read(path: Path, name: str, shape: Sequence[int | Part]) -> Tensor:
+    """The tensor, or the wanted part of it, as it is in the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = file.get_slice(name)
+            if stored.get_shape() != _sizes(shape):
+                raise InputError(
+                    f"tensor '{name}' in {path} has shape {stored.get_shape()}, config.json calls for {_sizes(shape)}"
+                )
+            tensor: Tensor = file.get_tensor(name) if _is_whole(shape) else stored[_index(shape)]
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read tensor '{name}' from {path}: {error}") from None
+    return tensor
+
+
+def _sizes(shape: Sequence[int | Part]) -> list[int]:
+    return [part.size if isinstance(part, Part) else part for part in shape]
+
+
+def _is_whole(shape: Sequence[int | Part]) -> bool:
+    return all(isinstance(part, int) or part.is_whole for part in shape)
+
+
+def _index(shape: Sequence[int | Part]) -> tuple[slice, ...]:
+    return tuple(slice(part.start, part.stop) if isinstance(part, Part) else slice(None) for part in shape)
+
+
+def _find_tensors(directory: Path) -> dict[str, Path]:
+    """The file of every tensor name."""
+    if (directory / INDEX).is_file():
+        return _read_index(directory)
+    whole = directory / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise InputError(_no_safetensors(directory))
+    return {name: path for path in files for name in _names(path)}
+
+
+def _read_index(directory: Path) -> dict[str, Path]:
+    path = directory / INDEX
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{path} has no weight_map")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise InputError(f"{path}: '{name}' is in {shard!r}, which is no safetensors file of that directory")
+        if not (directory / shard).is_file():
+            raise InputError(f"{path} names the shard {shard}, which is not there")
+    return {name: directory / shard for name, shard in weight_map.items()}
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _no_safetensors(directory: Path) -> str:
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if not pickles:
+        return f"{directory} holds no *.safetensors; for random weights use `--weights dummy`"
+    return (
+        f"{directory} holds only a pickled checkpoint ({pickles[0]}), which is not read because that can run code; "
+        "convert it once, where you trust it, with transformers: "
+        "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR, safe_serialization=True)"
+    )

@@ -1,0 +1,228 @@
+"""KVCache: the keys and values of all sequences, in blocks, placed so that a sequence is few runs of adjacent blocks.
+
+Letters: L layers, K key/value heads, S slots (tokens), R = K * S rows, D head_dim.
+
+Storage is one table of keys and one of values a layer, `[R, D]`: attention and the store work on row numbers,
+without views, gathers or copies. Head by head the tokens of adjacent blocks are adjacent rows, which memory streams
+at twice the rate of scattered blocks. So a new sequence is placed with a hint of how long it may grow, and others
+keep out of that room as long as there is other room.
+
+How many blocks a sequence may hold is decided by `exeplan.scheduling.scheduler`; here they only get their place.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.model import ModelSpec
+from exeplan.kernels.select import Kernels
+from exeplan.kernels.sending import sent
+from exeplan.runner.compute.shard import Shard, head_parts, whole
+
+_NO_BLOCKS = np.zeros(0, dtype=np.int32)
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Holding:
+    """The blocks of one sequence, as runs [first block, blocks]."""
+
+    number: int
+    runs: list[list[int]] = field(default_factory=list)
+    blocks: NDArray[np.int32] | None = None
+    """All of them in order, where that has been asked for since they last changed."""
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(length for _, length in self.runs)
+
+
+class KVCache:
+    """Room for `num_blocks` blocks over all layers of a model, or the layers and heads of a shard of it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shard: Shard | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
+        """With `kernels`, they store keys and values, by slots; without, torch does, by rows."""
+        shard, self._kernels = shard or whole(spec), kernels
+        self.num_blocks = num_blocks
+        self.num_kv_heads = len(head_parts(spec, shard.group)[1])
+        self.num_slots = num_blocks * BLOCK_SIZE
+        shape = (shard.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
+        self._tables = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = self._tables.flatten(1, 2).unbind(0)
+        self._held = np.zeros(num_blocks, dtype=bool)
+        # Which holding a block is kept for, to grow into; 0 for none. Others take it when all else is full.
+        self._keeper = np.zeros(num_blocks, dtype=np.int64)
+        self._holdings: dict[str, _Holding] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tables.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self._tables.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        return self._tables.device
+
+    @property
+    def free_blocks(self) -> int:
+        return self.num_blocks - int(self._held.sum())
+
+    def table(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, `[R, D]` each; slot s of head k is row `k * num_slots + s`."""
+        keys_RD, values_RD = self._tables[layer]
+        return keys_RD, values_RD
+
+    def both_tables(self, layer: int) -> Tensor:
+        """`[2, R, D]`, keys before values, as the kernels take them."""
+        return self._tables[layer]
+
+    def blocks(self, request_id: str) -> NDArray[np.int32]:
+        """The blocks of a sequence, in order; block b holds the slots from `b * BLOCK_SIZE` on."""
+        holding = self._holdings[request_id]
+        if holding.blocks is None:
+            runs = [np.arange(first, first + length, dtype=np.int32) for first, length in holding.runs]
+            holding.blocks = np.concatenate([_NO_BLOCKS, *runs])
+        return holding.blocks
+
+    def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
+        """Writes keys and values `[N, 2K, D]` of N tokens into the rows that `store_rows` gave for their slots."""
+        if self._kernels:
+            return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
+        self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
+
+    def read(self, request_id: str, out_L2KNB: Tensor) -> None:
+        """Copies the first N keys and values of a sequence, as bytes B of a head, to somewhere else."""
+        for run, piece in self._pieces(request_id, out_L2KNB):
+            piece.copy_(run)
+
+    def write(self, request_id: str, in_L2KNB: Tensor) -> None:
+        """The reverse of `read`."""
+        for run, piece in self._pieces(request_id, in_L2KNB):
+            run.copy_(piece)
+
+    def _pieces(self, request_id: str, tokens_L2KNB: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The runs of a sequence's blocks as bytes, each with the tokens that are there."""
+        num_layers, num_tokens = len(self._tables), tokens_L2KNB.shape[3]
+        held_L2KSB = self._tables.view(torch.uint8).view(num_layers, 2, self.num_kv_heads, self.num_slots, -1)
+        for low, high, shift in self._spans(request_id, 0, num_tokens):
+            yield held_L2KSB[:, :, :, low + shift : high + shift], tokens_L2KNB[:, :, :, low:high]
+
+    def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
+        """For every token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
+        if self._kernels:
+            return sent(slot_N, self.device)
+        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.num_slots
+        return torch.from_numpy((slot_N[:, None] + heads).ravel()).to(self.device)
+
+    def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
+        """The slots of tokens `start .. stop` of a sequence, in order."""
+        spans = self._spans(request_id, start, stop)
+        pieces = [np.arange(low + shift, high + shift) for low, high, shift in spans]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _spans(self, request_id: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Tokens `start .. stop` of a sequence by runs: first, last exclusive, and by how much their slots are more."""
+        position = 0
+        for first, blocks in self._holdings[request_id].runs:
+            low, high = max(position, start), min(position + blocks * BLOCK_SIZE, stop)
+            if low < high:
+                yield low, high, first * BLOCK_SIZE - position
+            position += blocks * BLOCK_SIZE
+
+    def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """The slots of tokens `start .. stop` of each of some sequences, one behind the other."""
+        held = [self._holdings[request_id].runs for request_id in request_ids]
+        if not held or any(len(runs) != 1 for runs in held):
+            slots = [self.slots(name, *span) for name, span in zip(request_ids, tokens, strict=True)]
+            return np.concatenate([_NO_SLOTS, *slots])
+        # Adjacent all of them: no work for each.
+        start_B, stop_B = np.array(tokens, dtype=np.int64).T
+        first_B = np.array([runs[0][0] for runs in held], dtype=np.int64) * BLOCK_SIZE + start_B
+        count_B = stop_B - start_B
+        return np.arange(count_B.sum()) + np.repeat(first_B - (count_B.cumsum() - count_B), count_B)
+
+    def rows(self, slot_C: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows `[K, C]` of those slots in the key table, and as well in the value table."""
+        heads = np.arange(self.num_kv_heads, dtype=np.int64) * self.num_slots
+        return heads[:, None] + slot_C
+
+    def resize(self, request_id: str, num_blocks: int, hint_blocks: int) -> None:
+        """Grows a sequence to so many blocks; `hint_blocks` is how many it may come to need."""
+        holding = self._holdings.get(request_id)
+        if holding is None:
+            holding = self._holdings[request_id] = _Holding(next(self._numbers))
+        while (missing := num_blocks - holding.num_blocks) > 0:
+            holding.blocks = None
+            if not self._extend(holding, missing):
+                self._place(holding, missing, max(missing, hint_blocks - holding.num_blocks))
+
+    def free(self, request_id: str) -> None:
+        """Frees all blocks of a sequence; one that holds none is fine."""
+        holding = self._holdings.pop(request_id, None)
+        if holding is None:
+            return
+        for first, length in holding.runs:
+            self._held[first : first + length] = False
+        self._keeper[self._keeper == holding.number] = 0
+
+    def _extend(self, holding: _Holding, missing: int) -> bool:
+        """Grows the last run in place by what is free right behind it; False when nothing is."""
+        if not holding.runs:
+            return False
+        run = holding.runs[-1]
+        end = run[0] + run[1]
+        keeper = self._keeper[end : end + missing]
+        barred = self._held[end : end + missing] | ((keeper != 0) & (keeper != holding.number))
+        free = int(barred.argmax()) if barred.any() else len(barred)
+        self._held[end : end + free] = True
+        run[1] += free
+        return free > 0
+
+    def _place(self, holding: _Holding, missing: int, hint: int) -> None:
+        """Starts a new run where there is room for the hint, and keeps that room."""
+        self._keeper[self._keeper == holding.number] = 0
+        start, room = self._choose(hint)
+        taken = min(missing, room)
+        self._held[start : start + taken] = True
+        self._keeper[start : start + min(hint, room)] = holding.number
+        holding.runs.append([start, taken])
+
+    def _choose(self, hint: int) -> tuple[int, int]:
+        """First block and length of a free run: the tightest for the hint, else the largest, else half a kept one."""
+        starts, lengths = _free_runs(self._held | (self._keeper != 0))
+        if len(lengths):
+            fits = np.flatnonzero(lengths >= hint)
+            best = fits[lengths[fits].argmin()] if len(fits) else lengths.argmax()
+            return int(starts[best]), int(lengths[best])
+        starts, lengths = _free_runs(self._held)
+        if not len(lengths):
+            raise RuntimeError("more KV blocks were granted than the cache has")
+        best = lengths.argmax()
+        half = int(lengths[best]) // 2  # The owner of the room keeps the part next to it.
+        return int(starts[best]) + half, int(lengths[best]) - half
+
+
+def _free_runs(taken: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Starts and lengths of the runs of False."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], taken, [True])).astype(np.int8)))
+    return edges[::2], edges[1::2] - edges[::2]

@@ -1,0 +1,321 @@
+"""What model families are made of: norms, linear layers by checkpoint name, feed-forward blocks, self-attention.
+
+Letters: N tokens of the flat batch, E hidden size, M = H + 2K heads of queries, keys and values together, D head_dim.
+H and K are the heads of this rank. What is particular to a family is in `runner/models/<family>.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
+from torch import Tensor
+
+from exeplan.core.model import ModelSpec
+from exeplan.errors import InputError
+from exeplan.kernels.fp8_linear import Fp8Linear
+from exeplan.kernels.linear import Linear
+from exeplan.kernels.online_softmax import DistanceBias
+from exeplan.kernels.select import Kernels
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.rotary import Angles
+from exeplan.runner.compute.shard import Group, Part, Shard, head_parts, inner_part
+
+_ROWS = 512
+"""Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
+
+
+class PositionBias(Protocol):
+    """What is added to scores by the position of the key less the query's."""
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """`[H, X]`, from a first to a last distance."""
+
+    @property
+    def by_distance(self) -> DistanceBias:
+        """All of them, as the kernels take them; beyond its ends nothing changes any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What the attention of one layer needs to know besides its tensors; heads are those of this rank."""
+
+    layer: int
+    """Its place in the KV cache, which holds the layers of this rank's shard only."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """A token sees so many tokens up to and with itself; None for all."""
+    bias: PositionBias | None = None
+    cross: bool = False
+    """Attends to the encoder's tokens, whose keys and values are stored already."""
+
+
+Block = Callable[[Tensor], Tensor]
+"""A function of the rows of a matrix: a product, an activation, a feed-forward block."""
+Attend = Callable[[AttentionShape, Tensor], Tensor]
+"""Stores keys and values and attends: from `[N, M, D]`, queries before keys before values, to `[N, H * D]`."""
+
+
+class Layer(Protocol):
+    """One transformer layer; `attend` is passed in, so that a profiler can time attention and rest apart."""
+
+    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor: ...
+
+
+class Model(Protocol):
+    """What a family file builds from a spec, weights and a shard."""
+
+    layers: list[Layer]
+    """Those of the shard."""
+
+    def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
+        """The hidden states `[N, E]` that enter the first layer; only where the shard is first."""
+
+    def angles(self, position_N: Tensor, length_N: Tensor) -> Angles | None:
+        """What all layers share about positions; None for a family without rotary embedding."""
+
+    def head(self, hidden_RE: Tensor) -> Tensor:
+        """Logits `[R, V]` of the rows that need them, final norm included; only where the shard is last."""
+
+
+class RMSNorm:
+    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+        self.weight, self.eps, self.kernels = weights.take(f"{name}.weight", size), eps, weights.kernels
+
+    def __call__(self, x_NE: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Over the last dimension; `out` may be `x` itself."""
+        return self.kernels.rms_norm(x_NE, self.weight, self.eps, out=out)
+
+    def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        """Adds `x` to the residual, in place; the norm of the sum."""
+        return self.kernels.add_rms_norm(x_NE, residual_NE, self.weight, self.eps)
+
+
+class LayerNorm:
+    """`affine` is False where the checkpoint has neither weight nor bias."""
+
+    def __init__(self, weights: Weights, name: str, size: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        self.weight = weights.take(f"{name}.weight", size) if affine else None
+        self.bias = weights.take(f"{name}.bias", size) if affine else None
+        self.eps, self.kernels = eps, weights.kernels
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return self.kernels.layer_norm(x_NE, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+        """Adds `x` to the residual, in place; the norm of the sum."""
+        return self.kernels.add_layer_norm(x_NE, residual_NE, self.weight, self.bias, self.eps)
+
+
+Product = Linear | Fp8Linear
+
+
+def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
+    """The layer of a weight that was taken, quantized where the weights say so."""
+    if not weights.fp8:
+        return Linear(weight_OI, bias_O)
+    layer = Fp8Linear(weight_OI, bias_O, quantize_rows=weights.kernels.quantize_rows)
+    weights.num_bytes += layer.num_bytes - weight_OI.nbytes
+    return layer
+
+
+def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Product:
+    """One product for all the named layers, whose outputs stand side by side in that order."""
+    weight = torch.cat([weights.take(f"{name}.weight", part, inputs) for name, part in outputs.items()])
+    bias_O = torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
+    return product(weights, weight, bias_O)
+
+
+def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Product:
+    """The product over this rank's inputs, to be summed over the group, and so with the bias on rank 0 alone."""
+    return linear(weights, {name: num_outputs}, inputs, bias=bias and group.rank == 0)
+
+
+def summed(block: Block, group: Group) -> Block:
+    """A block of which every rank of the group computes a summand; the block itself where there is one rank."""
+    return block if group.size == 1 else _Summed(block, group)
+
+
+class _Summed:
+    def __init__(self, block: Block, group: Group) -> None:
+        self.block, self.group = block, group
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return self.group.all_reduce(self.block(x_NE))
+
+
+class SelfAttention:
+    """Queries, keys and values in one product, rotation, attention, and the output product."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        qkv: Product,
+        output: Block,
+        *,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+    ) -> None:
+        self.shape, self.qkv, self.output, self.norms = shape, qkv, output, norms
+
+    def __call__(self, x_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        shape = self.shape
+        qkv_NMD = self.qkv(x_NE).view(x_NE.shape[0], -1, shape.head_dim)
+        if self.norms is not None:
+            queries, keys = self.norms
+            heads, last = shape.num_heads, shape.num_heads + shape.num_kv_heads
+            queries(qkv_NMD[:, :heads], out=qkv_NMD[:, :heads])
+            keys(qkv_NMD[:, heads:last], out=qkv_NMD[:, heads:last])
+        if angles is not None:
+            angles.rotate(qkv_NMD[:, : shape.num_heads + shape.num_kv_heads])
+        return self.output(attend(shape, qkv_NMD))
+
+
+def attention_shape(
+    spec: ModelSpec, shard: Shard, layer: int, *, scale: float | None = None, window: int | None = None
+) -> AttentionShape:
+    """Of a layer of the model whose scores are scaled by `head_dim ** -0.5`, unless said otherwise."""
+    heads, kv_heads = head_parts(spec, shard.group)
+    return AttentionShape(
+        layer=layer - shard.layers[0],
+        num_heads=len(heads),
+        num_kv_heads=len(kv_heads),
+        head_dim=spec.head_dim,
+        scale=spec.head_dim**-0.5 if scale is None else scale,
+        window=window,
+    )
+
+
+def projections(
+    weights: Weights,
+    spec: ModelSpec,
+    group: Group,
+    name: str,
+    *,
+    qkv_bias: bool,
+    output_bias: bool,
+    output: str = "o_proj",
+) -> tuple[Product, Block]:
+    """The products `q_proj`, `k_proj`, `v_proj` as one, and the output product, of an attention by its name."""
+    queries, keys = (part.times(spec.head_dim) for part in head_parts(spec, group))
+    outputs = {f"{name}.q_proj": queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
+    qkv = linear(weights, outputs, spec.hidden_size, bias=qkv_bias)
+    product = partial_linear(weights, f"{name}.{output}", spec.hidden_size, queries, group, bias=output_bias)
+    return qkv, summed(product, group)
+
+
+def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
+    """The window of a layer in a Qwen config: off unless switched on, then by `layer_types` or from a layer on."""
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return None
+    kinds = config.get("layer_types")
+    slides = kinds[layer % len(kinds)] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
+    return config["sliding_window"] if slides else None
+
+
+class MLP:
+    """`down(activation(up(x)))`; over a group, this rank's summand of it.
+
+    Gated, it is `down(activation(gate(x)) * up(x))`, with gate and up in one product.
+    """
+
+    def __init__(self, up: Product, down: Product, activation: Block) -> None:
+        self.up, self.down, self.activation = up, down, activation
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        return over_rows(self._rows, x_NE)
+
+    def _rows(self, x_NE: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x_NE)))
+
+    def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
+        """The block's output and the residual; where the last product can add, without a pass of their own."""
+        if self.down.adds:
+            return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
+        return self(x_NE).add_(residual_NE)
+
+
+def added(block: Block, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
+    """The residual and what a block makes of `x`; the residual may be overwritten."""
+    return block.added_to(residual_NE, x_NE) if isinstance(block, MLP) else block(x_NE).add_(residual_NE)
+
+
+def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bias: bool = False) -> Block:
+    """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""
+    inner = inner_part(spec, group, integer(spec.config, "intermediate_size", 4 * spec.hidden_size))
+    outputs = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+    mlp = MLP(
+        linear(weights, outputs, spec.hidden_size, bias=bias),
+        partial_linear(weights, f"{name}.down_proj", spec.hidden_size, inner, group, bias=bias),
+        gated_activation(weights.kernels, spec.config.get("hidden_act", "silu")),
+    )
+    return summed(mlp, group)
+
+
+def over_rows(block: Block, x_NE: Tensor) -> Tensor:
+    """The block applied to a limited number of rows at a time, on a CPU."""
+    if x_NE.shape[0] <= _ROWS or not x_NE.is_cpu:
+        return block(x_NE)
+    return torch.cat([block(x_NE[start : start + _ROWS]) for start in range(0, x_NE.shape[0], _ROWS)])
+
+
+def activation(kernels: Kernels, name: str) -> Block:
+    """The activation of a Hugging Face name. Raises InputError listing what there is."""
+    if kind := _FUSED.get(name):
+        return partial(kernels.plain_activation, kind=kind)
+    if name not in _ACTIVATIONS:
+        raise InputError(f"no activation '{name}'; there are {', '.join(sorted((*_FUSED, *_ACTIVATIONS)))}")
+    return _ACTIVATIONS[name]
+
+
+def gated_activation(kernels: Kernels, name: str) -> Block:
+    """`activation(gate) * up` of gate and up side by side, `[N, 2F]`. Raises InputError listing what there is."""
+    if kind := _FUSED.get(name):
+        return partial(kernels.gated_activation, kind=kind)
+    plain = activation(kernels, name)
+
+    def gated(gate_up_NF: Tensor) -> Tensor:
+        gate_NF, up_NF = gate_up_NF.chunk(2, -1)
+        return plain(gate_NF).mul_(up_NF)
+
+    return gated
+
+
+_FUSED = {
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Those that kernels have, by their names there."""
+_ACTIVATIONS: dict[str, Block] = {
+    "hardswish": F.hardswish,
+    "leaky_relu": F.leaky_relu,
+    "linear": torch.clone,
+    "mish": F.mish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: torch.relu(x).square(),
+    "relu6": F.relu6,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def integer(config: Mapping[str, Any], name: str, default: int) -> int:
+    """A positive integer of the config. Raises InputError naming it."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"config: {name} must be a positive integer, found {value!r}")
+    return value

@@ -1,0 +1,39 @@
+"""LoadingBar: how much of a model's weights has been read, by one process or several at once."""
+
+import sys
+import time
+
+from exeplan.core.layer_costs import model_parameters
+from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.schedule import Placement
+from exeplan.progress import OnProgress, Progress, untold
+from exeplan.units import show_bytes
+
+
+class LoadingBar:
+    """Shows the bytes that all ranks together have read; as a context manager it leaves no half-drawn bar behind."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement, dtype: str, *, on_progress: OnProgress = untold) -> None:
+        # Decoder-only models have their weights twice where some stages prefill and the others decode.
+        copies = 2 if any(stage.phase for stage in placement) and not spec.is_encoder_decoder else 1
+        self._total = copies * model_parameters(spec) * DTYPE_BYTES[dtype]
+        self._read: dict[int, int] = {}
+        self._began = time.monotonic()
+        self._bar = Progress(f"loading {spec.name}", shown=sys.stderr.isatty(), on_progress=on_progress)
+
+    def __enter__(self) -> "LoadingBar":
+        self._read.clear()
+        self._began = time.monotonic()
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self._bar.__exit__(None, None, None)
+
+    def show(self, rank: int, num_bytes: int) -> None:
+        """A rank has read so many bytes so far."""
+        self._read[rank] = num_bytes
+        done = sum(self._read.values())
+        share = min(done / self._total, 1.0)
+        left = (time.monotonic() - self._began) * (1 / share - 1) if share else 0.0
+        self._bar.update(share, left, f"{show_bytes(done)} of {show_bytes(self._total)}")

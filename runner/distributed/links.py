@@ -1,0 +1,197 @@
+"""Links: the tensors that workers send one another, on torch.distributed; what they say is on other channels.
+
+A stage's ranks hold the same hidden states, so rank j of a stage takes them from rank j modulo its width of the stage
+before. Sends are asynchronous: a stage goes on while the next one is busy; a tensor is kept until it has gone.
+Letters: N tokens of the flat batch, E hidden size.
+"""
+
+import datetime
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # it is not in their __all__
+
+from exeplan.core.schedule import Placement
+from exeplan.runner.compute.shard import ALONE, Group
+from exeplan.runner.distributed.shared_link import SharedMemoryLink
+from exeplan.runner.ipc.addresses import interface_of, is_loopback
+from exeplan.runner.ipc.collectives import DistributedGroup, SharedMemoryGroup
+
+_SENDS_KEPT = 16
+_JOIN_SECONDS = 120.0
+"""How long workers wait for the others to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a worker sits: its rank among all, its stage, and its rank within that stage."""
+
+    rank: int
+    stage: int
+    rank_in_stage: int
+
+
+def stage_ranks(placement: Placement) -> list[list[int]]:
+    """The ranks of each stage: workers are numbered stage by stage."""
+    ranks, first = [], 0
+    for stage in placement:
+        ranks.append(list(range(first, first + stage.tensor_parallel_size)))
+        first += stage.tensor_parallel_size
+    return ranks
+
+
+def seat_of(placement: Placement, rank: int) -> Seat:
+    for number, ranks in enumerate(stage_ranks(placement)):
+        if rank in ranks:
+            return Seat(rank, number, ranks.index(rank))
+    raise ValueError(f"no stage has a rank {rank}")
+
+
+def neighbours(placement: Placement, stage: int) -> tuple[int | None, int | None]:
+    """The stages before and after one, among those of its phase."""
+    same = [number for number, other in enumerate(placement) if other.phase == placement[stage].phase]
+    at = same.index(stage)
+    return (same[at - 1] if at else None), (same[at + 1] if at + 1 < len(same) else None)
+
+
+def sources(receivers: Sequence[int], senders: Sequence[int]) -> list[tuple[int, int]]:
+    """(sender, receiver) for each receiver of what all senders hold."""
+    return [(senders[index % len(senders)], receiver) for index, receiver in enumerate(receivers)]
+
+
+def connect(
+    store: tuple[str, int],
+    prefix: str,
+    *,
+    rank: int,
+    size: int,
+    timeout: float,
+    device: torch.device,
+    address: str = "127.0.0.1",
+) -> None:
+    """Joins the workers of one generation, and listens for them on the interface with this address alone.
+
+    Raises RuntimeError when they do not all come in time.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if is_loopback(address) or variable not in os.environ:  # Over several hosts a faster one may have been chosen.
+            os.environ[variable] = interface_of(address)
+    tcp = TCPStore(*store, is_master=False, timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
+    ours = PrefixStore(prefix, tcp)
+    ours.set(f"here-{rank}", "")
+    ours.wait([f"here-{other}" for other in range(size)])  # A group would wait for its first peer as for a hanging one.
+    patience = datetime.timedelta(seconds=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=ours, rank=rank, world_size=size, timeout=patience)
+
+
+def tensor_parallel_group(placement: Placement, seat: Seat, buffers: Sequence[str | None], *, timeout: float) -> Group:
+    """The group of a worker's stage: shared memory where the stage has a buffer for it, torch.distributed elsewhere."""
+    mine: Group = ALONE
+    for stage, ranks in enumerate(stage_ranks(placement)):
+        if len(ranks) == 1:
+            continue
+        buffer = buffers[stage]
+        if buffer is None:
+            group = dist.new_group(ranks)  # Every worker takes part in making every group.
+            if stage == seat.stage:
+                mine = DistributedGroup(group)
+        elif stage == seat.stage:
+            mine = SharedMemoryGroup(buffer, rank=seat.rank_in_stage, size=len(ranks), timeout=timeout)
+    return mine
+
+
+def hidden_pairs(placement: Placement) -> list[tuple[int, int]]:
+    """(sender, receiver) of all hidden states that go from one stage to the next."""
+    ranks = stage_ranks(placement)
+    followers = [(stage, neighbours(placement, stage)[1]) for stage in range(len(placement))]
+    return [pair for stage, after in followers if after is not None for pair in sources(ranks[after], ranks[stage])]
+
+
+class HiddenLinks:
+    """The hidden states between neighbouring stages, and from the last encoder stage to all that decode."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        seat: Seat,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: Mapping[str, str | None],
+        timeout: float,
+    ) -> None:
+        """`shared` names the memory of links between two workers of one host, as `sender-receiver`."""
+        ranks = stage_ranks(placement)
+        before, after = neighbours(placement, seat.stage)
+        self._source = None if before is None else _source(ranks[seat.stage], ranks[before], seat)
+        self._targets = [] if after is None else _targets(ranks[after], ranks[seat.stage], seat)
+        same = [number for number, other in enumerate(placement) if other.phase == placement[seat.stage].phase]
+        last = same[-1]
+        others = [number for number in same if number != last]
+        self._encoded_source = None if seat.stage == last else _source(ranks[seat.stage], ranks[last], seat)
+        self._encoded_targets = (
+            [rank for number in others for rank in _targets(ranks[number], ranks[last], seat)]
+            if seat.stage == last
+            else []
+        )
+        self._size, self._dtype, self._device = hidden_size, dtype, device
+        self._kept: deque[tuple[dist.Work, Tensor]] = deque()
+        links = {pair: shared.get(f"{pair[0]}-{pair[1]}") for pair in hidden_pairs(placement)}
+        self._shared = {
+            pair: SharedMemoryLink(path, timeout=timeout) for pair, path in links.items() if path and seat.rank in pair
+        }
+        self._rank = seat.rank
+
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """Hidden states `[N, E]` from the stage before; None on a first stage."""
+        if self._source is None:
+            return None
+        if link := self._shared.get((self._source, self._rank)):
+            return link.receive(torch.empty((num_tokens, self._size), dtype=self._dtype))
+        return self._receive(self._source, num_tokens)
+
+    def send(self, hidden_NE: Tensor) -> None:
+        """To the stage behind."""
+        for target in self._targets:
+            if link := self._shared.get((self._rank, target)):
+                link.send(hidden_NE)
+            else:
+                self._send(hidden_NE, [target])
+
+    def receive_encoded(self, num_tokens: int) -> Tensor:
+        """The encoder's output of an earlier batch, on any stage but the last, which made it."""
+        assert self._encoded_source is not None
+        return self._receive(self._encoded_source, num_tokens)
+
+    def send_encoded(self, encoded_NE: Tensor) -> None:
+        """To all other stages, each of which takes it before it decodes those rows."""
+        self._send(encoded_NE, self._encoded_targets)
+
+    def _receive(self, source: int, num_tokens: int) -> Tensor:
+        hidden_NE = torch.empty((num_tokens, self._size), dtype=self._dtype, device=self._device)
+        dist.recv(hidden_NE, source)
+        return hidden_NE
+
+    def _send(self, hidden_NE: Tensor, targets: Sequence[int]) -> None:
+        hidden_NE = hidden_NE.contiguous()
+        for target in targets:
+            work = dist.isend(hidden_NE, target)
+            assert work is not None
+            self._kept.append((work, hidden_NE))
+        while len(self._kept) > _SENDS_KEPT:
+            self._kept.popleft()[0].wait()
+
+
+def _source(receivers: Sequence[int], senders: Sequence[int], seat: Seat) -> int:
+    return next(sender for sender, receiver in sources(receivers, senders) if receiver == seat.rank)
+
+
+def _targets(receivers: Sequence[int], senders: Sequence[int], seat: Seat) -> list[int]:
+    return [receiver for sender, receiver in sources(receivers, senders) if sender == seat.rank]

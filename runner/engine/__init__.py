@@ -1,0 +1,1 @@
+"""Requests in, tokens out: the loop around the scheduler, and the executor of one device."""

@@ -1,0 +1,67 @@
+"""The row that a request becomes in an engine, once everything about it has been checked."""
+
+import secrets
+from collections.abc import Sequence
+
+from exeplan.core.model import ModelSpec
+from exeplan.errors import InputError
+from exeplan.runner.engine.requests import Request, Row
+from exeplan.runner.engine.tokenizer import Tokenizer, decoder_start_token_id
+
+
+def row_of(
+    request: Request, *, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
+) -> Row:
+    """The row of a request in a KV cache of so many tokens. Raises InputError for one that cannot be run."""
+    params, prompt = request.sampling, list(request.prompt_token_ids)
+    _check_token_ids("the prompt", prompt, spec.vocab_size)
+    _check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)
+    _check_token_ids("logit_bias", list(params.logit_bias), spec.vocab_size)
+    begin = [] if spec.first_token_from_prefill else [decoder_start_token_id(spec)]
+    max_output_tokens = _max_output_tokens(spec, len(prompt), params.max_tokens, num_slots)
+    if params.min_tokens > max_output_tokens:
+        raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
+    ends = (*params.stop_token_ids, *eos_token_ids)
+    return Row(
+        request_id=request.request_id,
+        num_prompt_tokens=len(prompt) + len(begin),
+        max_output_tokens=max_output_tokens,
+        sampling=params,
+        plain=params.plain,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        prompt_token_ids=begin or prompt,
+        token_ids=[*prompt, *begin],
+        num_begin_tokens=len(begin),
+        banned_token_ids=ends,
+        end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
+        stream=tokenizer.stream(begin or prompt, params.stop),
+        arrival=request.arrival,
+        deadline=request.deadline,
+        weight=request.weight,
+    )
+
+
+def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise InputError(
+                f"{name}: token id {token_id!r} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}"
+            )
+
+
+def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, num_slots: int) -> int:
+    context = spec.max_context
+    if num_prompt_tokens == 0:
+        raise InputError("the prompt is empty; it needs at least one token")
+    most = context - 1 if spec.first_token_from_prefill else context
+    if num_prompt_tokens > most:
+        raise InputError(f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {most}")
+    room = context - num_prompt_tokens if spec.first_token_from_prefill else context
+    if max_tokens is None:
+        return max(min(room, num_slots - num_prompt_tokens), 1)
+    if max_tokens > room:
+        raise InputError(
+            f"max_tokens {max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the context "
+            f"of {context}; at most {room} fit"
+        )
+    return max_tokens

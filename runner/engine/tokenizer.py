@@ -1,0 +1,227 @@
+"""Tokenizer: text to token ids and back, as a model directory says; no torch and no code of the checkpoint.
+
+It is read from tokenizer.json, or from vocab.json and merges.txt (byte-level BPE, GPT-2, OPT). A shipped model, which
+has neither, works on bytes. A directory without a tokenizer still serves prompts of token ids.
+Not here: SentencePiece's tokenizer.model, for which transformers writes a tokenizer.json when it saves the tokenizer.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from exeplan.core.model import ModelSpec
+from exeplan.errors import InputError
+from exeplan.files import read_json, read_text
+from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_template
+from exeplan.runner.engine.text_stream import TextStream
+
+_PLAIN_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Codec(Protocol):
+    """What turns text into token ids and back."""
+
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def longest_token(self) -> int:
+        """No token stands for more characters."""
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """`special` adds what the model wants around a plain text, such as a beginning-of-sequence token."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+
+class Tokenizer:
+    """The tokenizer of a model; `codec` None where it has none."""
+
+    def __init__(self, codec: Codec | None, chat_template: ChatTemplate | None = None) -> None:
+        self.codec, self.chat_template = codec, chat_template
+
+    @classmethod
+    def load(cls, spec: ModelSpec) -> "Tokenizer":
+        """The tokenizer in the model's directory. Raises InputError naming a file that cannot be read."""
+        if spec.directory is None:
+            return cls(ByteCodec(), ChatTemplate(_PLAIN_CHAT)) if spec.vocab_size >= ByteCodec.num_ids else cls(None)
+        config = _read_optional(spec.directory / "tokenizer_config.json")
+        named = {**_read_optional(spec.directory / "special_tokens_map.json"), **config}
+        tokens = {name: token for name in _SPECIAL_NAMES if (token := _token(named.get(name)))}
+        source = find_chat_template(spec.directory, config)
+        template = ChatTemplate(source, tokens) if source else None
+        return cls(_read_codec(spec.directory, config, tokens), template)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-sequence token, for a model whose config names none."""
+        return self.codec.eos_token_ids if self.codec else ()
+
+    def encode(self, text: str) -> list[int]:
+        """A completion's prompt, with the special tokens that the model wants around a text.
+
+        Raises InputError when there is no tokenizer, or the text is not Unicode.
+        """
+        return self._encode(text, special=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation as the chat template writes it, special tokens and all. Raises InputError without one."""
+        if self.chat_template is None:
+            raise InputError("this model has no chat template, so it takes completions only")
+        return self._encode(self.chat_template.render(messages), special=False)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raises InputError for a text that is too long however it is tokenized; costs nothing."""
+        if self.codec and len(text) > self.codec.longest_token * max_tokens:
+            raise InputError(f"the prompt has {len(text)} characters, which is more than {max_tokens} tokens can hold")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens; empty when there is no tokenizer."""
+        return self.codec.decode(token_ids, skip_special=True) if self.codec else ""
+
+    def token_text(self, token_id: int) -> str:
+        """One token as it reads within a text: with its leading space, special tokens by name."""
+        if self.codec is None:
+            return ""
+        once, twice = (self.codec.decode([token_id] * count, skip_special=False) for count in (1, 2))
+        return twice[len(once) :]
+
+    def stream(self, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream | None:
+        """The text of an output after this prompt, piece by piece; None when there is no tokenizer.
+
+        Raises InputError when there are stop strings and no tokenizer to find them with.
+        """
+        if self.codec is None:
+            if stops:
+                raise InputError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+            return None
+        return TextStream(self.decode, prompt_token_ids, stops)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        if self.codec is None:
+            raise InputError(
+                "this model has no tokenizer (tokenizer.json, or vocab.json and merges.txt); "
+                "give the prompt as token ids"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"character {error.start} of the prompt is half of a surrogate pair, not Unicode"
+            ) from None
+        return self.codec.encode(text, special=special)
+
+
+class ByteCodec:
+    """Ids 0 to 255 are bytes, then come the beginning and the end of a sequence. Further ids read as their number."""
+
+    bos_token_id, eos_token_id, num_ids = 256, 257, 258
+    eos_token_ids: tuple[int, ...] = (eos_token_id,)
+
+    @property
+    def longest_token(self) -> int:
+        return 1
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return [self.bos_token_id] * special + list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        hidden = (self.bos_token_id, self.eos_token_id) if skip_special else ()
+        parts = (bytes([i]) if i < 256 else b"<%d>" % i for i in token_ids if i not in hidden)
+        return b"".join(parts).decode(errors="replace")
+
+
+class FileCodec:
+    """A tokenizer of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, eos_token: str | None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None
+        self.eos_token_ids: tuple[int, ...] = () if eos_token_id is None else (eos_token_id,)
+
+    @cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+
+
+def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:
+    """The tokens that end an output, by generation_config.json, else by the model's config; none where neither says."""
+    generation = _read_optional(spec.directory / "generation_config.json") if spec.directory else {}
+    for config in (generation, spec.config):
+        found = config.get("eos_token_id")
+        token_ids = found if isinstance(found, list) else [found]
+        if token_ids and all(isinstance(token_id, int) for token_id in token_ids):
+            return tuple(token_ids)
+    return ()
+
+
+def _read_codec(directory: Path, config: Mapping[str, Any], tokens: Mapping[str, str]) -> Codec | None:
+    if (path := directory / "tokenizer.json").is_file():
+        tokenizer = _parse(path)
+    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        tokenizer = _byte_level_bpe(directory, config, tokens)
+    else:
+        return None
+    return FileCodec(tokenizer, tokens.get("eos_token"))
+
+
+def _parse(path: Path) -> HuggingFaceTokenizer:
+    text = read_text(path)
+    try:
+        return HuggingFaceTokenizer.from_str(text)
+    except Exception as error:  # The library raises bare Exception.
+        raise InputError(f"{path} is not a tokenizer: {error}") from None
+
+
+def _byte_level_bpe(directory: Path, config: Mapping[str, Any], tokens: Mapping[str, str]) -> HuggingFaceTokenizer:
+    """GPT-2's tokenizer from its two files, with the tokens that other files add."""
+    try:
+        model = models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
+    except Exception as error:  # The library raises bare Exception.
+        raise InputError(f"{directory}/vocab.json and merges.txt are not a tokenizer: {error}") from None
+    tokenizer = HuggingFaceTokenizer(model)
+    prefix_space = bool(config.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    added = _read_optional(directory / "added_tokens.json")
+    if not all(isinstance(token_id, int) for token_id in added.values()):
+        raise InputError(f"{directory}/added_tokens.json must map tokens to integers")
+    names = [*sorted(added, key=lambda name: added[name]), *tokens.values(), "<|endoftext|>"]
+    known = [name for name in dict.fromkeys(names) if name in added or tokenizer.token_to_id(name) is not None]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in known])
+    bos_token = tokens.get("bos_token")
+    if config.get("add_bos_token") and bos_token and (bos_id := tokenizer.token_to_id(bos_token)) is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos_token} $A", special_tokens=[(bos_token, bos_id)]
+        )
+    return tokenizer
+
+
+def decoder_start_token_id(spec: ModelSpec) -> int:
+    """What an encoder-decoder model's decoder begins with. Raises InputError where the config does not say."""
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if isinstance(token_id := spec.config.get(name), int):
+            return token_id
+    raise InputError(f"{spec.name}: config.json has no decoder_start_token_id")
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _token(value: Any) -> str | None:
+    """A token as a config writes it: a string, or a mapping with its `content`."""
+    content = value.get("content") if isinstance(value, Mapping) else value
+    return content if isinstance(content, str) and content else None

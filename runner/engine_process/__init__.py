@@ -1,0 +1,1 @@
+"""The engine in a process of its own, and the server's client of it."""

@@ -1,0 +1,1 @@
+"""What passes between processes and ranks: frames, key challenge, collectives, shared host memory."""

@@ -1,0 +1,320 @@
+"""Plays a load against the engine in this process or against a server, and records every token's time.
+
+Three kinds of load: everything at once (a backlog, what a plan's throughput is about), a closed loop at a given
+concurrency, and an open loop at a Poisson rate or at a trace's own arrival times. Prompts are random token ids of the
+drawn lengths, outputs are forced to theirs, so that the work is the workload's whatever the model says.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exeplan.arrays import Floats
+from exeplan.core.metrics import RequestRecord
+from exeplan.core.schedule import Schedule
+from exeplan.errors import InputError
+from exeplan.policies import load_policy
+from exeplan.workload.workload import Workload
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from exeplan.runner.engine.engine import Engine
+
+Ints = NDArray[np.int64]
+_CYCLES = 12
+_ATTEMPTS = 20
+_EXPIRED = 408
+"""The status of a request that had not begun by its deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The requests of one run, in order of arrival."""
+
+    input_tokens: Ints
+    output_tokens: Ints
+    arrivals: Floats | None = None
+    """Seconds from the start; None: all at once, or as `concurrency` lets them."""
+    concurrency: int | None = None
+    deadlines: Floats | None = None
+    """Seconds from a request's arrival by which it has to begin; None: none has one."""
+    seed: int = 0
+
+    def deadline(self, index: int) -> float | None:
+        return None if self.deadlines is None else float(self.deadlines[index])
+
+    @property
+    def backlog(self) -> bool:
+        """Whether somebody is always waiting, as far as the load goes."""
+        return self.arrivals is None
+
+    def prompt(self, index: int, vocab_size: int) -> list[int]:
+        """Random token ids; a vocabulary's first ones are often special, so they are left out where there is room."""
+        low = min(100, vocab_size // 2)
+        rng = np.random.default_rng([self.seed, index])
+        return rng.integers(low, vocab_size, int(self.input_tokens[index])).tolist()
+
+
+def draw_load(
+    workload: Workload,
+    num_requests: int,
+    *,
+    seed: int = 0,
+    concurrency: int | None = None,
+    rate: float | None = None,
+    trace_arrivals: bool = False,
+) -> Load:
+    """A stratified sample of the workload; with `trace_arrivals`, the first requests of its trace when they came.
+
+    The workload's deadlines count unless all requests come at once. Raises InputError when the workload has no such
+    times.
+    """
+    if trace_arrivals:
+        trace = workload.trace
+        if trace is None or trace.arrival_s is None:
+            raise InputError(f"workload '{workload.name}' has no arrival times; give a rate or a concurrency instead")
+        n = min(num_requests, len(trace.inputs))
+        times = trace.arrival_s[:n] - trace.arrival_s[0]
+        due = workload.deadlines.draw(n, seed=seed) if workload.deadlines else None
+        return Load(
+            input_tokens=trace.inputs[:n], output_tokens=trace.outputs[:n], arrivals=times, deadlines=due, seed=seed
+        )
+    inputs, outputs = _sample_with_tail(workload, num_requests, seed=seed)
+    arrivals = None
+    if rate is not None:
+        arrivals = np.cumsum(np.random.default_rng(seed).exponential(1.0 / rate, num_requests))
+    timely = workload.deadlines if rate is not None or concurrency is not None else None
+    return Load(
+        input_tokens=inputs,
+        output_tokens=outputs,
+        arrivals=arrivals,
+        concurrency=concurrency,
+        deadlines=timely.draw(num_requests, seed=seed) if timely else None,
+        seed=seed,
+    )
+
+
+def _sample_with_tail(workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints]:
+    """A sample that holds its share of outputs of the 99th-percentile length, or one at least: they are what a bound is
+    about, and in a small sample chance may leave them out."""
+    p99 = workload.output_quantile(0.99)
+    for attempt in range(_ATTEMPTS):
+        inputs, outputs = workload.sample(num_requests, seed=seed + attempt * 7919)
+        if np.count_nonzero(outputs >= p99) >= max(1, num_requests // 100):
+            break
+    return inputs, outputs
+
+
+def enough_requests(schedule: Schedule, *, throughput: float, seconds: float) -> int:
+    """Requests for a backlog of about so many seconds, and of a dozen cycles at least: fewer say little of the mean."""
+    return max(50, round(throughput * seconds), _CYCLES * load_policy(schedule.policy).starts_together(schedule))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way; times in seconds."""
+
+    arrival: float
+    start: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """A load played in this process. On a machine that others use too, the two clocks tell their share from ours."""
+
+    records: list[RequestRecord]
+    """By the wall clock, in order of arrival."""
+    wall: Floats
+    cpu: Floats
+    """The wall clock and this thread's CPU clock after every step, seconds from the start."""
+
+    def on_cpu_clock(self) -> list[RequestRecord]:
+        """The records as they would be had nobody else used the core. For a backlog, where the engine never sleeps."""
+        return [
+            replace(
+                r,
+                arrival=float(np.interp(r.arrival, self.wall, self.cpu)),
+                start=float(np.interp(r.start, self.wall, self.cpu)),
+                token_times=tuple(np.interp(r.token_times, self.wall, self.cpu).tolist()),
+            )
+            for r in self.records
+        ]
+
+
+def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
+    """Runs the load on an engine in this process."""
+    from exeplan.runner.compute.sampling import SamplingParams
+    from exeplan.runner.engine.engine import Request
+
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=load.prompt(index, vocab_size),
+            sampling=SamplingParams(temperature=0.0, max_tokens=int(output), ignore_eos=True),
+        )
+        for index, output in enumerate(load.output_tokens)
+    ]
+    under_way: dict[str, _Open] = {}
+    done: dict[int, RequestRecord] = {}
+    arrived, began, cpu_began = 0, time.perf_counter(), time.thread_time()
+    clocks = [(0.0, 0.0)]
+    while len(done) < len(requests):
+        now = time.perf_counter() - began
+        while arrived < len(requests) and _may_arrive(load, arrived, now, len(under_way)):
+            due = now if load.arrivals is None else float(load.arrivals[arrived])
+            under_way[str(arrived)] = _Open(arrival=due)
+            patience = load.deadline(arrived)
+            deadline = None if patience is None else began + due + patience
+            engine.add(replace(requests[arrived], deadline=deadline))
+            arrived += 1
+        if not engine.has_work and load.arrivals is not None:
+            time.sleep(max(0.0, float(load.arrivals[arrived]) - (time.perf_counter() - began)))
+            continue
+        for output in engine.step():
+            request = under_way[output.request_id]
+            request.start = output.start - began
+            request.token_times += [output.time - began] * len(output.token_ids)
+            if output.finish_reason is not None:
+                index, expired = int(output.request_id), output.finish_reason == "expired"
+                done[index] = _record(load, index, under_way.pop(output.request_id), expired=expired)
+        clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
+    wall, cpu = np.array(clocks).T
+    return EngineRun(records=[done[index] for index in range(len(requests))], wall=wall, cpu=cpu)
+
+
+async def play_url(
+    url: str, load: Load, *, model: str, vocab_size: int, api_key: str | None = None, stream: bool = True
+) -> list[RequestRecord]:
+    """Runs the load against an OpenAI-compatible server; raises InputError when it does not answer as one.
+
+    Not streamed, a request's tokens are taken as evenly spread between the first and the last of the server's `timing`.
+    The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`;
+    for other servers it is the arrival, waiting included.
+    """
+    import aiohttp
+
+    gate = asyncio.Semaphore(load.concurrency or len(load.input_tokens))
+    began = time.perf_counter()
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=_headers(api_key)) as client:
+
+        async def one(index: int) -> RequestRecord:
+            if load.arrivals is not None:
+                await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
+            async with gate:
+                body = {**_completion(load, index, model=model, vocab_size=vocab_size), "stream": stream}
+                answer = _stream if stream else _whole
+                return await answer(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
+
+        try:
+            return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
+        except (aiohttp.ClientError, OSError) as error:
+            raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def _may_arrive(load: Load, index: int, now: float, under_way: int) -> bool:
+    if load.concurrency is not None and under_way >= load.concurrency:
+        return False
+    return load.arrivals is None or float(load.arrivals[index]) <= now
+
+
+def _completion(load: Load, index: int, *, model: str, vocab_size: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": load.prompt(index, vocab_size),
+        "max_tokens": int(load.output_tokens[index]),
+        "temperature": 0,
+        "ignore_eos": True,
+        **({} if load.deadlines is None else {"deadline": load.deadline(index)}),
+    }
+
+
+async def _whole(
+    client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
+) -> RequestRecord:
+    request = _Open(arrival=time.perf_counter() - began)
+    async with client.post(url, json=body) as response:
+        answer = await response.json(content_type=None)
+        if response.status == _EXPIRED and load.deadlines is not None:
+            return _record(load, index, request, expired=True)
+        if response.status != 200:
+            raise InputError(f"request {index} was answered {response.status}: {str(answer)[:200]}")
+    now, timing = time.perf_counter() - began, answer.get("timing")
+    request.start, first = request.arrival, now
+    if timing:
+        request.start = now - (timing["e2e_s"] - timing["queue_s"])
+        first = now - (timing["e2e_s"] - timing["ttft_s"])
+    request.token_times = [first, now] if load.output_tokens[index] > 1 else [first]
+    return _record(load, index, request)
+
+
+async def _stream(
+    client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
+) -> RequestRecord:
+    request = _Open(arrival=time.perf_counter() - began)
+    prefill_seconds: float | None = None
+    async with client.post(url, json=body) as response:
+        if response.status == _EXPIRED and load.deadlines is not None:
+            return _record(load, index, request, expired=True)
+        if response.status != 200:
+            raise InputError(f"request {index} was answered {response.status}: {(await response.text())[:200]}")
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise InputError(f"request {index} failed: {event['error'].get('message', event['error'])}")
+            if event.get("choices"):
+                request.token_times.append(time.perf_counter() - began)
+            if timing := event.get("timing"):
+                prefill_seconds = timing["ttft_s"] - timing["queue_s"]
+    request.start = request.arrival
+    if prefill_seconds is not None and request.token_times:
+        request.start = request.token_times[0] - prefill_seconds
+    return _record(load, index, request)
+
+
+def _record(load: Load, index: int, request: _Open, *, expired: bool = False) -> RequestRecord:
+    patience = load.deadline(index)
+    spread = () if expired else _spread(request.token_times, int(load.output_tokens[index]))
+    return RequestRecord(
+        input_tokens=int(load.input_tokens[index]),
+        arrival=request.arrival,
+        start=request.start,
+        token_times=tuple(spread),
+        deadline=None if patience is None else request.arrival + patience,
+    )
+
+
+def _spread(times: Sequence[float], num_tokens: int) -> Sequence[float]:
+    """One time a token: a server that sends several tokens a chunk has them spread evenly between its chunks."""
+    if len(times) == num_tokens:
+        return times
+    if not times:
+        raise InputError("a request was answered without any token")
+    return np.interp(np.linspace(0, 1, num_tokens), np.linspace(0, 1, len(times)), times).tolist()
+
+
+def served_model(url: str, api_key: str | None = None) -> str:
+    """The name of the model that a server serves. Raises InputError when it does not say."""
+    import urllib.request
+
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=_headers(api_key))
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None

@@ -1,0 +1,1 @@
+"""Looks for a better plan while a service runs, and carries it out."""

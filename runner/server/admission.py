@@ -1,0 +1,88 @@
+"""Admission: who is let in, by what the plan can do.
+
+The queue is bounded; beyond that a request may be refused early because it would come late. The wait is what is ahead
+in the queue over the plan's throughput; to it comes what the plan says of the request itself, a prefill and its own
+output tokens, at most an output of the length that the bound is about.
+Not here: what a request may ask for (`protocol`).
+"""
+
+import math
+
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate
+from exeplan.errors import InputError
+from exeplan.runner.server.observed import bounds_of
+from exeplan.runner.server.protocol import RequestError
+
+MAX_RETRY_SECONDS = 60
+
+
+class Admission:
+    """The rules of one plan. `max_queue` counts sequences whose prefill has not begun."""
+
+    def __init__(self, plan: Plan, *, max_queue: int, refuse_late: bool) -> None:
+        self.max_queue, self.refuse_late = max_queue, refuse_late
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """From now on by this plan. Raises InputError where it cannot tell who is late, and should."""
+        bounds = bounds_of(plan)
+        estimate: Estimate | None = plan.replay or plan.estimate
+        if self.refuse_late and not (bounds and estimate):
+            lacks = "an estimate; `exeplan simulate` adds one" if bounds else "a bound; give `exeplan optimize` one"
+            raise InputError(f"--admission refuse-late goes by the plan, which lacks {lacks}")
+        self._bounds, self._estimate = bounds, estimate
+
+    def wait(self, num_waiting: int) -> float:
+        """Seconds until somebody who comes now begins, as the plan has it; 0 where it has no throughput."""
+        throughput = self._estimate.throughput if self._estimate else 0.0
+        return num_waiting / throughput if throughput > 0 else 0.0
+
+    def retry_after(self, num_waiting: int) -> int:
+        """Whole seconds in which the plan expects to work off what is waiting, 1 to 60."""
+        return _retry(self.wait(num_waiting))
+
+    def refusal(
+        self, count: int, *, num_waiting: int, max_tokens: int | None, deadline: float | None = None
+    ) -> RequestError | None:
+        """Why a request of so many sequences is not let in now; None when it is.
+
+        `deadline` is the request's own: seconds from now by which it must have begun.
+        """
+        if count > self.max_queue:
+            return RequestError(f"{count} sequences in one request, the queue holds {self.max_queue}", param="n")
+        if num_waiting + count > self.max_queue:
+            message = f"{num_waiting} sequences are waiting, the queue holds {self.max_queue}; try again later"
+            return RequestError(message, status=429, code="queue_full", retry_after=self.retry_after(num_waiting))
+        num_ahead = num_waiting + count - 1
+        late = self._late(num_ahead, max_tokens) if self.refuse_late else 0.0
+        if self.refuse_late and deadline is not None:
+            late = max(late, self.wait(num_ahead) - deadline)
+        if late > 0:
+            message = (
+                f"{num_waiting} sequences are waiting, so this request would come {late:.3g} s later than is promised"
+            )
+            return RequestError(message, status=429, code="late", retry_after=_retry(late))
+        return None
+
+    def _late(self, num_ahead: int, max_tokens: int | None) -> float:
+        """Seconds by which the fullest bound would be missed."""
+        estimate, wait = self._estimate, self.wait(num_ahead)
+        if estimate is None or wait == 0.0:
+            return 0.0
+        longest = estimate.latency if estimate.latency is not None else estimate.latency_p99
+        own = longest if max_tokens is None else min(longest, estimate.ttft + (max_tokens - 1) * estimate.tpot)
+        takes = {"ttft": estimate.ttft, "tpot": -math.inf}
+        return max((wait + takes.get(bound.about, own) - bound.seconds for bound in self._bounds), default=0.0)
+
+
+def default_max_queue(plan: Plan) -> int:
+    """Four times the residents that the plan expects (by Little's law, where it does not say), and never below 64."""
+    residents = plan.max_seqs or 0
+    if plan.estimate and not residents:
+        residents = math.ceil(plan.estimate.throughput * plan.estimate.latency_p50)
+    return max(64, 4 * residents)
+
+
+def _retry(seconds: float) -> int:
+    return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)

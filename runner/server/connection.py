@@ -1,0 +1,274 @@
+"""The border to the network: caps, timeouts and the key, before anything of a request is looked at.
+
+uvicorn takes headers and bodies of any size and waits for them for ever; here a header may have 16 KiB and 10 seconds,
+a body 2 MiB, 10 seconds between parts and 30 in all, and a client who takes nothing of an answer for 30 seconds is cut
+off. Bodies that are being read have a limit together, and so have connections. Answers are OpenAI's error objects
+throughout. A page of another web site cannot use a visitor's browser to send requests, unless its origin is allowed.
+Not here: TLS, which belongs to a proxy in front.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+import h11
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from exeplan.runner.server.listener import MAX_CONNECTIONS, keep_watch
+from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.request_log import new_request_id
+
+MAX_HEADER_BYTES = 16 * 1024
+MAX_BODY_BYTES = 2 * 1024 * 1024
+HEADER_SECONDS = 10.0
+BODY_PAUSE_SECONDS = 10.0
+BODY_SECONDS = 30.0
+LINGER_SECONDS = 2.0
+STALL_SECONDS = 30.0
+"""How long a client may take nothing of an answer that is larger than the buffers on the way."""
+VANISHED_SECONDS = 60
+"""After so long the kernel ends a connection whose other end no longer answers."""
+MAX_BODIES_BYTES = 256 * 1024 * 1024
+"""Of all bodies that are being read."""
+OPEN_PATHS = ("/", "/health", "/ready")
+"""What needs no key: probes carry none, and the page at `/` has nothing but its own text."""
+log = logging.getLogger(__name__)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 with a limit on how long either side may keep the other waiting, and errors that say which."""
+
+    max_connections = MAX_CONNECTIONS
+    _header_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _rest_timer: asyncio.TimerHandle | None = None
+    _num_rest_bytes = 0
+    """Of a body that comes though its request has been answered."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
+        super().connection_made(transport)
+        if connection := transport.get_extra_info("socket"):
+            keep_watch(connection, VANISHED_SECONDS)
+        if len(self.connections) > self.max_connections:
+            message = f"{self.max_connections} connections are open already"
+            self._close_with(RequestError(message, status=503, code="busy", retry_after=1))
+        else:
+            self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_came()
+        self._rest_came()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """A request may be refused without its body being read; that is thrown away as it comes, within limits."""
+        super().on_response_complete()
+        if not self._rest_comes:
+            return
+        if any(name == b"expect" for name, _ in self.headers):  # Whether a body follows is not known.
+            self.transport.close()
+        else:
+            self._rest_timer = self.loop.call_later(BODY_SECONDS, self.transport.close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._stall_timer = self.loop.call_later(STALL_SECONDS, self._stalled)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    def _stalled(self) -> None:
+        log.info("a client took nothing of its answer for %g s and is cut off", STALL_SECONDS)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._rest_timer is not None:
+            self._take_rest(len(data))
+        if self.conn.their_state is not h11.IDLE:
+            self._header_came()
+        elif self.conn.trailing_data[0]:
+            self._expect_header()
+
+    @property
+    def _rest_comes(self) -> bool:
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+
+    def _take_rest(self, num_bytes: int) -> None:
+        self._num_rest_bytes += num_bytes
+        if not self._rest_comes:  # Perhaps it is the next request's body that comes now.
+            self._rest_came()
+        elif self._num_rest_bytes > MAX_BODY_BYTES:
+            self.transport.close()
+
+    def _rest_came(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer, self._num_rest_bytes = None, 0
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn while it handles the parser's exception, which knows the status that fits."""
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            message = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
+            self._close_with(RequestError(message, status=431))
+        else:  # Its other hints, such as 501 for an unknown transfer encoding, would blame us.
+            self._close_with(RequestError(msg, status=400))
+
+    def _expect_header(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._header_late)
+
+    def _header_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _header_late(self) -> None:
+        if self.conn.trailing_data[0]:
+            self._close_with(RequestError(f"no complete header within {HEADER_SECONDS:g} s", status=408))
+        else:  # Opened ahead of use and never used: there is nothing to answer.
+            self.transport.close()
+
+    def _close_with(self, error: RequestError) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body, request_id = json.dumps(error.body()).encode(), new_request_id()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+                ("x-request-id", request_id),
+            ]
+            if error.retry_after is not None:
+                headers.append(("retry-after", str(error.retry_after)))
+            log.info("%s", error, extra={"request_id": request_id, "status": error.status})
+            for event in (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+        if self.cycle and not self.cycle.response_complete:  # Whoever was to answer has nobody to answer to any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+
+class Gate:
+    """ASGI middleware: large headers get 431, foreign pages 403, and all but `OPEN_PATHS` needs the key, if any."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, origins: Sequence[str] = ()) -> None:
+        self.app = app
+        self._origins = {origin.encode() for origin in origins}
+        self._digest = None if api_key is None else _digest(api_key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._objection(scope)):
+            await error_response(error)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _objection(self, scope: Scope) -> RequestError | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = (
+            len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
+        )
+        if size > MAX_HEADER_BYTES:
+            return RequestError(f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB", status=431)
+        if self._is_foreign(headers):
+            return RequestError("pages of this origin may not use this server (--cors-origin allows one)", status=403)
+        if self._digest is None or scope["path"] in OPEN_PATHS:
+            return None
+        given = [value for name, value in headers if name == b"authorization"]
+        kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # Digests have one length, so that the comparison tells nothing about the key.
+        if kind.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
+            return None
+        return RequestError("a valid API key is needed (Authorization: Bearer KEY)", status=401, code="invalid_api_key")
+
+    def _is_foreign(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether a browser says that a page of another site makes it send this. Others send no `Origin`."""
+        hosts = [value for name, value in headers if name == b"host"]
+        origins = [value for name, value in headers if name == b"origin"]
+        return any(o not in self._origins and o.partition(b"://")[2] not in hosts for o in origins)
+
+
+_num_body_bytes = 0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that stays away, and
+    503 where the bodies of all requests together are too much."""
+    global _num_body_bytes
+    if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
+        raise _too_large()
+    parts = bytearray()
+    deadline = time.monotonic() + BODY_SECONDS
+    stream = request.stream()
+    try:
+        while True:
+            pause = min(BODY_PAUSE_SECONDS, deadline - time.monotonic())
+            part = await asyncio.wait_for(anext(stream), pause)
+            parts += part
+            _num_body_bytes += len(part)
+            if len(parts) > MAX_BODY_BYTES:
+                raise _too_large()
+            if _num_body_bytes > MAX_BODIES_BYTES:
+                raise RequestError("too many large requests at once", status=503, code="busy", retry_after=1)
+    except StopAsyncIteration:
+        return bytes(parts)
+    except TimeoutError:
+        raise RequestError("the body did not come in time", status=408) from None
+    finally:
+        _num_body_bytes -= len(parts)
+
+
+def _too_large() -> RequestError:
+    return RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413)
+
+
+class ClosingResponse(JSONResponse):
+    """An error to a request that is not read to its end: sent whole, then what still comes is thrown away for a while.
+
+    Closing at once would reset the connection, and the client might never see the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b""})
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """The answer for an error."""
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.code != "deadline_exceeded" and (error.status in (408, 413, 431) or error.code == "busy"):
+        headers["connection"] = "close"
+    kind = ClosingResponse if error.status in (413, 431) else JSONResponse
+    return kind(error.body(), status_code=error.status, headers=headers)

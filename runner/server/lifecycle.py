@@ -1,0 +1,137 @@
+"""From listening to the end: loading, signals, drain, and the end that an engine's failure brings.
+
+Probes, the page and refusals are answered from the start; generation once the model is loaded and warm.
+On SIGTERM or SIGINT new requests get 503 and running ones are finished; on the second one everything ends at once. On
+SIGHUP the plan's file is read again, as soon as there is an engine to take it.
+When the engine has failed for good, which is after its workers died again and again, whoever waits is told, and a
+moment later the server ends by itself with status 1: a supervisor such as systemd can do more than it can.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from exeplan.runner.engine_process.client import EngineError
+from exeplan.runner.server.connection import MAX_HEADER_BYTES, GuardedProtocol
+from exeplan.runner.server.listener import connection_limit
+from exeplan.runner.server.notify import notify
+from exeplan.runner.server.plan_control import reload
+from exeplan.runner.server.service import Service
+
+KEEP_ALIVE_SECONDS = 75
+CLOSE_SECONDS = 5
+"""How long connections may take to close after the last answer."""
+FAREWELL_SECONDS = 2.0
+"""How long a server whose engine has failed still answers, so that everybody gets to know."""
+log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose signals are ours: it would stop listening at once and exit by signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def answer_until_told(
+    app: ASGIApp, service: Service, listener: socket.socket, *, drain_seconds: float, on_ready: Callable[[], None]
+) -> None:
+    """Answers until a signal or a failure of the engine, then drains. `on_ready` is called once the engine is.
+
+    Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was.
+    """
+    life = _Life(service, _Server(_config(app)), drain_seconds)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, life.stop)
+    loop.add_signal_handler(signal.SIGHUP, life.read_plan)
+    watching = asyncio.create_task(life.watch(on_ready))
+    try:
+        await life.server.serve(sockets=[listener])
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+class _Life:
+    """What signals and the engine do to one server."""
+
+    def __init__(self, service: Service, server: _Server, drain_seconds: float) -> None:
+        self.service, self.server, self._drain_seconds = service, server, drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+        self._reading: set[asyncio.Task[None]] = set()
+        self._read_later = False
+
+    async def watch(self, on_ready: Callable[[], None]) -> None:
+        """Waits for the engine to be ready, and then for it to fail."""
+        try:
+            await self.service.until_ready()
+            on_ready()
+            if self._read_later:
+                self.read_plan()
+            await self.service.engine.ended.wait()
+            log.error("%s; ending", self.service.engine.failure)
+            await asyncio.sleep(FAREWELL_SECONDS)
+        finally:
+            self.server.should_exit = True
+
+    def stop(self) -> None:
+        """The first time: no new requests. The second time: no more waiting."""
+        notify(STOPPING="1")
+        if self._draining:
+            self._draining.cancel()
+            self._end()
+        elif self.service.engine.unready:
+            log.info("ending before the engine is ready")
+            self._end()
+        else:
+            log.info("finishing what runs, for at most %g s", self._drain_seconds)
+            self.service.draining = True
+            self._draining = asyncio.create_task(self._drain())
+
+    def read_plan(self) -> None:
+        """Reads the plan's file again, once there is an engine that can go over to it."""
+        if self.service.engine.unready:
+            log.info("the plan's file is read again when the engine is ready")
+            self._read_later = True
+            return
+        task = asyncio.create_task(reload(self.service))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+
+    async def _drain(self) -> None:
+        """Lets running requests finish, while new ones get 503; then ends the rest with an error."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_seconds):
+                while self.service.engine.num_jobs:
+                    await asyncio.sleep(0.02)
+        self._end()
+
+    def _end(self) -> None:
+        self.service.engine.fail_all(EngineError("the server has shut down"))
+        self.server.should_exit = True
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    GuardedProtocol.max_connections = connection_limit()
+    return uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )

@@ -1,0 +1,216 @@
+"""Observed: what the service did in the last minutes, by the definitions of an Estimate, in bounded memory.
+
+    throughput    requests finished a second; token_throughput their output tokens
+    ttft, tpot    means over requests, as in `exeplan.core.metrics`
+    latency       the one the bound is about: p99-length by the pace between first and last token, pNN-requests as is
+    within        share of requests that kept a bound: of an output longer than the planned one, its first part counts
+
+Times count from the start of the prefill; where the plan is for requests at a rate, from the arrival.
+Not here: counters since the start (`serve_metrics`), and the law of lengths that drift is judged by.
+"""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from exeplan.core.bounds import Bound, is_deadline, share_of_requests
+from exeplan.core.plan import Plan
+from exeplan.runner.ipc.frames import Stats
+
+WINDOW_SECONDS = 300.0
+MOST_REQUESTS = 4096
+TICK_SECONDS = 0.25
+TIMELINE_SECONDS = 60.0
+
+
+def bounds_of(plan: Plan) -> list[Bound]:
+    """The finite ones, the one on latency first; without those on deadlines, which every request has of its own."""
+    bounds = (plan.bound, *plan.more_bounds)
+    return [bound for bound in bounds if bound and math.isfinite(bound.seconds) and not is_deadline(bound.about)]
+
+
+class Finished(NamedTuple):
+    """A finished request: when that was known here, then seconds from its arrival, and tokens."""
+
+    known: float
+    start: float
+    first: float
+    last: float
+    input_tokens: int
+    output_tokens: int
+
+    def pace(self) -> float:
+        """Seconds a token after the first; 0 for a single one."""
+        return (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    def until(self, length: int) -> float:
+        """Seconds from the arrival to the token of this number, or to the last one."""
+        return self.last if self.output_tokens <= length else self.first + (length - 1) * self.pace()
+
+
+@dataclass(slots=True)
+class Tick:
+    """A piece of the timeline, as sums over its iterations."""
+
+    time: float
+    num_iterations: int = 0
+    num_running: int = 0
+    """The most."""
+    num_waiting: int = 0
+    """The most that had reached the engine."""
+    num_prefilled: int = 0
+    num_decoded: int = 0
+    num_prefills: int = 0
+    """Iterations that prefilled somebody."""
+    num_decodes: int = 0
+    kv_share: float = 0.0
+    """The most of the KV cache in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The last minutes. None where nothing can be said."""
+
+    seconds: float
+    """That it is about."""
+    num_requests: int
+    throughput: float
+    token_throughput: float
+    ttft: float | None
+    tpot: float | None
+    latency: float | None
+    latency_p50: float | None
+    latency_p99: float | None
+    prefill_batch: float | None
+    """Mean over the iterations that prefill somebody."""
+    decode_batch: float | None
+    within: dict[str, float]
+    """By what a bound is about."""
+
+
+class Observed:
+    """Takes what happens; `snapshot` tells about the last `WINDOW_SECONDS`, or the last `MOST_REQUESTS` if fewer."""
+
+    def __init__(self, plan: Plan, *, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.begin()
+        self._finished: deque[Finished] = deque(maxlen=MOST_REQUESTS)
+        self.timeline: deque[Tick] = deque(maxlen=round(TIMELINE_SECONDS / TICK_SECONDS))
+        self._window: deque[Tick] = deque(maxlen=round(WINDOW_SECONDS / TICK_SECONDS))
+        self.p99_output: int | None = None
+        """The planned 99th percentile of the outputs, where it is known."""
+        self.adopt(plan)
+
+    def begin(self) -> None:
+        """Rates count from now: before, nothing could come."""
+        self._began = self._clock()
+
+    def adopt(self, plan: Plan) -> None:
+        """From now on by the bounds of this plan; what was seen stays. `waiting` says whether times hold the wait."""
+        self._bounds = bounds_of(plan)
+        self._about = plan.bound.about if plan.bound else "p99-requests"
+        self.waiting = plan.arrival_rate is not None or plan.trace_arrivals
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    def step(self, stats: Stats) -> None:
+        """An iteration has run."""
+        now = self._clock()
+        if not self.timeline or now - self.timeline[-1].time >= TICK_SECONDS:
+            tick = Tick(now)
+            self.timeline.append(tick)
+            self._window.append(tick)
+        tick = self.timeline[-1]
+        tick.num_iterations += stats.iteration_tokens > 0
+        tick.num_running = max(tick.num_running, stats.num_running)
+        tick.num_waiting = max(tick.num_waiting, stats.num_waiting)
+        tick.num_prefilled += stats.num_prefill
+        tick.num_decoded += stats.num_decode
+        tick.num_prefills += stats.num_prefill > 0
+        tick.num_decodes += stats.num_decode > 0
+        if stats.num_blocks:
+            tick.kv_share = max(tick.kv_share, 1 - stats.free_blocks / stats.num_blocks)
+
+    def finish(self, *, start: float, first: float, last: float, input_tokens: int, output_tokens: int) -> None:
+        """A request has its last token; seconds from its arrival."""
+        self._finished.append(Finished(self._clock(), start, first, last, input_tokens, output_tokens))
+
+    def recent(self) -> list[Finished]:
+        """What finished in the window."""
+        opens = self._clock() - WINDOW_SECONDS
+        while self._finished and self._finished[0].known < opens:
+            self._finished.popleft()
+        return list(self._finished)
+
+    def snapshot(self) -> Snapshot:
+        recent, now = self.recent(), self._clock()
+        # A full deque reaches less far back than the window.
+        opens = recent[0].known if len(recent) == MOST_REQUESTS else max(now - WINDOW_SECONDS, self._began)
+        seconds = max(now - opens, 1e-9)
+        takes = sorted(self._since(r, r.last) for r in recent)
+        paces = [r.pace() for r in recent if r.output_tokens > 1]
+        ticks = [tick for tick in self._window if tick.time >= now - WINDOW_SECONDS]
+        return Snapshot(
+            seconds=seconds,
+            num_requests=len(recent),
+            throughput=len(recent) / seconds,
+            token_throughput=sum(r.output_tokens for r in recent) / seconds,
+            ttft=_mean([self._since(r, r.first) for r in recent]),
+            tpot=_mean(paces),
+            latency=self._latency(recent, takes),
+            latency_p50=_quantile(takes, 0.5),
+            latency_p99=_quantile(takes, 0.99),
+            prefill_batch=_ratio(sum(t.num_prefilled for t in ticks), sum(t.num_prefills for t in ticks)),
+            decode_batch=_ratio(sum(t.num_decoded for t in ticks), sum(t.num_decodes for t in ticks)),
+            within={b.about: sum(self._keeps(r, b) for r in recent) / len(recent) for b in self._bounds if recent},
+        )
+
+    def _since(self, request: Finished, moment: float) -> float:
+        return moment if self.waiting else moment - request.start
+
+    def _latency(self, recent: Sequence[Finished], takes: Sequence[float]) -> float | None:
+        share = share_of_requests(self._about)
+        if share is not None:
+            return _quantile(takes, share)
+        length = self.p99_output
+        return _mean([self._since(r, r.until(length)) for r in recent if r.output_tokens >= length]) if length else None
+
+    def _keeps(self, request: Finished, bound: Bound) -> bool:
+        if bound.about == "tpot":
+            return request.pace() <= bound.seconds
+        if bound.about == "ttft":
+            return self._since(request, request.first) <= bound.seconds
+        length = self.p99_output if bound.about == "p99-length" else None
+        return self._since(request, request.until(length) if length else request.last) <= bound.seconds
+
+
+def shares(lengths: Sequence[int], edges: Sequence[int]) -> list[float]:
+    """Shares of lengths above `edges[i]` and at most `edges[i + 1]`; what lies outside counts at the nearest end."""
+    counts = [0] * (len(edges) - 1)
+    inner = edges[1:-1]
+    for length in lengths:
+        counts[bisect_left(inner, length)] += 1
+    return [count / len(lengths) for count in counts] if lengths else [0.0] * len(counts)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _ratio(total: float, count: int) -> float | None:
+    return total / count if count else None
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float | None:
+    """Between neighbours linearly, as numpy has it."""
+    if not ordered:
+        return None
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,114 @@
+"""`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
+
+Two processes: this one speaks HTTP and never imports torch; the engine runs in its child (`process`), connected by a
+pair of sockets. What is answered is in `routes`, when it starts and ends in `lifecycle`.
+Not here: TLS and several models; put a proxy in front.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.drift.state import Rules
+from exeplan.runner import logs
+from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.replan.replanner import Replanner
+from exeplan.runner.server.admission import Admission, default_max_queue
+from exeplan.runner.server.lifecycle import answer_until_told
+from exeplan.runner.server.listener import open_listener
+from exeplan.runner.server.notify import notify
+from exeplan.runner.server.options import ServeOptions
+from exeplan.runner.server.routes import build_app
+from exeplan.runner.server.service import Service, summary
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    plan: Plan, spec: ModelSpec, options: ServeOptions, *, on_ready: Callable[[str], None] = lambda url: None
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status: 0, or 1 when the engine had died.
+
+    It listens from the start. When the model is loaded and requests are answered, one summary line is printed (with
+    JSON logs it is a record) and `on_ready` gets the base URL. Raises InputError for what a user can mend: a port in
+    use, a model that cannot be loaded.
+    """
+    logs.configure(options.log_format, options.log_level)
+    max_queue = options.max_queue or default_max_queue(plan)
+    admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
+    tokenizer = Tokenizer.load(spec)
+    host = options.host
+    with open_listener(host, options.port) as listener:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+        async def run() -> int:
+            setup = partial(_setup, spec=spec, options=options)
+            engine = await EngineClient.launch(setup(plan))
+            service = Service(
+                engine,
+                tokenizer,
+                admission,
+                plan=plan,
+                spec=spec,
+                model_name=options.served_model_name or spec.name,
+                request_seconds=options.request_seconds,
+                plan_file=options.plan_file,
+            )
+            service.replanner = Replanner(
+                engine,
+                plan,
+                spec,
+                setup=setup,
+                mode=options.replan,
+                rules=Rules(dwell=options.replan_dwell_seconds),
+                file=options.written_to,
+                fixed_placement=options.hosts is not None,
+                on_adopted=service.switch_to,
+            )
+
+            def ready() -> None:
+                line = summary(service, url)
+                _announce(line, options)
+                notify(READY="1", STATUS=line)
+                on_ready(url)
+
+            app = build_app(service, api_key=options.api_key, cors_origins=options.cors_origins)
+            log.info("listening at %s while %s is loaded", url, service.model_name)
+            notify(STATUS=f"loading {service.model_name}; {url}/ready says how far it is")
+            try:
+                await answer_until_told(app, service, listener, drain_seconds=options.drain_seconds, on_ready=ready)
+                return 1 if engine.failure else 0
+            finally:
+                await service.close()
+
+        try:
+            return asyncio.run(run())
+        except EngineError as error:  # Its traceback is the engine process's own.
+            log.error("%s", error)
+            return 1
+
+
+def _announce(line: str, options: ServeOptions) -> None:
+    if options.log_format == "json":
+        log.info("%s", line)
+    else:
+        print(line, flush=True)
+
+
+def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> dict[str, Any]:
+    """What the engine's process is told of a plan, the first one or a later one."""
+    setup = engine_setup(
+        plan,
+        spec,
+        dummy_weights=options.dummy_weights,
+        timeline=options.timeline,
+        deadline_seconds=options.deadline_seconds,
+        hosts=options.hosts,
+    )
+    return {"kind": "setup", **setup}

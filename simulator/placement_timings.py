@@ -1,0 +1,116 @@
+"""What a placement takes its times from: the profile's curves for its shards and links, and the kinds of its stages.
+
+Not here: batches (`cost.py`) and passes of a steady cycle (`passes.py`), which are timed with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.core.cluster import Cluster
+from exeplan.core.layer_costs import activation_bytes
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement, single_stage
+from exeplan.errors import InputError
+from exeplan.simulator.memory import PlacementMemory
+from exeplan.simulator.timings import Timings
+
+
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """What the time of a stage depends on; stages of one kind take equal time."""
+
+    size: int
+    layers: int
+    encoder_layers: int
+    first: bool
+    last: bool
+    phase: str
+    all_reduce: str
+    """`intra`, `inter`, or '' for a stage of one device."""
+    send: str
+    """The link to the next stage, '' for the last one."""
+
+
+class PlacementTimings:
+    """Curves and kinds of the stages of a placement; a pure function of profile, placement and cluster.
+
+    Without a placement: all layers on one device. Raises InputError when the profile lacks a tensor-parallel size, or
+    profile and cluster a link, that the placement needs.
+    """
+
+    def __init__(
+        self, timed: Profile | Timings, placement: Placement | None = None, cluster: Cluster | None = None
+    ) -> None:
+        self.timings = timed if isinstance(timed, Timings) else Timings(timed)
+        self.profile, self.cluster = self.timings.profile, cluster
+        self.spec = spec = self.profile.model
+        self.placement = placement or single_stage(spec)
+        self.first_token_from_prefill = spec.first_token_from_prefill
+        self.prefill_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "decode")
+        self.decode_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "prefill")
+        multi_device = sum(stage.tensor_parallel_size for stage in self.placement) > 1
+        sizes = {stage.tensor_parallel_size for stage in self.placement}
+        self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
+        self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
+        self.control = self.timings.control if multi_device else None
+        self.kinds = [self._kind(i) for i in range(len(self.placement))]
+        self.all_reduces = {
+            (k.size, k.all_reduce): self._all_reduce_curve(k.size, k.all_reduce) for k in self.kinds if k.all_reduce
+        }
+        self.sends = {k.send: self.send_curve(k.send) for k in self.kinds if k.send}
+        self.times_repeats = len(self.placement) == 1
+        """Whether equal batches in a row may be timed together."""
+        self._bytes_per_token = activation_bytes(spec, 1, self.profile.dtype)
+        self.memory = PlacementMemory(self.profile, self.placement)
+
+    def of_phase(self, phase: str) -> list[StageKind]:
+        """The stages that run batches of this phase, in order."""
+        return [kind for kind in self.kinds if kind.phase == phase]
+
+    def _kind(self, number: int) -> StageKind:
+        stage = self.placement[number]
+        same = [i for i, s in enumerate(self.placement) if s.phase == stage.phase]
+        last = number == same[-1]
+        return StageKind(
+            size=stage.tensor_parallel_size,
+            layers=stage.layers[1] - stage.layers[0],
+            encoder_layers=stage.encoder_layers[1] - stage.encoder_layers[0],
+            first=number == same[0],
+            last=last,
+            phase=stage.phase,
+            all_reduce=self.link(stage.devices) if stage.tensor_parallel_size > 1 else "",
+            send="" if last else self.link((stage.devices[-1], self.placement[number + 1].devices[0])),
+        )
+
+    def link(self, devices: tuple[int, ...]) -> str:
+        """`intra` where these devices are in one node, else `inter`."""
+        return "intra" if self.cluster is None or self.cluster.same_node(devices) else "inter"
+
+    def _all_reduce_curve(self, size: int, link: str) -> Callable[[Floats | float], Floats]:
+        if (timed := self.timings.all_reduce(size, link)) is not None:
+            return timed
+        if self.cluster is None:
+            raise InputError(
+                f"the profile times no all_reduce of {size} devices ({link} node); a cluster's links can stand in"
+            )
+        wire = getattr(self.cluster, link)
+        # A ring: reduce-scatter and all-gather, each in size - 1 steps of one share.
+        return lambda size_bytes: (
+            2 * (size - 1) * (wire.latency + np.asarray(size_bytes) / size / wire.bytes_per_second)
+        )
+
+    def send_curve(self, link: str) -> Callable[[Floats | float], Floats]:
+        """Seconds of a send over the link by its bytes. Raises InputError where neither profile nor cluster has it."""
+        if (timed := self.timings.send(link)) is not None:
+            return timed
+        if self.cluster is None:
+            raise InputError(f"the profile times no send ({link} node); give a cluster whose links can stand in")
+        wire = getattr(self.cluster, link)
+        return lambda size_bytes: wire.latency + np.asarray(size_bytes) / wire.bytes_per_second
+
+    def activation_bytes(self, tokens: Floats | float) -> Floats | float:
+        """Bytes of the hidden states of that many tokens: what a send or an all-reduce carries."""
+        return self._bytes_per_token * tokens

@@ -1,0 +1,294 @@
+"""The commands print what people and programs need, and answer every mistake with one sentence and exit status 2."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from exeplan.cli import main
+from exeplan.core.profile import Profile, save_profile
+from exeplan.planner.load_problem import load_plan, plan_problem, read_plan
+
+LAW = "normal:in=40,10,80;out=12,5,24"
+BY_HAND = """
+model: demo
+schedule: {policy: rra, prefill_batch: 4, decode_steps: 6}
+placement: [{devices: [0], layers: [0, 6]}]
+"""
+ESTIMATE = {
+    "throughput",
+    "token_throughput",
+    "ttft",
+    "tpot",
+    "latency",
+    "latency_p50",
+    "latency_p99",
+    "kv_tokens",
+    "memory_bytes_per_gpu",
+}
+
+
+@pytest.fixture
+def folder(folder: Path) -> Path:
+    """The working folder, with a profile and a plan that was written by hand."""
+    (folder / "hand.yaml").write_text(BY_HAND)
+    return folder
+
+
+def optimize(**options: str) -> list[str]:
+    """`exeplan optimize` with these options in place of good ones."""
+    chosen = {"profile": "p.json", "workload": LAW, "latency_bound": "100ms", "policy": "orca", **options}
+    return ["optimize", *(word for k, v in chosen.items() for word in (f"--{k.replace('_', '-')}", v))]
+
+
+def simulate(plan: str = "hand.yaml", **options: str) -> list[str]:
+    chosen = {"profile": "p.json", "workload": LAW, **options}
+    return ["simulate", plan, *(word for k, v in chosen.items() for word in (f"--{k}", v))]
+
+
+def answer(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    """The one line on stderr of a command that is refused."""
+    try:
+        status: int | str | None = main(argv)
+    except SystemExit as end:  # argparse ends by itself.
+        status = end.code
+    captured = capsys.readouterr()
+    assert status == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err.strip()
+
+
+def printed(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def strict(text: str) -> dict[str, object]:
+    body = json.loads(text, parse_constant=pytest.fail)
+    assert isinstance(body, dict)
+    return body
+
+
+def test_optimize_prints_the_winner_and_every_policy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, optimize(policy="auto"))
+    assert "bound 100 ms on p99-length" in text
+    assert "drift headroom: the bound holds until outputs are" in text
+    for word in ("throughput", "ttft", "tpot", "latency (bound)", "memory", "static", "orca", "rra", "points in"):
+        assert word in text
+
+
+def test_without_a_bound_none_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no latency bound: orca(" in printed(capsys, optimize(latency_bound="inf"))
+
+
+@pytest.mark.parametrize("bound", ["100ms", "inf"])
+def test_optimize_keeps_its_contract_with_programs(
+    folder: Path, capsys: pytest.CaptureFixture[str], bound: str
+) -> None:
+    body = strict(printed(capsys, [*optimize(latency_bound=bound), "--json"]))
+    assert set(body["schedule"]) == {"policy", "max_num_seqs"}  # type: ignore[call-overload]
+    assert body["placement"] == [{"devices": [0], "tensor_parallel_size": 1, "layers": [0, 6]}]
+    assert set(body["estimate"]) == ESTIMATE  # type: ignore[call-overload]
+    assert set(body["replay"]) == ESTIMATE  # type: ignore[call-overload]
+    assert {"points", "seconds", "gap"} <= set(body["search"])  # type: ignore[call-overload]
+
+
+def test_simulate_keeps_its_contract_with_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = strict(printed(capsys, [*simulate(), "--json"]))
+    assert body["schedule"] == {"policy": "rra", "prefill_batch": 4, "decode_steps": 6}
+    assert set(body["estimate"]) == set(body["replay"]) == ESTIMATE  # type: ignore[call-overload]
+
+
+def test_the_papers_steady_state_changes_the_closed_form_and_not_the_replay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = strict(printed(capsys, [*simulate(), "--json"]))
+    paper = strict(printed(capsys, [*simulate(), "--steady-state", "paper", "--json"]))
+    assert paper["replay"] == exact["replay"]
+    assert paper["estimate"] != exact["estimate"]
+    assert "exact steady state" in answer(capsys, [*simulate(), "--steady-state", "paper", "-o", "x.yaml"])
+    assert not (folder / "x.yaml").exists()
+
+
+def test_a_plan_that_optimize_wrote_replays_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "plans").mkdir()
+    printed(capsys, [*optimize(memory="30MiB"), "-o", "plans/plan.yaml"])
+    plan = load_plan(folder / "plans" / "plan.yaml")
+    assert (plan.profile, plan.workload, plan.model) == ("../p.json", LAW, "demo")
+    body = strict(printed(capsys, ["simulate", "plans/plan.yaml", "--json"]))
+    assert plan.replay is not None
+    assert body["replay"]["throughput"] == plan.replay.throughput  # type: ignore[index]
+    assert body["replay"]["latency"] == plan.replay.latency  # type: ignore[index]
+
+
+def test_simulate_fills_in_a_plan_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, [*simulate(), "-o", "full.yaml", "--timeline", "t.json"])
+    assert "closed form" in text
+    assert "replay" in text
+    assert strict((folder / "t.json").read_text())["traceEvents"]
+    plan = load_plan(folder / "full.yaml")
+    assert plan.estimate is not None
+    assert plan.replay is not None
+    assert plan.estimate.throughput == pytest.approx(plan.replay.throughput, rel=0.1)
+    assert strict(printed(capsys, ["simulate", "full.yaml", "--json"]))["schedule"]
+
+
+def test_simulate_takes_the_plans_own_kv_cache(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "hand.yaml").write_text(BY_HAND + "kv_cache_tokens: 160\n")
+    body = strict(printed(capsys, [*simulate(), "--json"]))
+    assert body["replay"]["kv_tokens"] <= 160  # type: ignore[index]
+    assert body["kv_cache_tokens"] == 160
+
+
+def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "hand.yaml").write_text(BY_HAND + "bound: {seconds: 0.001}\n")
+    assert main(simulate()) == 2
+    assert "the replay breaks the bound 1 ms on p99-length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"latency_bound": "-1s"}, "--latency-bound must be above zero, found '-1s'"),
+        ({"latency_bound": "-1"}, "--latency-bound must be above zero, found '-1'"),
+        ({"latency_bound": "0"}, "--latency-bound must be above zero, found '0'"),
+        ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
+        ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
+        ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
+        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"),
+        ({"order": "best"}, "no order 'best'; there are fcfs, sjf, edf, das"),
+        ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),
+        (
+            {"bound_on": "p50"},
+            "--bound-on must be p99-length or pNN-requests, such as p99-requests or p50-requests, found 'p50'",
+        ),
+        (
+            {"memory": "1MB"},
+            "demo needs 21.7 MiB for weights, workspace and one request of 104 tokens; affine has 1.0 MiB for it",
+        ),
+        ({"memory": "-1MB"}, "--memory must be above zero, found '-1MB'"),
+        ({"max_num_seqs": "0"}, "--max-num-seqs must lie between 1 and 65536, found 0"),
+        ({"max_num_seqs": "1000000000"}, "--max-num-seqs must lie between 1 and 65536, found 1000000000"),
+        ({"max_num_seqs": "many"}, "argument --max-num-seqs: invalid int value: 'many'"),
+        ({"profile": "nothing.json"}, "no file nothing.json"),
+        ({"profile": "half.json"}, "half.json is not valid JSON:"),
+        ({"profile": "noise"}, "noise is not UTF-8 text"),
+        ({"profile": "hand.yaml"}, "hand.yaml is not valid JSON:"),
+        ({"profile": "object.json"}, "object.json is not an exeplan profile; make one with `exeplan profile MODEL"),
+        ({"model": "llama-50m"}, "the profile is of demo (shape "),
+        ({"model": "nope"}, "no model directory or shipped model 'nope'; shipped are"),
+        ({"workload": "nothing.csv"}, "no workload 'nothing.csv': no such file, no law"),
+        ({"workload": "empty.csv"}, "empty.csv holds no request; a trace needs at least one row below the header"),
+        ({"workload": "half.csv"}, "half.csv line 3: 1 fields, the header has 2"),
+        ({"workload": "noise"}, "noise is not UTF-8 text"),
+        (
+            {"workload": "fixed:in=600;out=500"},
+            "workload 'fixed:in=600;out=500' has requests of 1100 tokens, the context of demo is 1024",
+        ),
+        ({"plot": "frontier.gif"}, "cannot draw frontier.gif"),
+    ],
+)
+def test_optimize_answers_a_mistake_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: dict[str, str], message: str
+) -> None:
+    (folder / "half.json").write_text((folder / "p.json").read_text()[:3000])
+    (folder / "object.json").write_text("{}")
+    (folder / "noise").write_bytes(b"\xfe\xff\x00\x80" * 9)
+    (folder / "empty.csv").write_text("input_tokens,output_tokens\n")
+    (folder / "half.csv").write_text("input_tokens,output_tokens\n10,5\n10")
+    assert answer(capsys, optimize(**options)).startswith(f"exeplan optimize: {message}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (simulate("nothing.yaml"), "no file nothing.yaml"),
+        (simulate("."), ". is a directory, not a file"),
+        (simulate("p.json"), "p.json: unknown field 'calibration'; a plan has"),
+        (simulate("half.yaml"), "half.yaml is not valid YAML at line"),
+        (simulate("other.yaml"), "the plan was made for a model of shape 0000000000000000, demo has shape "),
+        (simulate("layers.yaml"), "the plan places layers [0, 5]; demo needs 0 to 6 in order"),
+        (simulate("two.yaml"), "the profile has tensor-parallel sizes 1, not 2"),
+        (simulate("no-model.yaml"), "no model directory or shipped model 'nope'; shipped are"),
+        (["simulate", "hand.yaml"], "the plan names no profile; give one with --profile"),
+        (["simulate", "hand.yaml", "--profile", "p.json"], "the plan names no workload; give one with --workload"),
+        (simulate(workload="fixed:in=600;out=500"), "workload 'fixed:in=600;out=500' has requests of 1100 tokens"),
+        (simulate(requests="0"), "--requests must be at least 1, found 0"),
+        (simulate(seed="-1"), "--seed must be at least 0, found -1"),
+        (simulate(timeline="t.gif"), "a timeline is a .json, .png, .svg or .pdf file, not 't.gif'"),
+        (simulate("small.yaml"), "40 prompt and 24 output tokens need 4 KV blocks, the cache has 1 (16 tokens)"),
+        (["simulate"], "the following arguments are required: PLAN; see `exeplan simulate --help`"),
+    ],
+)
+def test_simulate_answers_a_mistake_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    (folder / "half.yaml").write_text(BY_HAND[:60])
+    (folder / "other.yaml").write_text(BY_HAND + "model_fingerprint: '0000000000000000'\n")
+    (folder / "layers.yaml").write_text(BY_HAND.replace("[0, 6]", "[0, 5]"))
+    (folder / "two.yaml").write_text(BY_HAND.replace("[0], layers", "[0, 1], layers"))
+    (folder / "no-model.yaml").write_text(BY_HAND.replace("demo", "nope"))
+    (folder / "small.yaml").write_text(BY_HAND + "kv_cache_tokens: 16\nworkload: fixed:in=40;out=24\n")
+    argv = [word for word in argv if argv[1:2] != ["small.yaml"] or word not in ("--workload", LAW)]
+    assert answer(capsys, argv).startswith(f"exeplan simulate: {message}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "exeplan: the following arguments are required: COMMAND; see `exeplan --help`"),
+        (["optimise"], "exeplan: argument COMMAND: invalid choice: 'optimise'"),
+        (["serve", "nothing.yaml"], "exeplan serve: no file nothing.yaml"),
+        (["serve", "hand.yaml", "--port", "99999"], "exeplan serve: --port must lie between 0 and 65535, found 99999"),
+        (["serve", "hand.yaml", "--drain", "-1s"], "exeplan serve: --drain must be above zero, found '-1s'"),
+        (["bench"], "exeplan bench: give a PLAN, or --url and --workload"),
+        (["bench", "hand.yaml"], "exeplan bench: the plan names no workload; give one with --workload"),
+        (["bench", "hand.yaml", "--rate", "-2"], "exeplan bench: --rate must be above zero, found -2.0"),
+        (["bench", "hand.yaml", "--rate", "nan"], "exeplan bench: --rate must be above zero, found nan"),
+        (["profile", "nope", "-o", "x.json"], "exeplan profile: no model directory or shipped model 'nope'"),
+        (["profile", "demo", "-o", "x.json", "--budget", "0"], "exeplan profile: --budget must be above zero"),
+        (["profile", "demo", "-o", "x.json", "--threads", "0"], "exeplan profile: --threads must be at least 1"),
+        (["profile", "demo", "-o", "x.json", "--device", "cpu", "--dtype", "fp8"], "exeplan profile: fp8 needs a GPU"),
+        (
+            ["profile", "demo", "-o", "x.json", "--device", "cpu", "--kv-dtype", "fp8"],
+            "exeplan profile: fp8 needs a GPU",
+        ),
+    ],
+)
+def test_the_other_commands_answer_a_mistake_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert answer(capsys, argv).startswith(message)
+
+
+def test_a_share_of_each_gpu_is_what_a_plan_may_use(
+    folder: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(replace(profile, device=replace(profile.device, kind="cuda")), folder / "gpu.json")
+    asked = {"profile": "gpu.json", "gpu_memory_utilization": "0.05"}
+    assert main([*optimize(**asked), "-o", "plan.yaml"]) == 0
+    plan = load_plan(folder / "plan.yaml")
+    assert plan.gpu_memory_utilization == 0.05
+    assert plan_problem(read_plan(folder / "plan.yaml")).memory == 0.05 * profile.device.memory_bytes
+    capsys.readouterr()
+    message = "exeplan optimize: --gpu-memory-utilization is for GPUs, the profile is of a CPU; use --memory"
+    assert answer(capsys, optimize(gpu_memory_utilization="0.05")) == message
+    share = "is a share of the GPU's memory above 0 and at most 1, found 1.5"
+    assert share in answer(capsys, optimize(profile="gpu.json", gpu_memory_utilization="1.5"))
+    assert "is for GPUs" in answer(capsys, ["serve", "hand.yaml", "--gpu-memory-utilization", "0.5"])
+
+
+def test_the_exit_status_reaches_the_shell_without_a_traceback(folder: Path) -> None:
+    command = [sys.executable, "-m", "exeplan"]
+    wrong = subprocess.run([*command, *optimize(latency_bound="-1s")], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "exeplan optimize: --latency-bound must be above zero, found '-1s'\n"
+    right = subprocess.run([*command, *optimize(), "--json"], capture_output=True, text=True, check=False)
+    assert (right.returncode, right.stderr) == (0, "")
+    assert strict(right.stdout)["schedule"]

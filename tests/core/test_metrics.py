@@ -1,0 +1,88 @@
+"""Every figure of a run follows from its requests' timestamps by the module's definitions."""
+
+import pytest
+
+from exeplan.core.metrics import RequestRecord, summarize, window
+
+
+def request(start: float, *token_times: float, arrival: float = 0.0) -> RequestRecord:
+    return RequestRecord(input_tokens=10, arrival=arrival, start=start, token_times=token_times)
+
+
+def test_one_request_by_hand() -> None:
+    estimate = summarize([request(1.0, 2.0, 2.5, 3.0)], p99_output=3, backlog=False)
+    assert estimate.ttft == pytest.approx(1.0)
+    assert estimate.tpot == pytest.approx(0.5)
+    assert estimate.latency == pytest.approx(2.0)
+    assert estimate.latency_p50 == estimate.latency_p99 == pytest.approx(2.0)
+    assert estimate.token_throughput == pytest.approx(3 / 3)
+    assert estimate.throughput == pytest.approx(1 / 3)
+
+
+def test_times_count_from_the_start_of_the_prefill_not_from_the_arrival() -> None:
+    early, late = request(5.0, 6.0, arrival=0.0), request(5.0, 6.0, arrival=4.9)
+    assert summarize([early], p99_output=1, backlog=False).ttft == 1.0
+    assert summarize([late], p99_output=1, backlog=False).ttft == 1.0
+
+
+def test_tpot_leaves_out_outputs_of_one_token() -> None:
+    records = [request(0.0, 1.0), request(0.0, 1.0, 3.0), request(0.0, 1.0, 2.0)]
+    assert summarize(records, p99_output=1, backlog=False).tpot == pytest.approx((2.0 + 1.0) / 2)
+    assert summarize(records[:1], p99_output=1, backlog=False).tpot == 0.0
+
+
+def test_the_p99_length_latency_is_the_mean_time_to_that_token_of_those_that_get_there() -> None:
+    records = [request(0.0, 1.0, 2.0), request(0.0, 1.0, 4.0, 9.0), request(0.0, 1.0)]
+    assert summarize(records, p99_output=2, backlog=False).latency == pytest.approx((2.0 + 4.0) / 2)
+
+
+def test_a_length_that_nobody_reached_has_no_latency() -> None:
+    assert summarize([request(0.0, 1.0)], p99_output=2, backlog=False).latency is None
+
+
+def test_the_p99_requests_latency_is_the_99th_percentile_of_all() -> None:
+    records = [request(0.0, float(i)) for i in range(1, 102)]
+    estimate = summarize(records, p99_output=1, bound_about="p99-requests", backlog=False)
+    assert estimate.latency == estimate.latency_p99 == pytest.approx(100.0)
+    assert estimate.latency_p50 == pytest.approx(51.0)
+
+
+STEADY = [request(float(i), i + 1.0, i + 2.0) for i in range(10)]
+"""One request starts every second and yields a token after one and after two seconds."""
+
+
+def test_the_window_opens_after_the_first_batch_and_closes_with_the_last_start() -> None:
+    assert window(STEADY, backlog=True) == (2.0, 9.0)
+    assert window(STEADY, backlog=False) == (0.0, 11.0)
+
+
+def test_the_window_opens_at_once_where_batches_do_not_overlap() -> None:
+    batches = [request(2.0 * i, 2.0 * i + 1.0, 2.0 * i + 2.0) for i in range(4)]
+    assert window(batches, backlog=True) == (0.0, 6.0)
+
+
+def test_rates_count_only_what_falls_inside_the_window() -> None:
+    # Inside (2, 9] every second brings two tokens; over the whole run 20 tokens take 11 seconds.
+    assert summarize(STEADY, p99_output=2).token_throughput == pytest.approx(2.0)
+    assert summarize(STEADY, p99_output=2).throughput == pytest.approx(1.0)
+    assert summarize(STEADY, p99_output=2, backlog=False).token_throughput == pytest.approx(20 / 11)
+
+
+def test_times_count_only_requests_that_start_inside_the_window() -> None:
+    slow_start = [request(0.0, 50.0, 51.0), *(request(50.0 + i, 51.0 + i, 52.0 + i) for i in range(1, 10))]
+    estimate = summarize(slow_start, p99_output=2)
+    assert estimate.ttft == pytest.approx(1.0)
+    assert estimate.latency == pytest.approx(2.0)
+
+
+def test_the_window_opens_early_in_a_long_first_generation() -> None:
+    # The first request outlives all others; a quarter of the tokens is out long before it ends.
+    records = [request(0.0, *(float(t) for t in range(1, 41))), *(request(float(t), t + 1.0) for t in range(1, 40))]
+    opens, closes = window(records, backlog=True)
+    assert opens < 15.0
+    assert closes == 39.0
+
+
+def test_memory_is_passed_through() -> None:
+    estimate = summarize(STEADY, p99_output=2, kv_tokens=5.0, memory_bytes=7.0)
+    assert (estimate.kv_tokens, estimate.memory_bytes_per_gpu) == (5.0, 7.0)

@@ -1,0 +1,326 @@
+"""A service re-plans when what arrives makes its plan a bad one, and never on traffic that stays what it was."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exeplan.cli import main
+from exeplan.core.bounds import Bound
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.drift.best_plan import cautious, narrowest
+from exeplan.drift.histograms import lengths_of
+from exeplan.drift.length_monitor import LengthMonitor, Seen
+from exeplan.drift.moving_cost import moving_seconds
+from exeplan.drift.state import DriftState, ReplanState, Rules, as_json, summary
+from exeplan.drift.trace import arrivals_of, play_trace
+from exeplan.drift.watch import Watch
+from exeplan.errors import Infeasible
+from exeplan.planner.load_problem import load_plan
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import make_problem
+from exeplan.simulator.closed_form import steady_state
+from exeplan.workload.workload import Trace, Workload
+
+POLICIES = ("rra", "orca")
+BOUND = 0.45
+"""Seconds; tight enough for the lengths to matter."""
+
+
+def draw(count: int, seed: int, *, scale: float = 1.0) -> Trace:
+    rng = np.random.default_rng(seed)
+    outputs = np.minimum((rng.gamma(2.0, 30.0, count) * scale).astype(int) + 1, 400)
+    return Trace(rng.integers(8, 60, count), outputs)
+
+
+def joined(*parts: Trace) -> Trace:
+    return Trace(*(np.concatenate([getattr(part, side) for part in parts]) for side in ("inputs", "outputs")))
+
+
+@pytest.fixture(scope="module")
+def problem(profile):
+    """What was planned for: a law known from twenty thousand requests."""
+    workload = Workload.of_trace("planned", draw(20_000, seed=99))
+    return make_problem(profile, workload, Bound(seconds=BOUND))
+
+
+@pytest.fixture(scope="module")
+def plan(problem):
+    return optimize(problem, policies=POLICIES).plan
+
+
+def replans(plan, problem, trace: Trace, rules: Rules | None = None):
+    watch = Watch(plan, problem, rules=rules or Rules(every=4.0), policies=POLICIES)
+    looks = list(play_trace(watch, problem, trace, arrivals_of(trace, problem, plan)))
+    return looks, [look for look in looks if look.adopted]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_happens_on_stationary_traffic(plan, problem, seed):
+    looks, found = replans(plan, problem, draw(3000, seed))
+    assert found == []
+    assert max(look.state.measure for look in looks) < 1
+    assert looks[-1].state.num_requests > 300
+
+
+def test_nor_where_the_plan_was_made_from_few_requests(profile):
+    few = make_problem(profile, Workload.of_trace("few", draw(400, seed=5)), Bound(seconds=BOUND))
+    plan = optimize(few, policies=POLICIES).plan
+    assert all(replans(plan, few, draw(2500, seed))[1] == [] for seed in (1, 2, 3))
+
+
+def test_longer_outputs_break_the_bound_and_the_new_plan_keeps_it(plan, problem):
+    looks, found = replans(plan, problem, joined(draw(1500, 1), draw(2500, 2, scale=1.6)))
+    assert all(look.num_arrived > 1500 for look in found)
+    first = found[0].adopted
+    assert "the bound would be filled" in first.reason
+    assert first.old.latency > BOUND >= first.new.latency
+    drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=1.6)))
+    assert drifted.estimate(found[-1].adopted.plan.schedule).latency < BOUND * 1.02
+    assert looks[-1].state.bound_share <= 1.02
+
+
+def test_shorter_outputs_are_worth_a_plan_with_more_throughput(plan, problem):
+    _, found = replans(plan, problem, joined(draw(1500, 1), draw(2500, 2, scale=0.5)))
+    assert found
+    first = found[0].adopted
+    assert first.new.throughput > 1.05 * first.old.throughput
+    assert first.new.latency <= BOUND
+    drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=0.5)))
+    hindsight = optimize(drifted, policies=POLICIES).plan.estimate
+    reached = drifted.estimate(found[-1].adopted.plan.schedule)
+    assert reached.throughput > 0.9 * hindsight.throughput
+
+
+@pytest.fixture(scope="module")
+def tight(problem):
+    """A bound that one request alone nearly fills, and the plan for it."""
+    alone = steady_state(Schedule("orca", {"max_num_seqs": 1}), problem.workload, problem.cost)
+    tight = problem.held_to([Bound(seconds=1.3 * alone.bound_latency("p99-length"))])
+    return tight, optimize(tight, policies=POLICIES).plan
+
+
+def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_one_does(tight):
+    problem, plan = tight
+    parts = [draw(1500, 1), draw(2000, 2, scale=2.5), draw(2000, 3)]
+    looks, found = replans(plan, problem, joined(*parts), Rules(every=4.0, dwell=20.0))
+    first, *_, last = [look.adopted for look in found]
+    missed = next(look.state.missed for look in looks if look.adopted)
+    bound = problem.bound.seconds
+    assert first.old.latency > 1.03 * first.new.latency > bound
+    assert first.new.latency <= missed * bound
+    assert f"no plan keeps {problem.bound} under the observed lengths; the narrowest that one keeps is" in first.reason
+    assert "The gentlest plan fills it to" in first.reason
+    assert first.plan.bound == problem.bound
+    assert first.plan.drift_headroom == 0
+    # Each move in the drifted part is clearly gentler, so there are few; afterwards one keeps the bound.
+    during = [look.adopted for look in found if look.state.missed]
+    assert all(one.old.latency > 1.03 * one.new.latency for one in during)
+    assert len(during) <= 2
+    assert last.new.latency <= bound
+    assert looks[-1].state.missed is None
+
+
+def test_the_gentlest_plan_is_left_alone_while_the_law_stays(tight):
+    problem, _ = tight
+    drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=2.5)))
+    gentlest = narrowest(drifted, lambda wider: optimize(wider, policies=POLICIES).plan)
+    assert gentlest.missed > 1.3
+    active = replace(gentlest.plan, bound=problem.bound)
+    looks, found = replans(active, problem, draw(600, 5, scale=2.5), Rules(every=15.0, dwell=4.0))
+    assert found == []
+    assert looks[-1].state.missed > 1.3
+    assert "no plan keeps" in looks[-1].state.verdict
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("needed", [1.0, 1.02, 1.5, 7.0])
+def test_the_narrowest_bounds_are_found_to_within_a_step(problem, plan, needed, told):
+    tried = []
+
+    def make(wider):
+        tried.append(factor := wider.bound.seconds / BOUND)
+        if factor < needed * (1 - 1e-9):
+            raise Infeasible("narrow", wider=needed / factor if told else None)
+        return replace(plan, replay=replace(plan.replay, latency=BOUND * factor))
+
+    found = narrowest(problem, make)
+    assert needed * (1 - 1e-9) <= found.missed <= needed * 1.031
+    assert len(tried) <= (2 if told else 15)
+
+
+def test_what_no_bounds_would_help_is_refused_as_it_was(problem):
+    def make(wider):
+        raise Infeasible(f"too much under {wider.bound.seconds:g}")
+
+    with pytest.raises(Infeasible, match=f"too much under {BOUND:g}$"):
+        narrowest(problem, make)
+
+
+def test_two_replans_are_a_dwell_time_apart(plan, problem):
+    parts = [draw(1500, seed, scale=(1.0, 1.8)[seed % 2]) for seed in range(4)]
+    rules = Rules(every=4.0, dwell=20.0)
+    _, found = replans(plan, problem, joined(*parts), rules)
+    times = [look.state.seconds for look in found]
+    assert len(times) > 1
+    assert min(np.diff(times)) >= 20.0
+
+
+def test_a_gain_below_the_threshold_moves_nobody(plan, problem):
+    trace = joined(draw(1500, 1), draw(2500, 2, scale=0.5))
+    looks, found = replans(plan, problem, trace, Rules(every=4.0, gain=5.0))
+    assert found == []
+    assert "less than it takes" in looks[-1].state.verdict
+    assert looks[-1].state.measure > 1
+
+
+def test_moving_that_takes_longer_than_the_law_may_last_is_not_worth_it(plan, problem, monkeypatch):
+    monkeypatch.setattr("exeplan.drift.watch.moving_seconds", lambda problem, old, new: 1e6)
+    for scale, words in ((1.6, "the law may last"), (0.5, "does not bring back")):
+        looks, found = replans(plan, problem, joined(draw(1500, 1), draw(1500, 2, scale=scale)))
+        assert found == []
+        assert words in looks[-1].state.verdict
+
+
+def test_a_veto_holds_for_a_dwell_time(plan, problem):
+    watch = Watch(plan, problem, rules=Rules(every=4.0, dwell=1e9), policies=POLICIES)
+    watch.vetoed(now=0.0)
+    trace = joined(draw(1500, 1), draw(1500, 2, scale=1.6))
+    looks = play_trace(watch, problem, trace, arrivals_of(trace, problem, plan))
+    assert not any(look.adopted for look in looks)
+
+
+def test_moving_is_free_where_devices_layers_and_room_stay(plan, problem):
+    other = replace(plan, schedule=replace(plan.schedule, variables={"prefill_batch": 2, "decode_steps": 8}))
+    assert moving_seconds(problem, plan, other) == 0.0
+    more = replace(other, kv_cache_tokens=2 * plan.kv_cache_tokens)
+    assert moving_seconds(problem, plan, more) > 0.0
+
+
+def test_moving_layers_costs_their_load_and_what_becomes_of_keys_and_values(plan, problem):
+    num_layers = problem.profile.model.num_layers
+    there = replace(plan, placement=(Stage(devices=(1,), layers=(0, num_layers)),))
+    load = problem.profile.weight_bytes / 5e9
+    used = problem.estimate(plan.schedule).kv_tokens
+    carried = moving_seconds(problem, plan, there)
+    assert load < carried <= load + 2 * used * problem.profile.model.kv_bytes_per_token("float32") / 5e9
+    # Keys and values of another kind are of no use there, and prefills take their time.
+    assert moving_seconds(problem, plan, replace(there, kv_dtype="bfloat16")) > carried
+
+
+def test_a_cautious_law_has_as_many_long_outputs_as_the_sample_leaves_room_for():
+    monitor = LengthMonitor(half_life=1e9)
+    monitor.note(
+        [Seen(float(n), 10, int(o), True) for n, o in enumerate(np.random.default_rng(0).permutation(1000))], []
+    )
+    observed = monitor.observe()
+    safe = cautious(observed, observed.workload, share=0.99, confidence=0.8)
+    assert safe.output_quantile(0.99) > observed.workload.output_quantile(0.99)
+    assert safe.weights.sum() == pytest.approx(1.0)
+    assert safe.mean_output == pytest.approx(observed.workload.mean_output, rel=0.02)
+
+
+def test_requests_that_took_longer_than_predicted_tighten_the_new_plan(plan, problem):
+    """The same drift, once as predicted and once with every request taking 1.3 times as long."""
+
+    def adopted(slow: float):
+        watch = Watch(plan, problem, rules=Rules(every=4.0, looks=1), policies=POLICIES)
+        trace = draw(1200, 3, scale=1.6)
+        drifted = replace(problem, workload=Workload.of_trace("d", trace))
+        seconds = slow * steady_state(plan.schedule, drifted.workload, drifted.cost).latency(
+            trace.outputs.astype(float)
+        )
+        rows = zip(trace.inputs.tolist(), trace.outputs.tolist(), seconds.tolist(), strict=True)
+        watch.note([Seen(float(n), i, o, True, s) for n, (i, o, s) in enumerate(rows)], [])
+        return watch.look(1300.0)[1]
+
+    fast, slow = adopted(1.0), adopted(1.3)
+    assert slow.new.latency < 0.9 * fast.new.latency
+
+
+def test_histograms_share_their_edges_and_add_up(problem):
+    planned, observed = lengths_of(problem.workload, Workload.of_trace("o", draw(500, 4, scale=2.0)))
+    assert planned.outputs.edges == observed.outputs.edges
+    for law in (planned.inputs, planned.outputs, observed.inputs, observed.outputs):
+        assert sum(law.shares) == pytest.approx(1.0)
+        assert len(law.edges) == len(law.shares) + 1
+
+
+def test_the_state_is_plain_values(plan):
+    state = ReplanState(mode="auto", plan=plan, drift=DriftState(measure=0.5, num_requests=100.0))
+    assert json.loads(json.dumps(as_json(state)))["plan"]["schedule"]["policy"] == plan.schedule.policy
+    assert summary(state) == {
+        "replans_total": 0.0,
+        "drift_measure": 0.5,
+        "drift_requests": 100.0,
+        "replan_proposed": 0.0,
+    }
+
+
+# The command
+
+
+def write(path: Path, trace: Trace) -> str:
+    rows = "\n".join(f"{i},{o}" for i, o in zip(trace.inputs, trace.outputs, strict=True))
+    path.write_text(f"input_tokens,output_tokens\n{rows}\n")
+    return path.name
+
+
+@pytest.fixture
+def planned(folder: Path, capsys) -> Path:
+    """The working folder, with a plan for a trace in it."""
+    write(folder / "planned.csv", draw(5000, seed=99))
+    bound = ["--latency-bound", f"{BOUND}s", "--policy", "rra"]
+    assert main(["optimize", "--profile", "p.json", "--workload", "planned.csv", *bound, "-o", "plan.yaml"]) == 0
+    capsys.readouterr()
+    return folder
+
+
+def test_the_command_says_that_nothing_happened(planned, capsys):
+    assert main(["drift", "--plan", "plan.yaml", write(planned / "t.csv", draw(1500, 1)), "--every", "4s"]) == 0
+    out = capsys.readouterr().out
+    assert "no re-plan" in out
+    assert "1500 requests" in out
+
+
+def test_the_command_says_when_and_what_it_gains_and_writes_the_plan(planned, capsys):
+    trace = write(planned / "t.csv", joined(draw(800, 1), draw(1500, 2, scale=0.5)))
+    command = ["drift", "--plan", "plan.yaml", trace, "--every", "4s", "--policy", "rra"]
+    assert main([*command, "--json", "-o", "new.yaml"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["replans"][0]
+    assert first["requests"] > 800
+    assert first["gain"] > 0.05
+    assert load_plan(planned / "new.yaml").schedule.policy == "rra"
+    assert main(["simulate", "new.yaml"]) == 0
+
+
+def test_a_trace_is_scaled_as_the_planned_one_was(planned, capsys):
+    """The context is 1024: only with the planned trace's own factor do half as long outputs stay half as long."""
+    long = Trace(draw(3000, 1).inputs, draw(3000, 1).outputs * 10)
+    write(planned / "long.csv", long)
+    bound = ["--latency-bound", "20s", "--policy", "rra", "--fit-context"]
+    assert main(["optimize", "--profile", "p.json", "--workload", "long.csv", *bound, "-o", "l.yaml"]) == 0
+    capsys.readouterr()
+    for scale, expected in ((1, False), (2, True)):
+        trace = write(planned / "t.csv", Trace(long.inputs[:1200], long.outputs[:1200] // scale))
+        assert main(["drift", "--plan", "l.yaml", trace, "--every", "60s", "--policy", "rra", "--json"]) == 0
+        looks = json.loads(capsys.readouterr().out)["looks"]
+        assert (max(look["measure"] for look in looks) > 1) is expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fixed:in=10;out=5"], "is a law, not a trace"),
+        (["planned.csv", "--every", "0s"], "--every must be above zero"),
+        (["planned.csv", "--gain", "much"], "--gain must be a share such as 5% or 0.05, found 'much'"),
+        (["planned.csv", "--rate", "-1"], "--rate must be a positive number"),
+        (["planned.csv", "--every", "60s", "-o", "x.yaml"], "nothing to write to x.yaml"),
+    ],
+)
+def test_what_the_command_cannot_do_it_says(planned, capsys, arguments, message):
+    assert main(["drift", "--plan", "plan.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err

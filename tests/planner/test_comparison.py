@@ -1,0 +1,130 @@
+"""A comparison has a row for each combination, its plan the one that optimize finds, or why there is none."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from exeplan.cli import main
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import Profile
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import make_problem
+from exeplan.workload.files import load_workload
+
+SHORT, LONG = "fixed:in=20;out=6", "normal:in=40,10,80;out=12,5,24"
+CLUSTER = """
+device: affine
+nodes: 1
+gpus_per_node: 4
+memory: 8GiB
+intra: {bandwidth: 1GB, latency: 10us}
+inter: {bandwidth: 100MB, latency: 50us}
+"""
+
+
+@pytest.fixture
+def folder(folder: Path) -> Path:
+    """The working folder, with a profile and a cluster of its device."""
+    (folder / "four.yaml").write_text(CLUSTER)
+    return folder
+
+
+def compare(**options: str | tuple[str, ...] | None) -> list[str]:
+    """`exeplan compare` with these options in place of good ones; None leaves one out."""
+    chosen = {"profile": "p.json", "workload": SHORT, "latency_bound": "100ms", "policy": "orca", **options}
+    words: list[str] = ["compare"]
+    for name, value in chosen.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", *([value] if isinstance(value, str) else value)]
+    return words
+
+
+def test_every_combination_has_a_row_with_the_plan_of_optimize(
+    folder: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = compare(workload=(SHORT, LONG), latency_bound="100ms,inf", cluster="four.yaml", gpus="1,2")
+    assert main([*argv, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
+    assert [(row["gpus"], row["workload"], row["bound"]["seconds"]) for row in rows] == [
+        (gpus, workload, bound) for gpus in (1, 2) for workload in (SHORT, LONG) for bound in (0.1, None)
+    ]
+    alone = optimize(make_problem(profile, load_workload(SHORT), Bound(seconds=0.1)), policies=("orca",)).plan
+    assert alone.estimate is not None
+    assert rows[0]["schedule"] == {"policy": "orca", **alone.schedule.variables}
+    assert rows[0]["estimate"]["throughput"] == pytest.approx(alone.estimate.throughput)
+    assert rows[4]["throughput_per_gpu"] == pytest.approx(rows[4]["estimate"]["throughput"] / 2)
+
+
+def test_a_row_without_a_plan_says_what_would_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*compare(latency_bound="1ms,100ms"), "--csv", "rows.csv"]) == 0
+    header, _, refused, found = capsys.readouterr().out.split("\n")[:4]
+    assert header.split() == ["model", "cluster", "GPUs", *header.split()[3:]]
+    assert "none  the tightest latency bound would be " in refused
+    assert " orca " in found
+    with (folder / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["policy"] for row in rows] == ["", "orca"]
+    assert rows[0]["refusal"].startswith("latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs")
+    assert rows[0]["throughput"] == ""
+    assert float(rows[1]["latency"]) <= float(rows[1]["bound_seconds"]) == 0.1
+
+
+def test_without_any_plan_the_status_is_2_and_the_table_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "four.yaml").write_text(CLUSTER.replace("8GiB", "2MiB"))
+    assert main(compare(cluster="four.yaml")) == 2
+    out = capsys.readouterr().out
+    assert "see (1)" in out
+    assert "\n(1) demo does not fit cluster four: each of its 4 GPUs lacks " in out
+
+
+def test_profiles_meet_clusters_of_their_device(
+    folder: Path, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "other.yaml").write_text(CLUSTER.replace("device: affine", "device: steep"))
+    other = (folder / "p.json").read_text().replace('"name": "affine"', '"name": "steep"')
+    (folder / "steep.json").write_text(other)
+    assert main([*compare(profile=("p.json", "steep.json"), cluster=("other.yaml", "four.yaml")), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["cluster"] for row in rows] == ["four", "other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profile": "none.json"}, "no file none.json"),
+        ({"profile": "four.yaml"}, "four.yaml is not valid JSON:"),
+        (
+            {"cluster": "a100"},
+            "the profile of demo is of affine, the clusters have a100-80gb; give a cluster of affine",
+        ),
+        ({"cluster": ("four.yaml", "a100")}, "cluster a100 has a100-80gb GPUs, the profiles are of affine; profile a"),
+        ({"cluster": "nowhere"}, "no cluster file or shipped cluster 'nowhere'; shipped are "),
+        ({"gpus": "2"}, "--gpus needs a --cluster"),
+        ({"cluster": "four.yaml", "gpus": "2,x"}, "--gpus must be whole numbers such as 2,4,8, found '2,x'"),
+        ({"cluster": "four.yaml", "gpus": "0"}, "--gpus must be whole numbers such as 2,4,8, found '0'"),
+        ({"cluster": "four.yaml", "gpus": "5"}, "cluster four has 4 GPUs, not 5"),
+        ({"latency_bound": "1s,,2s"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found ''"),
+        ({"latency_bound": "1s,-2s"}, "--latency-bound must be above zero, found '-2s'"),
+        ({"bound_on": "ttft"}, "the first bound must be on p99-length or pNN-requests"),
+        ({"bound_on": "mean"}, "a bound can be on p99-length or pNN-requests"),
+        ({"policy": "best"}, "no policy 'best'; there are "),
+        ({"workload": "nothing.csv"}, "no workload 'nothing.csv'"),
+        ({"workload": "fixed:in=600;out=500"}, "workload 'fixed:in=600;out=500' has requests of 1100 tokens"),
+        ({"workload": None}, "the following arguments are required: --workload; see `exeplan compare --help`"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: dict[str, str], message: str
+) -> None:
+    try:
+        status: int | str | None = main(compare(**options))
+    except SystemExit as end:  # argparse ends by itself.
+        status = end.code
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith(f"exeplan compare: {message}")

@@ -1,0 +1,208 @@
+"""The share of bounds that break stays under the stated risk, the pick of the best included, at a margin that is not
+absurd; and what is no list of errors is answered with one sentence."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from exeplan.cli import main
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import Profile
+from exeplan.errors import InputError
+from exeplan.planner.load_problem import load_plan
+from exeplan.planner.margins import Risk
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import make_problem
+from exeplan.planner.risk import compound, default_laws, error_law, load_errors, parse_risk
+from exeplan.workload.files import load_workload
+
+LAW = "normal:in=40,10,80;out=12,5,24"
+SPREAD = 0.05
+Z99 = 2.326
+
+
+def lognormal(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
+    return np.exp(rng.normal(0.01, SPREAD, size))
+
+
+def heavy_tailed(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
+    """One error in twenty is three times as large."""
+    return np.exp(rng.normal(0.0, SPREAD, size) * np.where(rng.random(size) < 0.05, 3.0, 1.0))
+
+
+@pytest.mark.parametrize("count", [5, 18, 200])
+@pytest.mark.parametrize("risk", [0.01, 0.05])
+def test_the_share_of_broken_bounds_stays_under_the_risk(count: int, risk: float) -> None:
+    rng, trials = np.random.default_rng(0), 4000
+    broken = 0
+    for _ in range(trials):
+        law = error_law(lognormal(rng, count).tolist(), "synthetic")
+        # The bound is 1 and the plan is predicted right at the margin below it.
+        broken += float(lognormal(rng, 1)[0]) / (1 + law.margin(risk)) > 1
+    assert broken / trials <= risk + 2 * math.sqrt(risk / trials)
+
+
+@pytest.mark.parametrize("num_compared", [2, 6, 20])
+def test_picking_the_best_of_many_does_not_break_more(num_compared: int) -> None:
+    rng, trials, risk = np.random.default_rng(1), 4000, 0.05
+    broken = careless = 0
+    for _ in range(trials):
+        law = error_law(lognormal(rng, 18).tolist(), "synthetic")
+        # Candidates on a curve where more throughput is more latency; the one of most throughput that is predicted to
+        # keep the bound of 1 is picked, which is likely one whose latency is predicted too low.
+        latency = np.sort(rng.uniform(0.7, 1.3, num_compared))
+        predicted = latency / lognormal(rng, num_compared)
+        for margin, careful in ((law.margin(risk, num_compared=num_compared), True), (law.margin(risk), False)):
+            keeping = latency[predicted * (1 + margin) <= 1]
+            breaks = len(keeping) > 0 and keeping[-1] > 1
+            broken += breaks and careful
+            careless += breaks and not careful
+    assert broken / trials <= risk
+    assert careless >= broken
+
+
+@pytest.mark.parametrize("risk", [0.01, 0.05])
+def test_errors_that_are_not_normal_are_covered_where_the_sample_shows_them(risk: float) -> None:
+    rng, trials = np.random.default_rng(2), 2000
+    broken = 0
+    for _ in range(trials):
+        law = error_law(heavy_tailed(rng, 300).tolist(), "synthetic")
+        broken += float(heavy_tailed(rng, 1)[0]) > 1 + law.margin(risk)
+    assert broken / trials <= risk + 2 * math.sqrt(risk / trials)
+
+
+@pytest.mark.parametrize(("count", "most"), [(5, 3.0), (18, 1.6), (200, 1.3)])
+def test_the_margin_is_not_absurdly_large(count: int, most: float) -> None:
+    # Knowing the law exactly, 2.33 standard deviations are what 1 % takes.
+    margins = [
+        error_law(lognormal(np.random.default_rng(seed), count).tolist(), "synthetic").margin(0.01)
+        for seed in range(50)
+    ]
+    assert np.median(margins) <= most * math.expm1(0.01 + Z99 * SPREAD)
+
+
+def test_two_independent_errors_are_compounded() -> None:
+    rng = np.random.default_rng(3)
+    one, other = (error_law(lognormal(rng, 100).tolist(), name) for name in ("closed form", "replay"))
+    both = compound(one, other)
+    assert both.spread == pytest.approx(math.hypot(one.spread, other.spread))
+    assert np.mean(both.logs) == pytest.approx(np.mean(one.logs) + np.mean(other.logs))
+    assert both.source == "closed form; replay"
+    assert max(one.margin(0.01), other.margin(0.01)) < both.margin(0.01) < one.margin(0.01) + other.margin(0.01)
+
+
+def test_an_error_that_never_varies_adds_its_bias_alone() -> None:
+    law = compound(error_law([1.1, 1.1], "always slower"), error_law([0.99, 1.0, 1.01], "replay"))
+    assert law.margin(0.01) > 0.1
+    assert error_law([1.1, 1.1], "always slower").margin(0.01) == pytest.approx(0.1)
+    assert error_law([0.9, 0.9], "always faster").margin(0.01) == 0.0
+
+
+def test_less_risk_and_more_candidates_need_a_larger_margin() -> None:
+    law = default_laws()["latency"]
+    assert law.margin(0.05) < law.margin(0.01) < law.margin(0.001)
+    assert law.margin(0.01) < law.margin(0.01, num_compared=6) == law.margin(0.01 / 6)
+
+
+def test_the_default_laws_are_the_demo_records() -> None:
+    latency = default_laws()["latency"]
+    assert latency.count == 18
+    assert latency.spread == pytest.approx(0.0487, abs=1e-4)
+    assert 0.1 < latency.margin(0.01) < 0.16
+
+
+def test_one_error_says_nothing_of_the_spread() -> None:
+    with pytest.raises(InputError, match="x: 1 errors say nothing about their spread; at least 2 are needed"):
+        error_law([1.0], "x")
+
+
+@pytest.mark.parametrize("text", ["1%", "0.01", "1.0%"])
+def test_a_risk_is_a_share(text: str) -> None:
+    assert parse_risk(text) == pytest.approx(0.01)
+
+
+PAIRS = [
+    {"predicted": {"latency": 2.0, "ttft": 0.1}, "measured": {"latency": m, "ttft": None}} for m in (2.0, 2.1, 1.9)
+]
+
+
+def test_errors_come_from_a_list_of_pairs_or_a_record(tmp_path: Path) -> None:
+    (tmp_path / "pairs.json").write_text(json.dumps(PAIRS))
+    record = {"rows": [{"runs": [{"replay": p["predicted"], "measured": p["measured"]}]} for p in PAIRS]}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    pairs, recorded = load_errors(tmp_path / "pairs.json"), load_errors(tmp_path / "record.json")
+    assert set(pairs) == {"latency"}
+    assert pairs["latency"].logs == recorded["latency"].logs == pytest.approx(np.log([0.95, 1.0, 1.05]))
+    assert pairs["latency"].source == "3 pairs in pairs.json"
+
+
+@pytest.mark.parametrize("policy", ["orca", "rra", "static"])
+def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profile: Profile) -> None:
+    problem = make_problem(profile, load_workload(LAW), Bound(seconds=0.15), max_seqs=32)
+    bold = optimize(problem, policies=(policy,)).plan
+    careful = optimize(problem, policies=(policy,), risk=Risk(share=0.01, laws=default_laws())).plan
+    assert bold.estimate is not None
+    assert careful.estimate is not None
+    assert careful.estimate.latency is not None
+    margin = careful.promise["margin"]["p99-length"]
+    assert 0.1 < margin < 0.4
+    assert careful.estimate.latency * (1 + margin) <= 0.15 * 1.0001
+    assert careful.estimate.throughput > 0.5 * bold.estimate.throughput
+    assert careful.promise["source"].startswith("8 replays of the winner; 18 runs of the demo model")
+
+
+def command(*options: str) -> list[str]:
+    chosen = ["--workload", LAW, "--policy", "orca", "--latency-bound", "200ms", "--max-num-seqs", "32"]
+    return ["optimize", "--profile", "p.json", *chosen, *options]
+
+
+def test_a_plan_prints_and_stores_its_margin(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "errors.json").write_text(json.dumps(PAIRS))
+    assert main(command("--risk", "5%", "--errors", "errors.json", "-o", "plan.yaml")) == 0
+    text = capsys.readouterr().out
+    assert "on p99-length on top the closed form still keeps every bound" in text
+    assert "with a chance of 5 % at most" in text
+    plan = load_plan(folder / "plan.yaml")
+    assert plan.promise["risk"] == 0.05
+    assert "3 pairs in errors.json" in plan.promise["source"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--risk", "some"], "--risk must be a share such as 1% or 0.01, found 'some'"),
+        (["--risk", "0"], "--risk must lie above 0 % and below 50 %, found '0'"),
+        (["--risk", "-1%"], "--risk must lie above 0 % and below 50 %, found '-1%'"),
+        (["--risk", "nan"], "--risk must lie above 0 % and below 50 %, found 'nan'"),
+        (["--risk", "100%"], "--risk must lie above 0 % and below 50 %, found '100%'"),
+        (["--errors", "e.json"], "--errors needs a --risk, such as 1%"),
+        (["--risk", "1%", "--errors", "nothing.json"], "no file nothing.json"),
+        (["--risk", "1%", "--errors", "half.json"], "half.json is not valid JSON:"),
+        (["--risk", "1%", "--errors", "five.json"], "five.json must hold a list of predicted and measured pairs"),
+        (["--risk", "1%", "--errors", "odd.json"], "odd.json: pair 1 is not of the form"),
+        (["--risk", "1%", "--errors", "empty.json"], "empty.json pairs no predicted with a measured latency, ttft"),
+        (["--risk", "1%", "--errors", "negative.json"], "negative.json: pair 1: latency must be a positive number of"),
+        (["--risk", "1%", "--errors", "one.json"], "1 pairs in one.json: 1 errors say nothing about their spread"),
+    ],
+)
+def test_a_wrong_risk_is_answered_with_one_sentence(
+    options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "half": "[{",
+        "five": "5",
+        "odd": "[5]",
+        "empty": "[]",
+        "negative": '[{"predicted": {"latency": -1.0}, "measured": {"latency": 1.0}}]',
+        "one": '[{"predicted": {"latency": 1.0}, "measured": {"latency": 1.0}}]',
+    }
+    for name, text in files.items():
+        (folder / f"{name}.json").write_text(text)
+    assert main(command(*options)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"exeplan optimize: {message}")
+    assert captured.err.count("\n") == 1

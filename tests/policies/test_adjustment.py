@@ -1,0 +1,75 @@
+"""With `adjust_percent`, prefill batches carry like work and the decode batch returns to the planned one."""
+
+import pytest
+
+from exeplan.core.batch import Sequence
+from exeplan.core.schedule import Schedule
+from exeplan.errors import InputError
+from exeplan.policies import load_policy
+from exeplan.scheduling.scheduler import Scheduler
+
+LOADS = {"adjust_percent": 20, "prefill_tokens": 400, "decode_batch": 12}
+RRA = Schedule("rra", {"prefill_batch": 4, "decode_steps": 3, **LOADS})
+WAA = Schedule("waa-c", {"prefill_batch": 4, **LOADS})
+
+
+def scheduler(schedule: Schedule, prompts: list[int], *, output: int = 50, decoding: int = 8) -> Scheduler:
+    """One in which so many are decoding already, of one token each, and these prompts wait."""
+    state = Scheduler(schedule, num_blocks=10_000)
+    for number, length in enumerate([1] * decoding + prompts):
+        state.add(Sequence(request_id=str(number), num_prompt_tokens=length, max_output_tokens=output))
+    for sequence in [state.waiting.popleft() for _ in range(decoding)]:
+        sequence.num_blocks, sequence.num_output_tokens = 1, 1
+        state.free_blocks -= 1
+        state.running.append(sequence)
+        state.join(sequence, 0)
+    state.entered[0] = 3
+    return state
+
+
+def prefilled(schedule: Schedule, prompts: list[int], **options: int) -> int:
+    phase = "prefill" if load_policy(schedule.policy).SEPARATE_STAGES else ""
+    batch = scheduler(schedule, prompts, **options).next_batch(phase)
+    return len(batch.prefill) if batch else 0
+
+
+both = pytest.mark.parametrize("schedule", [RRA, WAA], ids=["rra", "waa-c"])
+
+
+@both
+def test_planned_prompts_are_prefilled_as_planned(schedule):
+    assert prefilled(schedule, [100] * 20) == 4
+
+
+@both
+@pytest.mark.parametrize(("length", "count"), [(50, 7), (80, 4), (119, 4), (130, 3), (300, 1), (2000, 1)])
+def test_their_tokens_stay_within_the_threshold(schedule, length, count):
+    """Of 400 tokens, 20 % up or down: 7 prompts of 50 have 350, 3 of 130 have 390."""
+    assert prefilled(schedule, [length] * 20) == count
+
+
+@both
+@pytest.mark.parametrize(("decoding", "count"), [(0, 10), (2, 8), (6, 4), (10, 4), (11, 3), (13, 1), (30, 1)])
+def test_the_decode_batch_returns_to_the_planned_one(schedule, decoding, count):
+    """12 within 20 %, which is 10 to 14: as many more go in as are missing, and fewer where there are too many."""
+    assert prefilled(schedule, [100] * 40, decoding=decoding) == count
+
+
+def test_the_parts_of_a_prefill_are_decided_together():
+    variables = {**RRA.variables, "micro_batches": 2}
+    state = scheduler(Schedule("rra", variables), [50] * 20)
+    state.groups[1], state.entered[1] = [], 3
+    parts = [state.next_batch(), state.next_batch()]
+    assert sum(len(part.prefill) for part in parts) == 7
+    assert state.next_batch() is None
+
+
+@both
+def test_without_a_threshold_nothing_changes(schedule):
+    plain = {name: value for name, value in schedule.variables.items() if name not in ("adjust_percent",)}
+    assert prefilled(Schedule(schedule.policy, plain), [2000] * 20) == 4
+
+
+def test_a_threshold_needs_the_planned_loads():
+    with pytest.raises(InputError, match="adjust_percent needs prefill_tokens and decode_batch"):
+        load_policy("rra").check(Schedule("rra", {"prefill_batch": 4, "decode_steps": 3, "adjust_percent": 10}))

@@ -1,0 +1,215 @@
+"""Chunked prefill puts no more tokens into a pass than it may, decodes first; the closed form says what that gives."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.metrics import summarize
+from exeplan.core.schedule import Schedule
+from exeplan.errors import InputError
+from exeplan.policies import chunked
+from exeplan.policies._chunk_passes import chunk_passes
+from exeplan.scheduling.scheduler import Scheduler
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
+from exeplan.workload.workload import Workload
+
+
+def made(max_num_seqs: int, max_num_batched_tokens: int, micro_batches: int = 1) -> Schedule:
+    values = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    return Schedule("chunked", {**values, "micro_batches": micro_batches})
+
+
+def passes(schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: int = 1000) -> list[Batch]:
+    """Every pass until all (prompt, output) requests are done."""
+    scheduler = Scheduler(schedule, num_blocks)
+    for index, (prompt, output) in enumerate(lengths):
+        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
+    found = []
+    while (batch := scheduler.next_batch()) is not None:
+        found.append(batch)
+        for row in (*batch.whole_prefills, *batch.decode):
+            row.num_output_tokens += 1
+            row.finished = row.num_output_tokens >= row.max_output_tokens
+        scheduler.complete(batch)
+    assert scheduler.free_blocks == num_blocks
+    return found
+
+
+def told(batch: Batch) -> tuple[list[tuple[str, int, int]], str]:
+    """What is prefilled as (request, from, to), and who decodes."""
+    chunks = zip(batch.prefill, batch.chunks, strict=True)
+    return [(row.request_id, c.start, c.end) for row, c in chunks], "".join(row.request_id for row in batch.decode)
+
+
+def workload_of(inputs: np.ndarray, outputs: np.ndarray) -> Workload:
+    return Workload.of("drawn", inputs=inputs, outputs=outputs, weights=np.ones(len(inputs)))
+
+
+def lognormal(rng: np.random.Generator, mean: float, sigma: float, longest: int) -> np.ndarray:
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 2000)
+    return np.clip(np.rint(drawn), 1, longest).astype(int)
+
+
+def test_a_prompt_goes_on_where_the_pass_before_cut_it() -> None:
+    found = passes(made(2, 4), [(6, 2), (3, 2)])
+    assert [told(batch) for batch in found] == [
+        ([("0", 0, 4)], ""),
+        ([("0", 4, 6), ("1", 0, 2)], ""),
+        ([("1", 2, 3)], "0"),
+        ([], "1"),
+    ]
+
+
+def test_decodes_come_first_and_prompts_take_the_rest() -> None:
+    found = passes(made(3, 5), [(3, 9), (2, 9), (10, 1)])
+    assert told(found[1]) == ([("2", 0, 3)], "01")
+    assert [batch.num_new_tokens for batch in found[:4]] == [5, 5, 5, 5]
+
+
+def test_a_slot_is_taken_with_the_first_token_of_a_prompt() -> None:
+    scheduler = Scheduler(made(8, 16), num_blocks=100)
+    for index in range(3):
+        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=40, max_output_tokens=2))
+    scheduler.next_batch()
+    assert [row.request_id for row in scheduler.running] == ["0"]
+    assert scheduler.free_blocks == 100 - 3  # The whole prompt of 40 tokens.
+
+
+def test_a_preempted_prompt_starts_again() -> None:
+    # The first grows into the blocks that the second, cut after 15 of its 40 tokens, holds.
+    found = passes(made(2, 16), [(15, 30), (40, 2)], num_blocks=4)
+    starts = [chunk.start for batch in found for row, chunk in zip(batch.prefill, batch.chunks, strict=True)
+              if row.request_id == "1"]  # fmt: skip
+    assert starts.count(0) > 1
+    computed = [chunk.end - chunk.start for batch in found for chunk in batch.chunks]
+    assert sum(computed) > 15 + 40
+
+
+def test_more_rows_than_tokens_a_pass_are_refused() -> None:
+    chunked.check(made(16, 8, micro_batches=2))
+    with pytest.raises(InputError, match=r"9 requests decode in one pass, .*=8 limits to 8 tokens; .* serve is 16"):
+        chunked.check(made(17, 8, micro_batches=2))
+
+
+def test_a_point_of_the_search_has_no_more_slots_than_tokens() -> None:
+    workload = workload_of(np.array([10]), np.array([10]))
+    point = {"max_num_seqs": 500, "max_num_batched_tokens": 64, "micro_batches": 2}
+    assert chunked.schedule(point, workload).variables == {**point, "max_num_seqs": 128}
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_pass_is_fuller_than_it_may_be_and_every_token_is_computed(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=20))
+    budget = data.draw(st.integers(1, 40))
+    least = max(-(-(i + o) // 16) for i, o in lengths)
+    num_blocks = data.draw(st.integers(least, least + 10))
+    found = passes(made(data.draw(st.integers(1, budget)), budget), lengths, num_blocks=num_blocks)
+    assert max(batch.num_new_tokens for batch in found) <= budget
+    produced = dict.fromkeys(range(len(lengths)), 0)
+    for batch in found:
+        for row in (*batch.whole_prefills, *batch.decode):
+            produced[int(row.request_id)] += 1
+    assert produced == {index: output for index, (_, output) in enumerate(lengths)}
+
+
+def test_without_a_tight_budget_it_is_orca(cost: CostModel) -> None:
+    rng = np.random.default_rng(3)
+    workload = workload_of(lognormal(rng, 60, 0.5, 300), lognormal(rng, 30, 0.6, 200))
+    inputs, outputs = workload.sample(300, seed=1)
+    runs = [
+        replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10_000)
+        for schedule in (made(6, 16384), Schedule("orca", {"max_num_seqs": 6}))
+    ]
+    assert runs[0].requests == runs[1].requests
+    chunks = steady_state(made(6, 16384), workload, cost)
+    whole = steady_state(Schedule("orca", {"max_num_seqs": 6}), workload, cost)
+    assert chunks.throughput == pytest.approx(whole.throughput, rel=0.01)
+    assert chunks.bound_latency("p99-length") == pytest.approx(whole.bound_latency("p99-length"), rel=0.01)
+
+
+def test_one_slot_needs_a_pass_for_every_budget_of_its_prompt() -> None:
+    law = workload_of(np.array([100, 250]), np.array([7, 7])).input_law
+    # Prompts of 2 and 4 passes, the last of which yields the first of 7 tokens.
+    assert chunk_passes(law, 7.0, 1.0, 64.0).completed == pytest.approx(1 / (3 + 6), rel=0.02)
+
+
+def test_with_slots_to_spare_every_pass_is_full() -> None:
+    law = workload_of(np.array([100, 300]), np.array([50, 50])).input_law
+    found = chunk_passes(law, 50.0, 200.0, 256.0)
+    assert found.completed == pytest.approx(256 / (200 + 49), rel=5e-3)
+    assert found.probability[-1] == pytest.approx(1.0, abs=1e-3)
+
+
+@given(slots=st.integers(1, 60), budget=st.integers(16, 400), mean=st.floats(1, 500), output=st.floats(1, 90))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_no_token_is_lost_between_passes(slots: int, budget: int, mean: float, output: float) -> None:
+    rng = np.random.default_rng(0)
+    law = workload_of(lognormal(rng, mean, 0.8, 2000), np.ones(2000)).input_law
+    found = chunk_passes(law, output, float(min(slots, budget)), float(budget))
+    assert found.probability @ found.prompt_tokens == pytest.approx(found.completed * law.mean, rel=0.01)
+    assert (found.rows + found.prompt_tokens <= budget + 1e-6).all()
+    assert found.completed <= min(slots / output, budget / (law.mean + output - 1)) * 1.005
+
+
+def completed_a_pass(inputs: np.ndarray, outputs: np.ndarray, slots: int, budget: int, num_passes: int) -> float:
+    """Prompts that single requests complete, one after the other and over and over, but for a tenth to warm up."""
+    ends = np.zeros(num_passes + int(outputs.max()) + 1, dtype=int)  # Rows that decode for the last time, by pass.
+    rows = left = number = done = 0
+    for now in range(num_passes):
+        room = budget - rows
+        free = slots - rows - (left > 0)
+        while room > 0 and (left or free):
+            if not left:
+                left, free = int(inputs[number % len(inputs)]), free - 1
+            taken = min(left, room)
+            left, room = left - taken, room - taken
+            if not left:
+                done += now >= num_passes // 10
+                decodes = int(outputs[number % len(inputs)]) - 1
+                ends[now + decodes] += decodes > 0
+                rows += decodes > 0
+                number += 1
+        # Rows that have just completed their prompt decode from the next pass on: none of them ends in this one.
+        rows -= ends[now]
+    return done / (num_passes - num_passes // 10)
+
+
+def test_as_many_prompts_are_completed_a_pass_as_single_requests_complete() -> None:
+    off = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        inputs = lognormal(rng, rng.uniform(20, 500), rng.uniform(0.1, 0.8), 2000)
+        outputs = lognormal(rng, rng.uniform(5, 100), rng.uniform(0.1, 0.8), 500)
+        workload, budget = workload_of(inputs, outputs), int(rng.choice([64, 128, 256, 512]))
+        even = budget * workload.mean_output / (workload.mean_input + workload.mean_output)
+        slots = int(np.clip(rng.uniform(0.2, 3) * even, 1, budget))
+        found = chunk_passes(workload.input_law, workload.mean_output, float(slots), float(budget)).completed
+        off.append(abs(found / completed_a_pass(inputs, outputs, slots, budget, 20_000) - 1))
+    assert np.median(off) < 0.002
+    assert np.quantile(off, 0.95) < 0.02
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.sampled_from([64, 128, 256, 512]),
+    fill=st.floats(0.3, 2.5),
+    mean=st.floats(8, 60),
+)
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_closed_form_agrees_with_the_replay(seed: int, budget: int, fill: float, mean: float, cost: CostModel) -> None:
+    rng = np.random.default_rng(seed)
+    workload = workload_of(lognormal(rng, 90, rng.uniform(0.1, 0.8), 500), lognormal(rng, mean, 0.6, 300))
+    even = budget * workload.mean_output / (workload.mean_input + workload.mean_output)
+    schedule = made(int(np.clip(fill * even, 1, budget)), budget)
+    steady = steady_state(schedule, workload, cost)
+    inputs, outputs = workload.sample(2000, seed=seed)
+    run = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6)
+    replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
+    assert steady.throughput == pytest.approx(replayed.throughput, rel=0.05)
+    assert replayed.latency is not None
+    assert steady.bound_latency("p99-length") == pytest.approx(replayed.latency, rel=0.08)

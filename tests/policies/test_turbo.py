@@ -1,0 +1,55 @@
+"""Policy turbo cuts those who wait into batches of like lengths, at the least cost of all ways to cut them."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.schedule import Schedule
+from exeplan.policies.turbo import _cut
+from exeplan.scheduling.scheduler import Scheduler
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), size=st.integers(1, 8), overhead=st.integers(1, 40)
+)
+@settings(max_examples=60, deadline=None)
+def test_no_way_to_cut_costs_less(lengths: list[int], size: int, overhead: int) -> None:
+    rising = np.sort(lengths)
+
+    def cost(ends: tuple[int, ...]) -> int:
+        begins = (0, *ends[:-1])
+        return sum((end - begin) * int(rising[end - 1]) + overhead for begin, end in zip(begins, ends, strict=True))
+
+    n = len(rising)
+    ways = [(*inner, n) for count in range(n) for inner in combinations(range(1, n), count)]
+    allowed = [way for way in ways if max(np.diff((0, *way))) <= size]
+    found = tuple(_cut(rising, size, overhead).tolist())
+    assert found in allowed
+    assert cost(found) == min(map(cost, allowed))
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [("fcfs", [("ac", 31), ("bde", 4)]), ("sjf", [("bde", 4), ("ac", 31)])],
+)
+def test_the_batch_of_whoever_is_first_runs_next(order: str, expected: list[tuple[str, int]]) -> None:
+    scheduler = Scheduler(Schedule("turbo", {"batch_size": 4, "overhead_tokens": 5}, order), 1000)
+    for name, tokens in zip("abcde", (30, 4, 31, 3, 4), strict=True):
+        scheduler.add(Sequence(request_id=name, num_prompt_tokens=tokens, max_output_tokens=2))
+    found = []
+    while (batch := scheduler.next_batch()) is not None:
+        if batch.prefill:
+            found.append(("".join(sorted(row.request_id for row in batch.prefill)), batch.pad_to))
+        _finish(batch, scheduler)
+    assert found == expected
+
+
+def _finish(batch: Batch, scheduler: Scheduler) -> None:
+    for row in (*batch.prefill, *batch.decode):
+        row.num_output_tokens += 1
+        row.finished = row.num_output_tokens >= 2
+    scheduler.complete(batch)

@@ -1,0 +1,182 @@
+"""with_engine() changes exactly the rows that an engine's constants are about, and the shipped constants are read."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from exeplan.cli import main
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.errors import InputError
+from exeplan.files import shipped_names
+from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.memory import kv_capacity_tokens
+from exeplan.workload.workload import Workload
+
+NEUTRAL = EngineConstants(
+    name="plain", layer=0.0, row=1e-9, all_reduce_skew=0.0, uncaptured_layer=1e-9, prefill_factor=1.0, memory_share=1.0
+)
+US = 1e-6
+
+
+def rows(profile: Profile, op: str, phase: str) -> list[Measurement]:
+    return [m for m in profile.measurements if (m.op, m.phase) == (op, phase)]
+
+
+def seconds(profile: Profile, op: str, phase: str) -> list[float]:
+    return [m.seconds for m in rows(profile, op, phase)]
+
+
+def decoding(num_tokens: int) -> Sequence:
+    return Sequence(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=9, num_output_tokens=1)
+
+
+def test_a_layer_s_constant_is_in_every_pass(profile: Profile) -> None:
+    slower = with_engine(profile, replace(NEUTRAL, layer=7 * US))
+    expected = [m.seconds + 7 * US for m in rows(profile, "rest", "")]
+    assert seconds(slower, "rest", "decode") == pytest.approx(expected)
+    assert seconds(slower, "rest", "prefill") == pytest.approx(expected)
+    batch = Batch(decode=(decoding(64), decoding(64)))
+    layers = profile.model.num_layers
+    plain = CostModel(with_engine(profile, NEUTRAL)).batch_seconds(batch)
+    assert CostModel(slower).batch_seconds(batch) - plain == pytest.approx(layers * 7 * US)
+
+
+def test_fusing_takes_away_no_more_than_half_a_layer(profile: Profile) -> None:
+    fused = with_engine(profile, replace(NEUTRAL, layer=-1.0))
+    assert seconds(fused, "rest", "decode") == pytest.approx([m.seconds / 2 for m in rows(profile, "rest", "")])
+
+
+def test_passes_with_prompts_take_the_factor_and_at_least_the_launches(profile: Profile) -> None:
+    engine = replace(NEUTRAL, prefill_factor=1.25, uncaptured_layer=300 * US)
+    changed = with_engine(profile, engine)
+    kernels = [m.seconds for m in rows(profile, "rest", "")]
+    assert seconds(changed, "rest", "prefill") == pytest.approx([max(1.25 * s, 300 * US) for s in kernels])
+    assert seconds(changed, "rest", "decode") == pytest.approx(kernels)
+    attention = [1.25 * s for s in seconds(profile, "attention", "prefill")]
+    assert seconds(changed, "attention", "prefill") == pytest.approx(attention)
+    assert rows(changed, "attention", "decode") == rows(profile, "attention", "decode")
+
+
+def test_devices_that_do_not_arrive_together_delay_every_sum(profile: Profile) -> None:
+    sums = tuple(
+        Measurement(op="all_reduce", phase="intra", tensor_parallel_size=n, bytes=1024, seconds=10 * US) for n in (2, 8)
+    )
+    profile = replace(profile, measurements=(*profile.measurements, *sums))
+    changed = with_engine(profile, replace(NEUTRAL, all_reduce_skew=4 * US))
+    assert seconds(changed, "all_reduce", "intra") == pytest.approx([14 * US, 22 * US])
+
+
+def test_the_host_takes_its_time_for_each_row_and_nothing_else(profile: Profile) -> None:
+    cost = CostModel(with_engine(profile, replace(NEUTRAL, row=30 * US)))
+    for count in (1, 7, 64):
+        assert cost.overhead.at(count) == pytest.approx(count * 30 * US)
+        assert cost.prefill_overhead.at(count) == pytest.approx(count * 30 * US)
+
+
+def test_only_a_share_of_the_memory_is_given_out(profile: Profile) -> None:
+    placement = (Stage(devices=(0,), layers=(0, profile.model.num_layers)),)
+    room = [
+        kv_capacity_tokens(with_engine(profile, replace(NEUTRAL, memory_share=share)), placement, 8 << 30)
+        for share in (1.0, 0.75)
+    ]
+    per_token = profile.model.kv_bytes_per_token(profile.dtype)
+    assert room[0] - room[1] == pytest.approx((2 << 30) / per_token, rel=1e-6)
+
+
+def test_the_closed_form_times_passes_with_prompts_by_their_own_rows(profile: Profile) -> None:
+    workload = Workload.of("same", inputs=[64], outputs=[2], weights=[1.0])
+    schedule = Schedule("rra", {"prefill_batch": 1, "decode_steps": 1})
+    engine = replace(NEUTRAL, uncaptured_layer=0.5)
+    steady = steady_state(schedule, workload, CostModel(with_engine(profile, engine)))
+    plain = steady_state(schedule, workload, CostModel(with_engine(profile, NEUTRAL)))
+    layers, rest = profile.model.num_layers, 40 * US + 64 * 20 * US
+    assert steady.ttft - plain.ttft == pytest.approx(layers * (0.5 - rest), rel=1e-3)
+    assert steady.tpot == pytest.approx(plain.tpot)
+
+
+def test_the_profile_says_its_engine_survives_its_file_and_takes_no_second(profile: Profile, tmp_path: Path) -> None:
+    changed = with_engine(profile, replace(NEUTRAL, layer=5 * US))
+    assert changed.source == "measured with plain"
+    save_profile(changed, tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json").fingerprint == changed.fingerprint
+    with pytest.raises(InputError, match="the profile is 'measured with plain' already"):
+        with_engine(changed, NEUTRAL)
+
+
+def test_an_encoder_decoder_model_has_no_such_constants(profile: Profile) -> None:
+    spec = replace(profile.model, num_encoder_layers=2)
+    with pytest.raises(InputError, match="constants of plain are of decoder-only models, and demo is none"):
+        with_engine(replace(profile, model=spec), NEUTRAL)
+
+
+@pytest.mark.parametrize("name", shipped_names("engines"))
+def test_shipped_engines_are_read(name: str) -> None:
+    engine = load_engine(name)
+    assert engine.name == name
+    assert 0.5 < engine.memory_share < 1
+    assert 0.9 < engine.prefill_factor < 1.3
+    assert all(math.isfinite(value) for value in (engine.layer, engine.row, engine.uncaptured_layer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("row: 0us", "row must be above zero, found '0us'"),
+        ("layer: fast", "layer must be a duration such as 2s, 500ms or 1m, found 'fast'"),
+        ("memory_share: 1.2", "memory_share is at most 1, found 1.2"),
+        ("prefill_factor: -1", "prefill_factor must be a number above 0, found -1"),
+        ("speed: 1", "'speed' is unknown"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_constant_at_fault(change: str, message: str, tmp_path: Path) -> None:
+    lines = ["layer: -1us", "row: 5us", "all_reduce_skew: 2us", "uncaptured_layer: 1ms"]
+    lines += ["prefill_factor: 1.1", "memory_share: 0.8"]
+    name = change.split(":")[0]
+    path = tmp_path / "mine.yaml"
+    path.write_text("\n".join([*(line for line in lines if not line.startswith(f"{name}:")), change]))
+    with pytest.raises(InputError, match=f"mine.yaml.*{message}"):
+        load_engine(str(path))
+    path.write_text("\n".join(lines))
+    assert load_engine(str(path)).layer == pytest.approx(-1 * US)
+
+
+def test_an_unknown_engine_is_told_what_there_is() -> None:
+    with pytest.raises(InputError, match="no engine 'best'; there are sglang, trtllm, vllm"):
+        load_engine("best")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "vllm"], "--engine goes with `exeplan profile import FILE... --model MODEL`"),
+        (["--datasheet", "h100-80gb", "--dtype", "fp8"], "fp8 can be measured, or imported from tables that time it"),
+    ],
+)
+def test_where_nothing_is_imported_there_is_neither_engine_nor_fp8(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "demo", "-o", str(tmp_path / "p.json"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_imported_profile_takes_an_engine_and_no_second_overhead(
+    profile: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axes = ("op", "phase", "tensor_parallel_size", "num_seqs", "num_tokens", "context_tokens", "bytes", "seconds")
+    lines = [",".join(str(getattr(m, axis) or "") for axis in axes) for m in profile.measurements]
+    (tmp_path / "t.csv").write_text("\n".join([",".join(axes), *lines, ""]))
+    command = ["profile", "import", str(tmp_path / "t.csv"), "--model", "demo", "--device", "cpu-generic"]
+    command += ["--dtype", "float32", "-o", str(tmp_path / "p.json"), "--engine", "vllm"]
+    assert main(command) == 0
+    found = load_profile(tmp_path / "p.json")
+    assert found.source == "imported csv with vllm"
+    engine = load_engine("vllm")
+    assert seconds(found, "rest", "decode")[0] == pytest.approx(60 * US + engine.layer)
+    assert main([*command, "--overhead", "1ms"]) == 2
+    assert "--engine says what the host takes; leave --overhead out" in capsys.readouterr().err

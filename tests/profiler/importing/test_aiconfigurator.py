@@ -1,0 +1,308 @@
+"""AIConfigurator's tables become a profile of any decoder-only model: products by size, attention by heads."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exeplan.core.layer_costs import layer_parameters, model_parameters
+from exeplan.core.model import ModelSpec
+from exeplan.core.profile import Measurement, Profile
+from exeplan.errors import InputError
+from exeplan.profiler.datasheets.datasheet import load_datasheet
+from exeplan.profiler.importing import import_profile
+from exeplan.profiler.importing.gemm import roofline_seconds
+from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
+
+from .toy import table, toy_spec
+
+SHEET = load_datasheet("h100-80gb")
+TOKENS = (1, 16, 256, 4096)
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return toy_spec("toy", intermediate_size=3072, vocab_size=8192)
+
+
+def product_seconds(m: int, n: int, k: int) -> float:
+    """Twice the roofline."""
+    return 2 * float(roofline_seconds(np.array([float(m)]), n, k, SHEET.bfloat16_flops, SHEET.memory_bandwidth)[0])
+
+
+def prefill_ms(heads: int, num_seqs: int, tokens: int) -> float:
+    return 0.01 + 1e-9 * heads * num_seqs * tokens**2
+
+
+def decode_ms(kv_heads: int, num_seqs: int, cached: int) -> float:
+    return 0.01 + 1e-6 * kv_heads * num_seqs * cached
+
+
+def tables(folder: Path, system: str = "h100_sxm") -> Path:
+    """The four tidied tables of one system: heads of degrees 1, 2 and 4 of the toy model."""
+    folder.mkdir(exist_ok=True)
+    sizes = (256, 512, 1024, 2048, 4096, 8192)
+    gemm = (
+        {"kernel_source": "linear", "m": m, "n": n, "k": k, "latency_ms": product_seconds(m, n, k) * 1e3}
+        for m in TOKENS
+        for n in sizes
+        for k in sizes
+    )
+    heads = {"kernel_source": "fa3", "head_dim": 128}
+    shapes = ((8, 2), (4, 1), (2, 1))
+    prefill = (
+        heads
+        | {"batch_size": n, "isl": x, "kv_len": x, "n_q_head": q, "n_kv_head": k, "latency_ms": prefill_ms(q, n, x)}
+        for q, k in shapes
+        for n in (1, 2)
+        for x in (1, 64, 512, 4096)
+    )
+    decode = (
+        heads
+        | {"batch_size": n, "isl": 1, "kv_len": x, "n_q_head": q, "n_kv_head": k, "latency_ms": decode_ms(k, n, x - 1)}
+        for q, k in shapes
+        for n in (1, 16)
+        for x in (2, 64, 512, 4096)
+    )
+    sums = (
+        {"kernel_source": source, "num_gpus": n, "message_size": size, "latency_ms": ms + size * 1e-8}
+        for source, ms in (("vLLM_custom_eager", 0.02), ("vLLM_custom_graph", 0.005), ("NCCL", 0.001))
+        for n in (2, 4)
+        for size in (1024, 4096)
+    )
+    table(folder / f"{system}.gemm.csv.gz", gemm)
+    table(folder / f"{system}.prefill_attention.csv.gz", prefill)
+    table(folder / f"{system}.decode_attention.csv.gz", decode)
+    table(folder / f"{system}.all_reduce.csv.gz", sums)
+    table(folder / "served.csv", [{"isl": 1024, "ttft": 3.0}])
+    return folder
+
+
+def row(profile: Profile, op: str, **axes: object) -> Measurement:
+    (found,) = [
+        m for m in profile.measurements if m.op == op and all(getattr(m, name) == value for name, value in axes.items())
+    ]
+    return found
+
+
+@pytest.fixture
+def imported(tmp_path: Path, spec: ModelSpec) -> tuple[Profile, tuple[str, ...]]:
+    return import_profile([tables(tmp_path / "tables")], spec=spec, device="h100-80gb")
+
+
+def test_a_layer_is_its_products_and_the_kernels_that_move_bytes(
+    imported: tuple[Profile, tuple[str, ...]], spec: ModelSpec
+) -> None:
+    profile, _ = imported
+    assert profile.source == "imported aiconfigurator"
+    for degree in (1, 2):
+        queries, keys, width = 1024 // degree, 256 // degree, 3072 // degree
+        products = [(queries + 2 * keys, 1024), (1024, queries), (2 * width, 1024), (1024, width)]
+        expected = sum(product_seconds(256, n, k) for n, k in products) + layer_seconds(SHEET, spec, 256, degree)
+        assert row(profile, "rest", num_tokens=256, tensor_parallel_size=degree).seconds == pytest.approx(
+            expected, rel=1e-5
+        )
+
+
+def test_products_that_were_not_measured_are_said_with_the_error(imported: tuple[Profile, tuple[str, ...]]) -> None:
+    _, said = imported
+    (line,) = [line for line in said if line.startswith("products of ")]
+    assert line.startswith("products of n x k = 1536x1024, 6144x1024, 1024x3072, 768x1024, 3072x1024, 1024x1536, ")
+    assert line.endswith("measured sizes left out are missed by 0.0% (median), 0.0% (90th percentile)")
+
+
+def test_head_and_embedding(imported: tuple[Profile, tuple[str, ...]], spec: ModelSpec) -> None:
+    profile, _ = imported
+    head = row(profile, "head", num_seqs=16, tensor_parallel_size=2)
+    assert head.seconds == pytest.approx(product_seconds(16, 4096, 1024) + sampling_seconds(SHEET, spec, 16), rel=1e-5)
+    assert not [m for m in profile.measurements if m.op == "head" and m.num_seqs > 2048]
+    embed = row(profile, "embed", num_tokens=16, tensor_parallel_size=1)
+    assert embed.seconds == pytest.approx(embed_seconds(SHEET, spec, 16), rel=1e-5)
+
+
+def test_attention_is_that_of_the_shard_s_heads(imported: tuple[Profile, tuple[str, ...]]) -> None:
+    profile, said = imported
+    prefill = row(profile, "attention", phase="prefill", num_seqs=2, num_tokens=1024, tensor_parallel_size=2)
+    assert (prefill.seconds, prefill.repeats) == (pytest.approx(prefill_ms(4, 2, 512) * 1e-3, rel=1e-5), 1)
+    # The table counts the new token too, a profile only those in the cache.
+    decode = row(profile, "attention", phase="decode", num_seqs=16, context_tokens=16 * 511, tensor_parallel_size=4)
+    assert (decode.seconds, decode.repeats) == (pytest.approx(decode_ms(1, 16, 511) * 1e-3, rel=1e-5), 1)
+    eighth = row(profile, "attention", phase="prefill", num_seqs=2, num_tokens=1024, tensor_parallel_size=8)
+    assert eighth.repeats == 0
+    assert "prefill attention of 1/1/128 (query heads/key-value heads/dimension) is not in the tables: " in "\n".join(
+        said
+    )
+
+
+def test_all_reduces_are_those_of_graphs_by_bytes(imported: tuple[Profile, tuple[str, ...]]) -> None:
+    profile, said = imported
+    found = {
+        (m.phase, m.tensor_parallel_size, m.bytes): m.seconds for m in profile.measurements if m.op == "all_reduce"
+    }
+    assert found == pytest.approx(
+        {("intra", n, 2 * size): (0.005 + size * 1e-8) * 1e-3 for n in (2, 4) for size in (1024, 4096)}
+    )
+    assert any(
+        line.startswith("all_reduce: message sizes count elements of 2 bytes; kernels in CUDA graphs") for line in said
+    )
+
+
+def test_without_graphs_the_fastest_kernel_counts(tmp_path: Path, spec: ModelSpec) -> None:
+    import pandas
+
+    folder = tables(tmp_path / "tables")
+    path = folder / "h100_sxm.all_reduce.csv.gz"
+    frame = pandas.read_csv(path)
+    frame[~frame["kernel_source"].str.contains("graph")].to_csv(path, index=False)
+    profile, _ = import_profile([folder], spec=spec, device="h100-80gb")
+    fastest = row(profile, "all_reduce", tensor_parallel_size=2, bytes=2048)
+    assert fastest.seconds == pytest.approx((0.001 + 1024 * 1e-8) * 1e-3)
+
+
+def test_the_overhead_is_the_datasheet_s_unless_given(
+    tmp_path: Path, imported: tuple[Profile, tuple[str, ...]], spec: ModelSpec
+) -> None:
+    profile, said = imported
+    assumed = row(profile, "overhead", phase="decode", num_seqs=4, tensor_parallel_size=1)
+    assert assumed.seconds == pytest.approx(SHEET.host_seconds + 4 * SHEET.host_seconds_per_sequence, rel=1e-5)
+    assert any(line.startswith("overhead: not in the tables") for line in said)
+    profile, said = import_profile([tmp_path / "tables"], spec=spec, device="h100-80gb", overhead_seconds=2e-3)
+    assert {m.seconds for m in profile.measurements if m.op == "overhead"} == {2e-3}
+    assert not any(line.startswith("overhead:") for line in said)
+
+
+def test_what_was_measured_is_counted(imported: tuple[Profile, tuple[str, ...]]) -> None:
+    profile, said = imported
+    measured = sum(m.repeats > 0 for m in profile.measurements)
+    (line,) = [line for line in said if " rows measured, " in line]
+    derived = "attention prefill, attention decode, rest, embed, head, overhead prefill, overhead decode"
+    assert line.startswith(f"{measured} rows measured, {len(profile.measurements) - measured} derived (")
+    assert set(line.split("(")[1].split(")")[0].split(", ")) == set(derived.split(", "))
+    assert line.endswith("tensor parallel degrees 1, 2, 4, 8")
+
+
+def test_heads_that_do_not_split_leave_a_degree_out(tmp_path: Path, spec: ModelSpec) -> None:
+    profile, _ = import_profile(
+        [tables(tmp_path / "tables")], spec=replace(spec, intermediate_size=3076), device="h100-80gb"
+    )
+    assert profile.tensor_parallel_sizes == (1, 2, 4)
+
+
+def test_of_several_systems_the_device_s_is_taken(tmp_path: Path, spec: ModelSpec) -> None:
+    folder = tables(tables(tmp_path / "tables", "a100_sxm"), "h100_sxm")
+    _, said = import_profile([folder], spec=spec, device="H100-80GB")
+    assert said[0] == "tables of h100 taken, those of a100 left aside"
+    with pytest.raises(
+        InputError, match="the tables are of a100, h100, none of them of device 'a40-48gb'; name one of these"
+    ):
+        import_profile([folder], spec=spec, device="a40-48gb")
+
+
+def test_one_system_s_tables_may_stand_for_another_device(tmp_path: Path, spec: ModelSpec) -> None:
+    _, said = import_profile([tables(tmp_path / "tables")], spec=spec, device="h200-141gb")
+    assert said[0] == "the tables say h100, the device is 'h200-141gb': they count as its own"
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path, spec: ModelSpec) -> None:
+    both = replace(spec, num_encoder_layers=2)
+    with pytest.raises(
+        InputError, match="aiconfigurator tables time decoder-only layers, and toy is an encoder-decoder"
+    ):
+        import_profile([tables(tmp_path / "tables")], spec=both, device="h100-80gb")
+
+
+def test_a_damaged_table_is_named(tmp_path: Path, spec: ModelSpec) -> None:
+    folder = tables(tmp_path / "tables")
+    path = folder / "h100_sxm.gemm.csv.gz"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(InputError, match=r"h100_sxm.gemm.csv.gz is not a whole CSV table: "):
+        import_profile([folder], spec=spec, device="h100-80gb")
+
+
+def test_a_folder_without_tables_and_a_missing_file_are_refused(tmp_path: Path, spec: ModelSpec) -> None:
+    with pytest.raises(InputError, match=r"no table of a known format \(csv, vidur, aiconfigurator\) there"):
+        import_profile([tmp_path], spec=spec, device="h100-80gb")
+    with pytest.raises(InputError, match=r"no file .*nothing.csv"):
+        import_profile([tmp_path / "nothing.csv"], spec=spec, device="h100-80gb")
+
+
+def test_upstream_s_own_tables_are_read_with_pyarrow(tmp_path: Path, spec: ModelSpec) -> None:
+    """Their columns are named otherwise, hold other types and engines too, and the newest of vLLM counts."""
+    pytest.importorskip("pyarrow", reason="upstream's parquet tables need pyarrow")
+    import pandas
+
+    tidy = tables(tmp_path / "tables")
+    names = {"latency_ms": "latency", "n_q_head": "num_heads", "n_kv_head": "num_key_value_heads"}
+    gemm, prefill, decode, sums = (
+        pandas.read_csv(tidy / f"h100_sxm.{name}.csv.gz").rename(columns=names)
+        for name in ("gemm", "prefill_attention", "decode_attention", "all_reduce")
+    )
+    gemm = pandas.concat([gemm.assign(gemm_dtype="bfloat16"), gemm.assign(gemm_dtype="fp8", latency=1e-9)])
+    decode = decode.assign(step=decode["kv_len"] - 1, attn_dtype="bfloat16").drop(columns="kv_len")
+    for name, frame in {
+        "gemm/vllm/0.24.0/gemm_perf": gemm,
+        "gemm/vllm/0.9.1/gemm_perf": gemm.assign(latency=9.0),
+        "gemm/trtllm/1.3.0/gemm_perf": gemm.assign(latency=9.0),
+        "attention/vllm/0.24.0/context_attention_perf": prefill.drop(columns="kv_len"),
+        "attention/vllm/0.24.0/generation_attention_perf": decode,
+        "comm/vllm/0.24.0/custom_allreduce_perf": sums,
+    }.items():
+        path = tmp_path / "h100_sxm" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frame.to_parquet(path)
+    expected, _ = import_profile([tidy], spec=spec, device="h100-80gb")
+    found, said = import_profile([tmp_path / "h100_sxm"], spec=spec, device="h100-80gb")
+    assert found.measurements == expected.measurements
+    assert "gemm: tables of vllm/0.24.0" in said
+
+
+def fp8_tables(folder: Path, *, block_ms: float) -> Path:
+    """The same with dtypes: products in fp8 take half as long, those with scales for blocks `block_ms` more."""
+    import pandas
+
+    tables(folder)
+    gemm = pandas.read_csv(folder / "h100_sxm.gemm.csv.gz").assign(gemm_dtype="bfloat16")
+    whole = gemm.assign(gemm_dtype="fp8", latency_ms=gemm["latency_ms"] / 2)
+    block = whole.assign(gemm_dtype="fp8_block", latency_ms=whole["latency_ms"] + block_ms)
+    pandas.concat([gemm, whole, block]).to_csv(folder / "h100_sxm.gemm.csv.gz", index=False)
+    for phase in ("prefill", "decode"):
+        path = folder / f"h100_sxm.{phase}_attention.csv.gz"
+        plain = pandas.read_csv(path).assign(attn_dtype="bfloat16", kv_cache_dtype="bfloat16")
+        fp8 = plain.assign(kv_cache_dtype="fp8", latency_ms=plain["latency_ms"] / 2)
+        both = fp8.assign(attn_dtype="fp8", latency_ms=plain["latency_ms"] / 4)
+        pandas.concat([plain, fp8, *([both] if phase == "prefill" else [])]).to_csv(path, index=False)
+    return folder
+
+
+@pytest.mark.parametrize(("block_ms", "stands"), [(1e-5, "block"), (0.1, "tensor")])
+def test_fp8_products_have_scales_for_blocks_unless_these_were_timed_with_their_launches(
+    tmp_path: Path, spec: ModelSpec, block_ms: float, stands: str
+) -> None:
+    profile, _ = import_profile(
+        [fp8_tables(tmp_path / "t", block_ms=block_ms)], spec=spec, device="h100-80gb", dtype="fp8"
+    )
+    products = [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)]
+    expected = sum(product_seconds(256, n, k) / 2 for n, k in products) + layer_seconds(SHEET, spec, 256, 1)
+    expected += len(products) * block_ms * 1e-3 * (stands == "block")
+    assert row(profile, "rest", num_tokens=256, tensor_parallel_size=1).seconds == pytest.approx(expected, rel=1e-3)
+    head = product_seconds(16, 8192, 1024) + sampling_seconds(SHEET, spec, 16)
+    assert row(profile, "head", num_seqs=16, tensor_parallel_size=1).seconds == pytest.approx(head, rel=1e-5)
+
+
+def test_fp8_keeps_its_keys_and_values_in_one_byte_and_takes_fp8_queries_where_there_are_such_kernels(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    profile, _ = import_profile([fp8_tables(tmp_path / "t", block_ms=1e-5)], spec=spec, device="h100-80gb", dtype="fp8")
+    decode = row(profile, "attention", phase="decode", num_seqs=16, context_tokens=16 * 511, tensor_parallel_size=1)
+    assert decode.seconds == pytest.approx(decode_ms(2, 16, 511) * 1e-3 / 2, rel=1e-5)
+    prefill = row(profile, "attention", phase="prefill", num_seqs=2, num_tokens=1024, tensor_parallel_size=1)
+    assert prefill.seconds == pytest.approx(prefill_ms(8, 2, 512) * 1e-3 / 4, rel=1e-5)
+    assert profile.model.kv_bytes_per_token(profile.dtype) * 2 == profile.model.kv_bytes_per_token("bfloat16")
+    layers = spec.num_layers * layer_parameters(spec)
+    assert profile.weight_bytes == layers + 2 * (model_parameters(spec) - layers)
+
+
+def test_tidied_tables_say_that_they_are_no_fp8(tmp_path: Path, spec: ModelSpec) -> None:
+    with pytest.raises(InputError, match="has no column gemm_dtype: its times are of 2-byte elements, not of fp8"):
+        import_profile([tables(tmp_path / "tables")], spec=spec, device="h100-80gb", dtype="fp8")

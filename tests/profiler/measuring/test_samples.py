@@ -1,0 +1,65 @@
+"""Samples add up to measurements: medians, attention as what a layer takes beyond its rest, and back when resumed."""
+
+import pytest
+
+from exeplan.core.profile import Measurement
+from exeplan.profiler.measuring.samples import Key, Samples, resumed
+
+LAYER: Key = ("layer", "decode", 4, 0, 64)
+ATTENTION: Key = ("attention", "decode", 4, 0, 64)
+
+
+@pytest.fixture
+def samples() -> Samples:
+    """Rest is 10 at 1 token and 40 at 16, so 16 at 4; the layer is 30."""
+    samples = Samples()
+    for noise in (-1, 0, 1):
+        samples.add({("rest", "", 0, 1, 0): 10.0, ("rest", "", 0, 16, 0): 40.0 + noise})
+        samples.add({LAYER: 30.0 + noise, ATTENTION: 12.0 + noise, ("head", "", 4, 0, 0): 5.0 + noise})
+    return samples
+
+
+def row(samples: Samples, op: str) -> Measurement:
+    return next(m for m in samples.measurements() if m.op == op)
+
+
+def test_a_measurement_is_the_median_of_its_visits(samples: Samples) -> None:
+    assert row(samples, "head") == Measurement(op="head", num_seqs=4, seconds=5.0, spread=0.1, repeats=3)
+
+
+def test_attention_and_interpolated_rest_add_up_to_the_layer(samples: Samples) -> None:
+    assert row(samples, "attention").seconds == pytest.approx(30.0 - 16.0)
+
+
+def test_where_the_difference_is_noise_the_attention_alone_stands(samples: Samples) -> None:
+    for _ in range(9):
+        samples.add({LAYER: 15.0})
+    assert row(samples, "attention").seconds == 12.0
+
+
+def test_whole_layers_are_not_reported(samples: Samples) -> None:
+    assert {m.op for m in samples.measurements()} == {"attention", "rest", "head"}
+
+
+def test_a_resumed_run_starts_from_the_same_measurements(samples: Samples) -> None:
+    before = samples.measurements()
+    after = resumed(before).measurements()
+    assert [(m.op, m.seconds, m.repeats) for m in after] == [(m.op, m.seconds, m.repeats) for m in before]
+    assert [m.spread for m in after] == pytest.approx([m.spread for m in before])
+
+
+def test_more_visits_move_a_resumed_median_by_their_weight(samples: Samples) -> None:
+    again = resumed(samples.measurements())
+    again.add({("head", "", 4, 0, 0): 9.0})
+    assert row(again, "head").repeats == 4
+    assert 5.0 < row(again, "head").seconds < 6.0
+
+
+def test_a_slow_round_leaves_no_mark_on_what_only_it_has_seen() -> None:
+    samples = Samples()
+    for number in range(1, 6):
+        slow = 1.5 if number == 5 else 1.0
+        samples.add({("rest", "", 0, n, 0): 10.0 * n * slow for n in (1, 2, 4)}, number)
+        if number == 5:
+            samples.add({("rest", "", 0, 3, 0): 30.0 * slow}, number)
+    assert samples.curve("rest", "") == pytest.approx({1: 10.0, 2: 20.0, 3: 30.0, 4: 40.0})

@@ -1,0 +1,110 @@
+"""A profile of several devices predicts plans on them, and an interrupted run goes on with what its file lacks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from exeplan.core.batch import Batch, Sequence
+from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
+from exeplan.core.schedule import Stage
+from exeplan.errors import InputError
+from exeplan.profiler.multi_device.multi_device import check_num_devices
+from exeplan.profiler.profile_model import profile_model
+from exeplan.simulator.cost import CostModel
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+CPU = torch.device("cpu")
+
+
+def tiny(**changes: object) -> ModelSpec:
+    return model_spec({**CONFIG, **changes}, name="tiny")
+
+
+def run(output: Path, *, budget_seconds: float = 4.0) -> Profile:
+    options = {"max_num_seqs": 4, "dummy_weights": True, "progress": False, "num_devices": 2}
+    return profile_model(tiny(), output=output, budget_seconds=budget_seconds, **options)
+
+
+def multi_device_rows(profile: Profile) -> list[Measurement]:
+    """The rows that a profile of one device has not."""
+    several = ("all_reduce", "send", "control", "pass")
+    return [m for m in profile.measurements if m.op in several or m.tensor_parallel_size > 1]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profile") / "tiny.json"
+
+
+@pytest.fixture(scope="module")
+def profile(output: Path) -> Profile:
+    return run(output)
+
+
+def test_the_file_holds_shards_links_and_control(profile: Profile, output: Path) -> None:
+    assert profile.complete
+    assert profile.tensor_parallel_sizes == (1, 2)
+    assert {(m.op, m.tensor_parallel_size) for m in multi_device_rows(profile)} == {
+        *((op, 2) for op in ("attention", "rest", "embed", "head", "all_reduce")),
+        ("send", 1),
+        ("control", 1),
+        ("pass", 1),
+        ("pass", 2),
+    }
+    assert load_profile(output) == profile
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        (Stage(devices=(0, 1), layers=(0, 2)),),
+        (Stage(devices=(0,), layers=(0, 1)), Stage(devices=(1,), layers=(1, 2))),
+    ],
+    ids=["tensor parallel", "pipeline"],
+)
+def test_it_predicts_plans_on_two_devices(profile: Profile, placement: tuple[Stage, ...]) -> None:
+    rows = tuple(Sequence(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
+    cost, silent = CostModel(profile, placement), replace(profile, measurements=())
+    links = ("all_reduce", "send", "control")
+    nothing = [replace(m, seconds=1e-12) if m.op in links else m for m in profile.measurements]
+    parts = CostModel(replace(silent, measurements=tuple(nothing)), placement)
+    assert cost.batch_seconds(Batch(decode=rows)) > parts.batch_seconds(Batch(decode=rows)) > 0
+
+
+def test_an_unfinished_run_measures_what_is_left_and_keeps_the_rest(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    half = [m for m in profile.measurements if m.op not in ("send", "control", "pass")]
+    save_profile(replace(profile, measurements=tuple(half), complete=False), path)
+    again = run(path, budget_seconds=2.0)
+    assert again.complete
+    assert [m for m in multi_device_rows(again) if m.op not in ("send", "control", "pass")] == multi_device_rows(
+        replace(profile, measurements=tuple(half))
+    )
+    assert {m.op for m in again.measurements} == {m.op for m in profile.measurements}
+
+
+def test_a_run_for_one_device_keeps_what_is_about_several(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "whole.json"
+    save_profile(replace(profile, complete=False), path)
+    alone = profile_model(tiny(), output=path, budget_seconds=1.0, max_num_seqs=4, dummy_weights=True, progress=False)
+    assert multi_device_rows(alone) == multi_device_rows(profile)
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(InputError, match="at least one device, found 0"):
+        check_num_devices(tiny(), 0, CPU, 1)
+    with pytest.raises(InputError, match="tiny has one layer, whose heads cannot be shared by 2 devices"):
+        check_num_devices(tiny(num_hidden_layers=1, num_attention_heads=1), 2, CPU, 1)
+    assert "share" in check_num_devices(tiny(), 4, CPU, 1000)
+    assert check_num_devices(tiny(), 1, CPU, 1000) == ""

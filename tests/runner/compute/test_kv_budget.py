@@ -1,0 +1,205 @@
+"""A GPU's KV cache takes what weights and a measured workspace leave, and no prefill outgrows what was measured."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exeplan.core.batch import Sequence
+from exeplan.core.model import load_model_spec
+from exeplan.core.plan import Plan, with_utilization
+from exeplan.core.schedule import Schedule, single_stage
+from exeplan.errors import InputError
+from exeplan.runner.compute.gpu_memory import fit_cache, run_passes
+from exeplan.runner.compute.kv_budget import (
+    Memory,
+    Room,
+    largest_pass,
+    least_room,
+    num_blocks_in,
+    pass_limit,
+    warn_of_shortage,
+    with_finite_context,
+)
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.scheduling.scheduler import Scheduler
+
+SPEC = replace(load_model_spec("demo"), max_context=64)
+ORCA = Schedule("orca", {"max_num_seqs": 4})
+CHUNKED = Schedule("chunked", {"max_num_seqs": 4, "max_num_batched_tokens": 96})
+
+
+def test_the_cache_takes_what_the_share_leaves():
+    memory = Memory(total=1000, free=700)
+    assert num_blocks_in(memory, utilization=0.9, workspace=100, block_bytes=10) == 50
+    assert num_blocks_in(memory, utilization=1.0, workspace=100, block_bytes=10) == 60
+
+
+@given(
+    total=st.integers(1, 10**12),
+    used=st.floats(0, 1),
+    share=st.floats(0.01, 1),
+    workspace=st.integers(0, 10**11),
+    block=st.integers(1, 10**9),
+)
+def test_what_is_in_use_never_exceeds_the_share(total, used, share, workspace, block):
+    memory = Memory(total, total - int(used * total))
+    try:
+        blocks = num_blocks_in(memory, utilization=share, workspace=workspace, block_bytes=block)
+    except InputError:
+        return
+    in_use = memory.total - memory.free + workspace + blocks * block
+    assert blocks >= 1
+    assert in_use <= round(share * total) < in_use + block
+
+
+def test_a_refusal_names_the_least_share_that_would_do():
+    memory = Memory(total=1000, free=300)
+    with pytest.raises(InputError, match=r"--gpu-memory-utilization 0.7 .* the least that would do is 0.760"):
+        num_blocks_in(memory, utilization=0.7, workspace=50, block_bytes=10)
+    assert num_blocks_in(memory, utilization=0.76, workspace=50, block_bytes=10) == 1
+    with pytest.raises(InputError, match="use more GPUs"):
+        num_blocks_in(memory, utilization=0.7, workspace=300, block_bytes=10)
+
+
+class ToyGpu:
+    """A device of so many bytes on which a pass takes 100 bytes a token beside the cache, and which counts itself."""
+
+    def __init__(self, runner: ModelRunner, total: int) -> None:
+        self.runner, self.total = runner, total
+
+    def memory(self) -> Memory:
+        return Memory(self.total, self.total - self.runner.cache.num_bytes)
+
+    def workspace(self, work: Callable[[], object]) -> int | None:
+        before = self.runner.cache.num_bytes
+        seen: list[int] = []
+        forward = self.runner.forward
+
+        def counted(batch, *others):
+            seen.append(batch.num_new_tokens)
+            if self.runner.cache.num_bytes + 100 * max(seen) > self.total:
+                raise MemoryError
+            return forward(batch, *others)
+
+        self.runner.forward = counted  # type: ignore[method-assign]
+        try:
+            work()
+        except MemoryError:
+            return None
+        finally:
+            self.runner.forward = forward  # type: ignore[method-assign]
+        return self.runner.cache.num_bytes - before + 100 * max(seen)
+
+
+@pytest.fixture
+def runner() -> ModelRunner:
+    return ModelRunner(SPEC, num_blocks=1)
+
+
+def test_the_runner_gets_the_cache_that_fits(runner):
+    block = runner.cache.num_bytes
+    gpu = ToyGpu(runner, total=100 * block + 100 * 4096)
+    room = fit_cache(runner, Schedule("orca", {"max_num_seqs": 64}), gpu, utilization=1.0)
+    # 4096 tokens need more cache than there is; what can be held at once is tried in the end.
+    assert room.pass_tokens == 1024
+    assert room.num_blocks == (gpu.total - 100 * 1024) // block
+    assert runner.cache.num_blocks == room.num_blocks
+
+
+def test_a_schedule_that_limits_its_passes_is_measured_at_its_limit(runner):
+    block = runner.cache.num_bytes
+    room = fit_cache(runner, CHUNKED, ToyGpu(runner, total=50 * block + 9600), utilization=1.0)
+    assert room == Room(num_blocks=50, pass_tokens=96)
+    assert pass_limit(CHUNKED, room) is None
+    assert pass_limit(ORCA, room) == 96
+    assert pass_limit(ORCA, None) is None
+
+
+def test_where_nothing_fits_it_says_so(runner):
+    with pytest.raises(InputError, match="no memory for a prefill of"):
+        fit_cache(runner, ORCA, ToyGpu(runner, total=1000), utilization=1.0)
+
+
+def test_the_largest_pass_holds_a_request_of_full_length():
+    assert largest_pass(SPEC, CHUNKED) == 96
+    assert largest_pass(SPEC, ORCA) == 4 * 64
+    assert largest_pass(replace(SPEC, max_context=30_000), ORCA) == 65_536
+    assert largest_pass(replace(SPEC, max_context=100_000), ORCA) == 100_000
+    assert with_finite_context(load_model_spec("t5-11b")).max_context == 16_384
+    assert with_finite_context(SPEC) is SPEC
+
+
+def test_devices_agree_on_what_all_have_room_for():
+    assert least_room([Room(10, 900), Room(12, 800)]) == Room(10, 800)
+    assert least_room([]) is None
+
+
+@pytest.mark.parametrize("model", ["demo", "t5-11b"])
+def test_the_measured_passes_leave_nothing_behind(model):
+    spec = load_model_spec(model)
+    if spec.is_encoder_decoder:
+        config = {**spec.config, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "vocab_size": 64}
+        config |= {"num_layers": 2, "num_decoder_layers": 2}
+        from exeplan.core.model import model_spec
+
+        spec = replace(model_spec(config, name="tiny"), max_context=40)
+    runner = ModelRunner(spec, num_blocks=1)
+    run_passes(runner, 100, 3)
+    assert runner.cache.free_blocks == runner.cache.num_blocks
+
+
+def test_padding_counts_where_prompts_are_padded():
+    scheduler = Scheduler(Schedule("static", {"batch_size": 8}), 1000, pass_tokens=100)
+    for number, tokens in enumerate((30, 30, 40, 30)):
+        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+    assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1"]
+
+
+def test_no_prefill_outgrows_the_memory_that_was_measured():
+    scheduler = Scheduler(Schedule("rra", {"prefill_batch": 8, "decode_steps": 1}), 1000, pass_tokens=100)
+    for number, tokens in enumerate((30, 30, 40, 30, 20)):
+        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+    assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1", "2"]
+    with pytest.raises(InputError, match="more than the 100 that the device's memory can prefill at once"):
+        scheduler.add(Sequence(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
+
+
+@pytest.mark.parametrize("policy", ["static", "rra", "orca"])
+def test_a_limited_engine_answers_everybody(runner, policy):
+    variables = {"static": {"batch_size": 4}, "rra": {"prefill_batch": 4, "decode_steps": 2}, "orca": ORCA.variables}
+    runner.use_blocks(40)
+    engine = Engine(Local(runner, room=Room(40, 50)), Schedule(policy, variables[policy]), num_blocks=40)
+    for number in range(7):
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        engine.add(Request(request_id=str(number), prompt_token_ids=[5] * (10 + 5 * number), sampling=sampling))
+    found = []
+    while engine.has_work:
+        found += [output.request_id for output in engine.step() if output.finish_reason == "length"]
+        assert engine.last_step is None or engine.last_step.num_new_tokens - engine.last_step.num_decode <= 50
+    assert sorted(found) == [str(number) for number in range(7)]
+
+
+def test_less_room_than_planned_is_said(caplog):
+    warn_of_shortage(Room(10, 100), 10)
+    assert not caplog.records
+    warn_of_shortage(Room(9, 100), 10)
+    assert "room for 144 tokens of keys and values, the plan counts on 160" in caplog.text
+
+
+def test_only_a_plan_for_gpus_measures():
+    plan = Plan(model="demo", schedule=ORCA, placement=single_stage(SPEC), device="cuda", kv_cache_tokens=160)
+    assert engine_setup(plan, SPEC)["gpu_memory_utilization"] == 0.9
+    assert engine_setup(with_utilization(plan, 0.5), SPEC)["gpu_memory_utilization"] == 0.5
+    on_cpu = replace(plan, device="cpu")
+    assert engine_setup(on_cpu, SPEC)["gpu_memory_utilization"] is None
+    with pytest.raises(InputError, match="on a CPU the KV cache has the plan's kv_cache_tokens"):
+        with_utilization(on_cpu, 0.5)
+    with pytest.raises(InputError, match="above 0 and at most 1, found 1"):
+        with_utilization(plan, 1.5)

@@ -1,0 +1,110 @@
+"""KVCache gives every token a slot of its own, keeps sequences in few runs, and gets every block back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.model import model_spec
+from exeplan.runner.compute.kv_cache import KVCache
+
+SPEC = model_spec(
+    {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    name="tiny",
+)
+
+
+def cache_of(num_blocks: int) -> KVCache:
+    return KVCache(SPEC, num_blocks, torch.float32, torch.device("cpu"))
+
+
+def num_runs(cache: KVCache, request_id: str, num_blocks: int) -> int:
+    slots = cache.slots(request_id, 0, num_blocks * BLOCK_SIZE)
+    return 1 + int((np.diff(slots) != 1).sum())
+
+
+def test_a_token_is_read_back_from_the_rows_of_its_slot():
+    cache = cache_of(4)
+    cache.resize("a", 2, 2)
+    slots = cache.slots("a", 5, 20)
+    kv_NMD = torch.randn(15, 4, 2)
+    cache.store(1, cache.store_rows(slots), kv_NMD)
+    keys_RD, values_RD = cache.table(1)
+    rows = torch.from_numpy(cache.rows(slots))
+    assert torch.equal(keys_RD[rows], kv_NMD[:, :2].transpose(0, 1))
+    assert torch.equal(values_RD[rows], kv_NMD[:, 2:].transpose(0, 1))
+    assert not cache.table(0)[0].any()
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_slots_of_some_sequences_are_those_of_each(runs):
+    cache = cache_of(8)
+    cache.resize("a", 1, 1)
+    cache.resize("b", 2, 2)
+    if runs > 1:
+        cache.resize("a", 2, 2)
+    spans = {"b": (5, 20), "a": (2, 16 * runs)}
+    each = [cache.slots(name, *span) for name, span in spans.items()]
+    assert cache.slots_of_all([*spans], [*spans.values()]).tolist() == np.concatenate(each).tolist()
+    assert cache.slots_of_all([], []).tolist() == []
+
+
+def test_sequences_that_grow_side_by_side_stay_one_run_each():
+    cache = cache_of(40)
+    for blocks in range(1, 11):
+        for name in "abcd":
+            cache.resize(name, blocks, 10)
+    assert [num_runs(cache, name, 10) for name in "abcd"] == [1, 1, 1, 1]
+    assert cache.free_blocks == 0
+
+
+def test_room_that_is_kept_for_one_sequence_is_used_by_another_when_all_else_is_full():
+    cache = cache_of(10)
+    cache.resize("a", 1, 10)
+    cache.resize("b", 9, 9)
+    assert cache.free_blocks == 0
+    assert len({*cache.slots("a", 0, 16), *cache.slots("b", 0, 144)}) == 160
+
+
+def test_a_freed_run_is_used_again():
+    cache = cache_of(6)
+    for name in "abc":
+        cache.resize(name, 2, 2)
+    cache.free("b")
+    cache.free("b")
+    cache.resize("d", 2, 2)
+    assert num_runs(cache, "d", 2) == 1
+
+
+def test_growing_past_the_cache_is_our_own_fault():
+    with pytest.raises(RuntimeError, match="more KV blocks were granted"):
+        cache_of(2).resize("a", 3, 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 7), st.integers(0, 12))))
+def test_no_two_tokens_share_a_slot_and_no_block_is_lost(steps):
+    cache = cache_of(16)
+    held: dict[str, int] = {}
+    for name, blocks, hint in steps:
+        if blocks == 0:
+            cache.free(name)
+            held.pop(name, None)
+        elif blocks > held.get(name, 0) and sum(held.values()) - held.get(name, 0) + blocks <= 16:
+            before = cache.slots(name, 0, held[name] * BLOCK_SIZE) if name in held else np.zeros(0, dtype=int)
+            cache.resize(name, blocks, hint)
+            held[name] = blocks
+            assert np.array_equal(cache.slots(name, 0, blocks * BLOCK_SIZE)[: len(before)], before)
+        slots = [slot for owner, count in held.items() for slot in cache.slots(owner, 0, count * BLOCK_SIZE)]
+        assert len(slots) == len(set(slots)) == sum(held.values()) * BLOCK_SIZE
+        assert cache.free_blocks == 16 - sum(held.values())

@@ -1,0 +1,225 @@
+"""Workers on several hosts: each has a keeper, which obeys its engine, tells its clock, and ends when the engine does.
+
+The hosts are this machine by its loopback address; `two_hosts.sh` has them apart.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exeplan.errors import InputError
+from exeplan.planner.load_problem import plan_model, read_plan
+from exeplan.runner.__main__ import fingerprint
+from exeplan.runner.distributed.remote_launcher import Keepers
+from exeplan.runner.distributed.worker_group import Report
+from exeplan.runner.engine.executor import WorkerError
+from exeplan.runner.ipc.handshake import KEY_VARIABLE
+
+from ..processes import PATIENCE, descendants, eventually, is_alive, listening
+from .supervisor import PIPELINE, WIDE, begin
+
+KEY = "a key that only tests use"
+_PORTS = itertools.count(20_000, 10)
+LATER = ["unshare", "--time", "--monotonic", "1000", "--fork", "--kill-child"]
+
+
+def has_clocks():
+    if not shutil.which("unshare"):
+        return False
+    return subprocess.run([*LATER, "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return plan_file(tmp_path / "plan.yaml", "{devices: [0], layers: [0, 2]}, {devices: [1], layers: [2, 6]}")
+
+
+def plan_file(path, placement):
+    schedule = "{policy: orca, max_num_seqs: 4, micro_batches: 2}"
+    path.write_text(f"model: demo\nschedule: {schedule}\nplacement: [{placement}]\nkv_cache_tokens: 1024\n")
+    return path
+
+
+@pytest.fixture
+def port():
+    """One that is free, and stays so: no system gives these to whoever asks for any, and no other process of tests."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(next(_PORTS) + 1000 * worker, 32_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no free port")
+
+
+@pytest.fixture
+def process(plan, port):
+    """`process(rank)` is one that torchrun would start."""
+    with contextlib.ExitStack() as stack:
+
+        def start(rank, *, path=plan, before=(), **environment):
+            launched = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "GROUP_RANK": rank}
+            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port - 1, KEY_VARIABLE: KEY, "OMP_NUM_THREADS": 1}
+            values = {name: str(value) for name, value in {**launched, **master, **environment}.items()}
+            found = subprocess.Popen(
+                [*before, sys.executable, "-m", "exeplan.runner", str(path), "--weights", "dummy", "--port", "0"],
+                env={name: value for name, value in {**os.environ, **values}.items() if value},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(found)
+            stack.callback(found.kill)
+            return found
+
+        yield start
+
+
+@pytest.fixture
+def listen(port):
+    """`listen(plan)` is the engine's side, in this process."""
+    with contextlib.ExitStack() as stack:
+
+        def start(path, num_devices=2):
+            plan = read_plan(path)
+            setup = {"address": "127.0.0.1", "port": port, "host": 0, "local_device": 0, "num_devices": num_devices}
+            keepers = Keepers({**setup, "fingerprint": fingerprint(plan, plan_model(plan))}, KEY.encode())
+            stack.callback(keepers.close)
+            return keepers
+
+        yield start
+
+
+@contextlib.contextmanager
+def workers(placement, **options):
+    group = begin(placement, **options)
+    try:
+        yield group
+    finally:
+        group.kill()
+
+
+def test_generations_of_workers_on_two_hosts(plan, process, listen):
+    keeper, keepers = process(1), listen(plan)
+    for generation, placement in enumerate((PIPELINE, WIDE), 1):
+        with workers(placement, generation=generation, hosts=keepers) as group:
+            family = descendants(keeper.pid)
+            assert len(group.pids) == 1  # The other one is on the other host.
+            assert listening([os.getpid(), *group.pids, keeper.pid, *family]) == {"127.0.0.1"}
+    keepers.close()
+    assert keeper.wait(PATIENCE) == 0
+    eventually(lambda: not any(map(is_alive, family)))
+
+
+def test_ranks_of_one_host_share_its_memory(tmp_path, process, listen):
+    placement = "{devices: [0], layers: [0, 2]}, {devices: [1, 2], layers: [2, 6]}"
+    plan = plan_file(tmp_path / "three.yaml", placement)
+    hosts = {"path": plan, "WORLD_SIZE": 3, "GROUP_RANK": 1}
+    beside = [process(rank, LOCAL_RANK=rank - 1, **hosts) for rank in (1, 2)]
+    with workers(read_plan(plan).placement, hosts=listen(plan, num_devices=3)) as group:
+        family = [pid for keeper in beside for pid in descendants(keeper.pid)]
+        assert sum("exeplan-group" in Path(f"/proc/{pid}/maps").read_text() for pid in family) == 2
+        assert not any("exeplan-group" in Path(f"/proc/{pid}/maps").read_text() for pid in group.pids)
+
+
+def test_a_keeper_that_is_gone_takes_its_worker_along_and_never_comes_back(plan, process, listen):
+    keeper, keepers = process(1), listen(plan)
+    with workers(PIPELINE, hosts=keepers) as group:
+        family = descendants(keeper.pid)
+        keeper.kill()
+        assert group.reports.get(timeout=PATIENCE) == Report(1, None)
+        eventually(lambda: not any(map(is_alive, family)))
+    with pytest.raises(WorkerError, match="device 1 on host 1 is gone, and torchrun starts no other"):
+        begin(PIPELINE, generation=2, hosts=keepers)
+
+
+def test_another_plan_is_refused_on_both_sides(tmp_path, plan, process, listen):
+    other = plan_file(tmp_path / "other.yaml", "{devices: [0], layers: [0, 3]}, {devices: [1], layers: [3, 6]}")
+    keeper, keepers = process(1, path=other), listen(plan)
+    sentence = "host 1 has another plan, model or exeplan than host 0; give all hosts the same"
+    with pytest.raises(InputError, match=sentence):
+        keepers.prepare()
+    assert keeper.communicate(timeout=PATIENCE) == ("", f"exeplan.runner: {sentence}\n")
+    assert keeper.returncode == 2
+
+
+def test_where_a_host_has_its_files_is_its_own_business(tmp_path, plan, process, listen):
+    moved = tmp_path / "elsewhere" / "plan.yaml"
+    moved.parent.mkdir()
+    moved.write_text(plan.read_text() + "profile: profiles/there.json\n")
+    process(1, path=moved)
+    listen(plan).prepare()
+
+
+def test_a_host_with_another_key_stays_out(plan, process, listen):
+    listen(plan)
+    keeper = process(1, **{KEY_VARIABLE: "something else entirely"})
+    assert "has another EXEPLAN_CLUSTER_KEY; give all hosts the same" in keeper.communicate(timeout=PATIENCE)[1]
+    assert keeper.returncode == 2
+
+
+@pytest.mark.skipif(not has_clocks(), reason="`unshare --time` gives no process a clock of its own here")
+def test_the_clock_of_another_host_is_read(plan, process, listen):
+    process(1, before=LATER)
+    keepers = listen(plan)
+    keepers.prepare()
+    # As well as the quickest of a few pings tells it.
+    assert keepers.place(1).clock_offset == pytest.approx(-1000, abs=20)
+    assert keepers.place(0).clock_offset == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_keeper_without_its_torchrun_ends(plan, process, listen, number):
+    """A shell stands for torchrun, who passes signals on only while it can."""
+    launcher, keepers = process(1, before=["sh", "-c", '"$@"; true', "torchrun"]), listen(plan)
+    keepers.prepare()
+    family = descendants(launcher.pid)
+    os.kill(launcher.pid, number)
+    eventually(lambda: not any(map(is_alive, family)))
+
+
+@pytest.fixture
+def both(process):
+    """The processes of two hosts that serve, and all that they started."""
+    first, second = process(0), process(1)
+    assert first.stdout.readline().startswith("serving demo")
+    return first, second, descendants(first.pid) + descendants(second.pid)
+
+
+def test_all_hosts_end_well_when_the_first_one_is_told_to(both):
+    first, second, family = both
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(PATIENCE) == second.wait(PATIENCE) == 0
+    eventually(lambda: not any(map(is_alive, family)))
+
+
+def test_a_keeper_that_loses_the_engine_ends(both):
+    first, second, family = both
+    os.kill(descendants(first.pid)[0], signal.SIGKILL)
+    assert second.wait(PATIENCE) == 1
+    assert second.stderr.read() == "exeplan.runner: the engine is gone\n"
+    eventually(lambda: not any(map(is_alive, family)))
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"RANK": ""}, "torchrun has to start this, as in `torchrun --nnodes 2 ... -m exeplan.runner plan.yaml`"),
+        ({"WORLD_SIZE": 3}, "torchrun started 3 processes, the plan is for devices 0, 1; start one for each"),
+        ({KEY_VARIABLE: ""}, "several hosts need one secret key in EXEPLAN_CLUSTER_KEY"),
+        ({"MASTER_ADDR": "192.0.2.77", "RANK": 0}, "cannot listen on 192.0.2.77:"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(process, environment, sentence):
+    found = process(1, **environment)
+    message = found.communicate(timeout=PATIENCE)[1]
+    *logged, said = message.splitlines()
+    assert sentence in said
+    assert all(" info " in line for line in logged)
+    assert found.returncode == 2

@@ -1,0 +1,95 @@
+"""A generation of workers comes up whole, is seen to die, and leaves nothing: no process, socket, file or memory."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from exeplan.errors import InputError
+from exeplan.files import read_yaml, shipped
+from exeplan.runner.distributed.worker_group import Report
+
+from ..processes import PATIENCE, descendants, eventually, is_alive, listening, open_files
+from . import supervisor
+from .supervisor import MIXED, PIPELINE, WIDE, begin
+
+
+def traces():
+    """What a generation may leave in this process and on this machine, where other tests come and go."""
+    return {*open_files(os.getpid()).items(), *os.listdir("/dev/shm"), *threading.enumerate()}
+
+
+def test_workers_come_up_and_leave_nothing():
+    threads = set(threading.enumerate())
+    begin(WIDE).kill()  # From then on the fork server is there, which stays.
+    eventually(lambda: set(threading.enumerate()) <= threads)
+    before = traces()
+    for generation, placement in enumerate((WIDE, PIPELINE, MIXED), 2):
+        group = begin(placement, generation=generation)
+        pids = group.pids
+        assert len(pids) == sum(stage.tensor_parallel_size for stage in placement)
+        assert all(map(is_alive, pids))
+        group.kill()
+        assert not any(map(is_alive, pids))
+    eventually(lambda: traces() <= before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_reported(rank):
+    lost = threading.Event()
+    group = begin(PIPELINE, on_loss=lost.set)
+    try:
+        os.kill(group.pids[rank], signal.SIGKILL)
+        assert group.reports.get(timeout=PATIENCE) == Report(rank, None)
+        assert lost.wait(PATIENCE)
+        group.send([rank], {"kind": "nothing"})  # Nobody is there; its report has said so.
+    finally:
+        group.kill()
+
+
+def test_a_worker_that_does_nothing_any_more_can_be_killed():
+    group = begin(PIPELINE)
+    pids = group.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(queue.Empty):
+        group.reports.get(timeout=0.3)
+    group.kill()
+    assert not any(map(is_alive, pids))
+
+
+def test_a_model_that_cannot_be_loaded_is_the_users_business(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(read_yaml(shipped("models", "demo"))))
+    begin(PIPELINE, model=str(tmp_path)).kill()  # With random weights it can.
+    before = set(descendants(os.getpid()))
+    with pytest.raises(InputError, match="safetensors"):
+        begin(PIPELINE, model=str(tmp_path), dummy_weights=False)
+    eventually(lambda: {pid for pid in descendants(os.getpid()) if is_alive(pid)} <= before)
+
+
+@pytest.fixture
+def supervised():
+    """The process ids of a supervisor and of all that it has started."""
+    with subprocess.Popen([sys.executable, supervisor.__file__], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        yield [process.pid, *descendants(process.pid)]
+        process.kill()
+
+
+def test_nothing_listens_on_other_than_loopback(supervised):
+    assert len(supervised) >= 5
+    assert listening(supervised) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_its_supervisor(supervised, number):
+    _, _, fork_server, *workers = supervised
+    os.kill(supervised[0], number)
+    eventually(lambda: not any(map(is_alive, workers)))
+    eventually(lambda: not is_alive(fork_server))  # It takes its time to unload torch, and holds nothing.
+    assert not any(map(is_alive, supervised))

@@ -1,0 +1,208 @@
+"""An engine that goes on with other plans, again and again, gives every request the tokens it would get undisturbed."""
+
+import contextlib
+import itertools
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exeplan.core.model import load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.errors import InputError
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Local, WorkerError
+from exeplan.runner.engine_process.build import build_engine, build_executor, engine_setup
+from exeplan.runner.engine_process.switch_plan import Adoption
+
+from ..processes import eventually
+
+VOCAB, BLOCKS = 300, 24
+ONE = (Stage(layers=(0, 3)),)
+PIPELINE = (Stage(layers=(0, 2)), Stage(devices=(1,), layers=(2, 3)))
+TENSOR = (Stage(devices=(0, 1), layers=(0, 3)),)
+APART = (Stage(layers=(0, 3), phase="prefill"), Stage(devices=(1,), layers=(0, 3), phase="decode"))
+ON_ONE = [
+    Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}),
+    Schedule("orca", {"max_num_seqs": 5}),
+    Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 16}),
+    Schedule("static", {"batch_size": 4}),
+    Schedule("turbo", {"batch_size": 3}),
+    Schedule("concat", {"rows": 2, "row_tokens": 64}),
+    Schedule("rra", {"prefill_batch": 6, "decode_steps": 9}),
+]
+REQUESTS = [([(7 * n + 11 * i) % VOCAB for i in range(1 + (13 * n) % 37)], 8 + (5 * n) % 23) for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> str:
+    """A tiny random Llama with three layers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=VOCAB,
+        num_hidden_layers=3,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.4,
+    )
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).eval().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def runner(directory) -> ModelRunner:
+    return ModelRunner(load_model_spec(directory), dtype="float32", device="cpu", num_blocks=BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def expected(runner) -> dict[str, list[int]]:
+    """The tokens of an engine that keeps its schedule."""
+    found: dict[str, list[int]] = {}
+    run(Engine(Local(runner), ON_ONE[1], num_blocks=BLOCKS), found)
+    return found
+
+
+def request(number: int) -> Request:
+    prompt, count = REQUESTS[number]
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    return Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+
+
+def take(outputs: list, found: dict[str, list[int]], finished: list[str]) -> None:
+    for output in outputs:
+        found.setdefault(output.request_id, []).extend(output.token_ids)
+        finished += [output.request_id] if output.finish_reason else []
+
+
+def run(engine: Engine, found: dict[str, list[int]], between=lambda step, outputs: None) -> None:
+    """All requests, two at a time as they come; `between` may do something before each step."""
+    finished: list[str] = []
+    coming = iter(range(len(REQUESTS)))
+    for step in itertools.count():
+        for number in itertools.islice(coming, 2):
+            engine.add(request(number))
+        outputs: list = []
+        between(step, outputs)
+        take(outputs + engine.step(), found, finished)
+        if not engine.has_work and len(finished) == len(REQUESTS):
+            break
+    assert sorted(finished, key=int) == [str(number) for number in range(len(REQUESTS))]
+    assert engine.free_blocks == engine.num_blocks
+
+
+def test_schedules_change_between_two_batches_and_nobody_notices(runner, expected):
+    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+    schedules = itertools.cycle(ON_ONE[1:] + ON_ONE[:1])
+    kept = []
+
+    def switch(step: int, outputs: list) -> None:
+        if step % 3 == 2:
+            switched = engine.adopt(next(schedules))
+            outputs += switched.outputs
+            kept.append(engine.num_running)
+
+    run(engine, found, switch)
+    assert found == expected
+    assert runner.cache.free_blocks == BLOCKS
+    assert max(kept) > 2
+
+
+def test_a_schedule_that_does_not_fit_is_refused_and_the_old_one_goes_on(runner, expected):
+    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+
+    def refused(step: int, outputs: list) -> None:
+        if step == 3:
+            with pytest.raises(InputError, match="KV blocks"):
+                engine.adopt(ON_ONE[1], num_blocks=1)
+
+    run(engine, found, refused)
+    assert found == expected
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, runner, expected):
+    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+
+    def fails() -> Any:
+        raise WorkerError("no such device")
+
+    def attempt(step: int, outputs: list) -> None:
+        if step == 5:
+            with pytest.raises(WorkerError):
+                engine.adopt(ON_ONE[1], executor=fails, restore=(lambda: Local(runner)) if closed_first else None)
+
+    run(engine, found, attempt)
+    assert found == expected
+
+
+def test_a_census_tells_once_who_left_and_how_long_the_others_are(runner):
+    engine = Engine(Local(runner), ON_ONE[1], num_blocks=BLOCKS)
+    for number in (1, 2, 3):
+        engine.add(request(number))
+    for _ in range(9):
+        engine.step()
+    engine.abort("3")
+    for _ in range(5):
+        engine.step()
+    census = engine.census()
+    assert [(seen.input_tokens, seen.output_tokens, seen.complete) for seen in census.left] == [
+        (len(REQUESTS[3][0]), 9, False),
+        (len(REQUESTS[1][0]), REQUESTS[1][1], True),
+    ]
+    assert [(seen.input_tokens, seen.output_tokens, seen.complete) for seen in census.running] == [
+        (len(REQUESTS[2][0]), 14, False)
+    ]
+    assert engine.census().left == ()
+    engine.abort("2")
+
+
+def plan_setup(directory: str, placement: tuple[Stage, ...], schedule: Schedule, blocks: int = BLOCKS) -> dict:
+    plan = Plan(model=directory, schedule=schedule, placement=placement, kv_cache_tokens=16 * blocks)
+    return {"kind": "setup", **engine_setup(plan, load_model_spec(directory))}
+
+
+def test_layers_move_between_workers_and_policies_change_with_them(directory, expected):
+    """What `process` does with the messages, in this process."""
+    plans = [
+        (APART, Schedule("waa-c", {"decode_batch": 4, "prefill_batch": 2})),
+        (APART, Schedule("waa-m", {"decode_batch": 6, "prefill_batch": 1, "micro_batches": 2})),
+        (TENSOR, ON_ONE[0]),
+        (ONE, ON_ONE[1]),
+        (PIPELINE, Schedule("rra", {"prefill_batch": 4, "decode_steps": 6, "micro_batches": 2})),
+    ]
+    setups = [plan_setup(directory, *plan) for plan in plans]
+    inbox: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    threads = set(threading.enumerate())
+    found: dict[str, list[int]] = {}
+    answers = []
+    with contextlib.ExitStack() as stack:
+        engine = build_engine(setups[-1])
+        stack.callback(lambda: engine.close())
+        adoption = Adoption(engine, setups[-1], build=build_executor, put=inbox.put)
+
+        def adopt(step: int, outputs: list) -> None:
+            if step % 4 == 3 and len(answers) < len(setups):
+                message = {"kind": "adopt", "number": step, "setup": setups[len(answers)]}
+                answer = adoption.take(message, outputs)
+                while answer is None:  # The old workers go on meanwhile.
+                    with contextlib.suppress(queue.Empty):
+                        answer = adoption.take(inbox.get(timeout=0.01), outputs)
+                    if answer is None and engine.has_work:
+                        outputs += engine.step()
+                answers.append(answer)
+
+        run(engine, found, adopt)
+    assert found == expected
+    assert [answer["kind"] for answer in answers] == ["adopted"] * len(setups)
+    assert [answer["num_recomputed"] for answer in answers] == [0] * len(setups)
+    eventually(lambda: set(threading.enumerate()) <= threads)

@@ -1,0 +1,118 @@
+"""Both ends of a connection prove that they know the key; who does not gets nothing, and says nothing that is read."""
+
+import contextlib
+import hmac
+import socket
+import threading
+
+import pytest
+
+from exeplan.errors import InputError
+from exeplan.runner.ipc import handshake
+from exeplan.runner.ipc.handshake import StrangerError, admit, cluster_key, dial
+
+from ..processes import PATIENCE
+
+KEY, OTHER = b"one key that several hosts share", b"another one, of somebody else...."
+
+
+@pytest.fixture
+def port():
+    """Where a listener admits one connection with KEY; `outcome` is what came of it."""
+
+    class Listener(threading.Thread):
+        outcome: object = None
+
+        def run(self):
+            with listener, listener.accept()[0] as connection:
+                try:
+                    admit(connection, KEY)
+                    self.outcome = connection.recv(100)
+                    connection.sendall(b"welcome")
+                except OSError as error:
+                    self.outcome = error
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = Listener()
+    thread.port = listener.getsockname()[1]
+    thread.start()
+    yield thread
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def outcome(port):
+    port.join(PATIENCE)
+    return port.outcome
+
+
+def test_who_knows_the_key_gets_in(port):
+    with dial("127.0.0.1", port.port, KEY, patience=0) as connection:
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"welcome"
+        assert connection.gettimeout() is None
+    assert outcome(port) == b"hello"
+
+
+def test_who_has_another_key_is_told_to_give_the_same(port):
+    with pytest.raises(InputError, match="another EXEPLAN_CLUSTER_KEY; give all hosts the same"):
+        dial("127.0.0.1", port.port, OTHER, patience=0)
+    assert isinstance(outcome(port), StrangerError)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10])
+def test_a_stranger_gets_a_nonce_and_no_more(port, said):
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
+        assert len(stranger.recv(100)) == 40
+        with contextlib.suppress(OSError):  # It may be hung up on before it is done.
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    assert isinstance(outcome(port), OSError)
+
+
+def test_silence_is_not_waited_for_long(port, monkeypatch):
+    monkeypatch.setattr(handshake, "SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
+        assert isinstance(outcome(port), OSError)
+        stranger.close()
+
+
+def test_a_proof_cannot_be_sent_back_to_who_made_it():
+    """An impostor that listens, and answers the proof of who dials with that very proof."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def echo():
+            with listener.accept()[0] as connection:
+                connection.sendall(b"exeplan1" + bytes(32))
+                connection.sendall(connection.recv(64)[32:])
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        with pytest.raises(InputError, match="another EXEPLAN_CLUSTER_KEY"):
+            dial("127.0.0.1", listener.getsockname()[1], KEY, patience=0)
+        thread.join(PATIENCE)
+
+
+def test_an_old_proof_is_of_no_use(port):
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
+        stranger.recv(100)
+        stranger.sendall(bytes(32) + hmac.digest(KEY, b"exeplan1" + b"dials" + bytes(32) + bytes(32), "sha256"))
+        assert stranger.recv(100) == b""
+    assert isinstance(outcome(port), StrangerError)
+
+
+def test_nobody_there_is_said_in_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(InputError, match=f"no engine answers at 127.0.0.1:{port} after 0 s"):
+        dial("127.0.0.1", port, KEY, patience=0)
+
+
+@pytest.mark.parametrize("key", [None, "", "too short"])
+def test_a_key_that_could_be_guessed_is_refused(monkeypatch, key):
+    monkeypatch.delenv("EXEPLAN_CLUSTER_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("EXEPLAN_CLUSTER_KEY", key)
+    with pytest.raises(InputError, match="several hosts need one secret key in EXEPLAN_CLUSTER_KEY, of at least 16"):
+        cluster_key()

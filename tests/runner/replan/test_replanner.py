@@ -1,0 +1,185 @@
+"""Replanner: a service whose traffic has changed proposes another plan or adopts it, tells what it did, and goes on."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from exeplan.core.bounds import Bound
+from exeplan.core.model import load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile, save_profile
+from exeplan.core.schedule import Schedule, single_stage
+from exeplan.drift.state import Rules
+from exeplan.errors import InputError
+from exeplan.planner.load_problem import load_plan, read_plan
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.replan.replanner import Replanner
+
+from ..processes import PATIENCE
+
+SPEC = load_model_spec("demo")
+SLOW = Schedule("rra", {"prefill_batch": 1, "decode_steps": 90})
+RULES = Rules(every=0.2, dwell=0.0, least_requests=16, least_for_search=32)
+
+
+@pytest.fixture
+def plan(profile: Profile, tmp_path: Path) -> Plan:
+    """One that expects outputs of ninety tokens."""
+    save_profile(profile, tmp_path / "p.json")
+    return Plan(
+        model="demo",
+        schedule=SLOW,
+        placement=single_stage(SPEC),
+        workload="fixed:in=40;out=90",
+        profile=str(tmp_path / "p.json"),
+        bound=Bound(seconds=20.0),
+        kv_cache_tokens=4096,
+    )
+
+
+def setup(plan: Plan) -> dict:
+    return {"kind": "setup", **engine_setup(plan, SPEC, dummy_weights=True)}
+
+
+async def ask(client: EngineClient, number: int) -> list[int]:
+    """A short answer to one of a few prompts, as the engine gives it greedily."""
+    job = client.reserve(1)
+    prompt = [(11 * (number % 5) + 7 * i) % 200 for i in range(20)]
+    sampling = asdict(SamplingParams(temperature=0.0, max_tokens=3 + number % 5, ignore_eos=True))
+    client.submit(job, [{"prompt_token_ids": prompt, "sampling": sampling}])
+    tokens: list[int] = []
+    with contextlib.closing(_Released(client, job)):
+        while True:
+            for event in await job.next_events():
+                tokens += event.token_ids
+                if event.finish_reason:
+                    return tokens
+
+
+class _Released:
+    def __init__(self, client: EngineClient, job) -> None:
+        self.close = lambda: client.release(job)
+
+
+def serving(plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None]], **options) -> list[tuple]:
+    """Serves short answers, whatever comes, until `what` is done; every answer must be the first one to that prompt.
+
+    Returns the events.
+    """
+    events: list[tuple] = []
+
+    async def run() -> None:
+        client = await EngineClient.start(setup(plan))
+        replanner = Replanner(client, plan, SPEC, setup=setup, rules=RULES, **options)
+        replanner.on_event = lambda kind, told: events.append((kind, told))
+        first: dict[int, list[int]] = {}
+
+        async def load(start: int) -> None:
+            for number in itertools.count(start):
+                found = await ask(client, number)
+                assert found == first.setdefault(number % 5, found)
+                assert len(found) == 3 + number % 5
+
+        asking = [asyncio.create_task(load(start)) for start in range(6)]
+        replanner.start()
+        try:
+            async with asyncio.timeout(4 * PATIENCE):  # The advisor leaves a busy machine to the tests beside this one.
+                await what(client, replanner)
+            await asyncio.sleep(0.3)
+            assert not any(task.done() for task in asking)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            await replanner.close()
+            await client.close()
+
+    asyncio.run(run())
+    return events
+
+
+async def until(claim: Callable[[], object]) -> None:
+    while not claim():
+        await asyncio.sleep(0.05)
+
+
+def test_a_better_plan_is_adopted_written_and_logged_as_a_diff(plan, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="exeplan.replan")
+    file = tmp_path / "new.yaml"
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        await until(lambda: replanner.state.last)
+        state = replanner.state
+        assert state.num_replans >= 1
+        assert state.last.source == "drift"
+        assert state.plan.schedule != SLOW
+        assert state.last.new.throughput > 1.05 * state.last.old.throughput
+        assert state.drift.measure > 1
+        assert state.planned.outputs.mean == 90
+        assert state.observed.outputs.mean < 10
+        assert state.proposed is None
+
+    events = serving(plan, wait, mode="auto", file=file)
+    assert [kind for kind, _ in events][:2] == ["proposed", "adopted"]
+    assert load_plan(file).schedule.policy in read_plan(file).schedule.policy
+    assert "re-plan 1 is active (drift" in caplog.text
+    assert "throughput" in caplog.text
+
+
+def test_advice_waits_and_can_be_vetoed(plan, tmp_path):
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        assert await replanner.accept() is None
+        assert not replanner.veto("nothing there")
+        await until(lambda: replanner.state.proposed)
+        assert replanner.state.plan.schedule == SLOW
+        assert await replanner.frontier()
+        assert replanner.veto("not on a Friday")
+        assert (replanner.state.proposed, replanner.state.veto) == (None, "not on a Friday")
+        assert await replanner.accept() is None
+        assert replanner.state.plan.schedule == SLOW
+
+    events = serving(plan, wait, mode="advise", file=tmp_path / "new.yaml")
+    assert [kind for kind, _ in events][:2] == ["proposed", "vetoed"]
+
+
+def test_a_plan_is_adopted_by_hand_as_a_whole_or_not_at_all(plan, tmp_path):
+    other = replace(plan, schedule=Schedule("orca", {"max_num_seqs": 4}))
+    elsewhere = single_stage(load_model_spec("gpt3-39b"))
+
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        replanned = await replanner.adopt(other, source="request")
+        assert (replanned.num_recomputed, replanner.state.plan) == (0, other)
+        with pytest.raises(InputError, match="the plan is for"):
+            await replanner.adopt(replace(other, model="gpt3-39b", placement=elsewhere), source="request")
+        with pytest.raises(InputError, match="no file"):
+            await replanner.load(tmp_path / "none.yaml")
+        smaller = replace(other, kv_cache_tokens=16)
+        with pytest.raises(InputError, match="KV blocks"):
+            await replanner.adopt(replace(smaller, num_threads=2), source="request")
+        assert replanner.state.plan == other
+        bigger = replace(other, kv_cache_tokens=8192)
+        assert (await replanner.adopt(bigger, source="signal")).number == 2
+        assert client.num_blocks == 512
+
+    events = serving(plan, wait, mode="off")
+    assert [kind for kind, _ in events] == ["adopted", "failed", "adopted"]
+
+
+def test_a_plan_without_profile_or_workload_is_not_watched(plan):
+    async def wait(client: EngineClient, replanner: Replanner) -> None:
+        assert "names no profile and no workload" in replanner.state.error
+
+    serving(replace(plan, profile=None, workload=None), wait, mode="auto")
+
+
+def test_an_unknown_mode_is_refused(plan):
+    with pytest.raises(InputError, match="--replan must be one of off, advise, auto, found 'maybe'"):
+        Replanner(None, plan, SPEC, setup=setup, mode="maybe")

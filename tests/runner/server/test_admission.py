@@ -1,0 +1,99 @@
+"""The queue is bounded, and who would come too late by the plan can be turned away at once, with the time to wait."""
+
+import pytest
+
+from exeplan.core.bounds import Bound
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Estimate, Schedule, Stage
+from exeplan.errors import InputError
+from exeplan.runner.server.admission import Admission, default_max_queue
+
+ESTIMATE = Estimate(
+    throughput=2.0,
+    token_throughput=20.0,
+    ttft=1.0,
+    tpot=0.1,
+    latency=5.0,
+    latency_p50=3.0,
+    latency_p99=5.0,
+    kv_tokens=100.0,
+    memory_bytes_per_gpu=1.0,
+)
+
+
+def plan(**fields):
+    defaults = {"bound": Bound(seconds=8.0), "estimate": ESTIMATE}
+    return Plan(
+        model="m",
+        schedule=Schedule("orca", {"max_num_seqs": 4}),
+        placement=(Stage(layers=(0, 1)),),
+        **defaults | fields,
+    )
+
+
+def refusal(waiting, *, count=1, max_tokens=None, refuse_late=True, **fields):
+    admission = Admission(plan(**fields), max_queue=100, refuse_late=refuse_late)
+    return admission.refusal(count, num_waiting=waiting, max_tokens=max_tokens)
+
+
+def test_a_full_queue_says_when_the_plan_will_have_worked_it_off():
+    found = refusal(100, refuse_late=False)
+    assert (found.status, found.code, found.retry_after) == (429, "queue_full", 50)
+    assert refusal(99, refuse_late=False) is None
+
+
+def test_more_than_the_queue_ever_holds_is_no_matter_of_time():
+    found = refusal(0, count=101)
+    assert (found.status, found.param) == (400, "n")
+
+
+def test_waiting_and_own_time_together_must_keep_the_bound():
+    assert refusal(6) is None  # 3 s of waiting and 5 s for a long output: just in time.
+    found = refusal(12)
+    assert (found.status, found.code, found.retry_after) == (429, "late", 3)
+    assert "3 s later" in str(found)
+
+
+def test_a_short_answer_may_wait_longer():
+    assert refusal(13, max_tokens=1) is None  # 6.5 s and one prefill of 1 s.
+    assert refusal(15, max_tokens=1).code == "late"
+    assert refusal(7, max_tokens=10_000).code == "late"  # No longer than what the bound is about.
+
+
+def test_the_sequences_of_one_request_wait_for_each_other():
+    assert refusal(3, count=4) is None
+    assert refusal(3, count=5).code == "late"
+
+
+def test_a_bound_on_the_first_token_counts_too():
+    assert refusal(3, more_bounds=(Bound(seconds=2.0, about="ttft"),)).code == "late"
+    assert refusal(2, more_bounds=(Bound(seconds=2.0, about="ttft"),)) is None
+    assert refusal(2, more_bounds=(Bound(seconds=0.05, about="tpot"),)) is None  # Waiting does not change the pace.
+
+
+def test_a_request_that_would_not_begin_by_its_own_deadline_is_late():
+    admission = Admission(plan(), max_queue=100, refuse_late=True)
+    assert admission.refusal(1, num_waiting=4, max_tokens=1, deadline=1.5).code == "late"  # 2 s of waiting.
+    assert admission.refusal(1, num_waiting=2, max_tokens=1, deadline=1.5) is None
+
+
+def test_an_idle_server_lets_everybody_in():
+    assert refusal(0, bound=Bound(seconds=1e-3)) is None
+
+
+@pytest.mark.parametrize("fields", [{"bound": None}, {"estimate": None}, {"bound": Bound(seconds=float("inf"))}])
+def test_without_a_promise_nobody_is_late(fields):
+    assert refusal(50, refuse_late=False, **fields) is None
+    with pytest.raises(InputError, match="goes by the plan, which lacks"):
+        refusal(50, **fields)
+
+
+def test_another_plan_has_other_rules():
+    admission = Admission(plan(), max_queue=100, refuse_late=True)
+    admission.adopt(plan(bound=Bound(seconds=20.0)))
+    assert admission.refusal(1, num_waiting=12, max_tokens=None) is None
+
+
+def test_the_default_queue_is_a_few_times_what_runs():
+    assert default_max_queue(plan()) == 64
+    assert default_max_queue(plan(max_seqs=100)) == 400

@@ -1,0 +1,121 @@
+"""Observed is what an Estimate means, over the last minutes and in bounded memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from exeplan.core.bounds import Bound
+from exeplan.core.metrics import RequestRecord, summarize
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.runner.ipc.frames import Stats
+from exeplan.runner.server.observed import MOST_REQUESTS, WINDOW_SECONDS, Observed, shares
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plan(**fields):
+    fields = {"bound": Bound(seconds=2.0), **fields}
+    return Plan(model="m", schedule=Schedule("orca", {"max_num_seqs": 4}), placement=(Stage(layers=(0, 1)),), **fields)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def observed(clock, **fields):
+    return Observed(plan(**fields), clock=clock)
+
+
+def finish(target, *, start=0.0, first=0.5, last=1.5, output_tokens=11):
+    target.finish(start=start, first=first, last=last, input_tokens=7, output_tokens=output_tokens)
+
+
+def test_three_requests_by_hand(clock):
+    seen = observed(clock)
+    clock.now = 10.0
+    for last in (1.5, 2.5, 3.5):
+        finish(seen, start=0.25, last=last)
+    found = seen.snapshot()
+    assert (found.seconds, found.num_requests, found.throughput, found.token_throughput) == (10.0, 3, 0.3, 3.3)
+    assert (found.ttft, found.tpot) == (0.25, pytest.approx(0.2))
+    assert (found.latency_p50, found.latency_p99) == (2.25, pytest.approx(3.23))
+    assert found.latency is None  # Nobody knows the planned length.
+    assert found.within == {"p99-length": pytest.approx(1 / 3)}
+
+
+@pytest.mark.parametrize("about", ["p99-length", "p90-requests"])
+@pytest.mark.parametrize("waiting", [False, True])
+def test_agrees_with_the_definitions_of_the_bench(clock, about, waiting):
+    rng = np.random.default_rng(0)
+    seen = observed(clock, bound=Bound(seconds=2.0, about=about), arrival_rate=1.0 if waiting else None)
+    seen.p99_output = 20
+    records = []
+    for n in range(200):
+        start, first, tokens = rng.uniform(0.01, 1.0), rng.uniform(1.1, 2.0), int(rng.integers(1, 40))
+        times = first + np.arange(tokens) * rng.uniform(0.01, 0.1)
+        seen.finish(start=start, first=first, last=float(times[-1]), input_tokens=3, output_tokens=tokens)
+        begin = n * 100.0
+        records.append(
+            RequestRecord(
+                input_tokens=3, arrival=begin, start=begin + start, token_times=tuple((begin + times).tolist())
+            )
+        )
+    found = seen.snapshot()
+    counted = [replace(r, start=r.arrival) for r in records] if waiting else records
+    wanted = summarize(counted, p99_output=20, bound_about=about, backlog=False)
+    for name in ("ttft", "tpot", "latency", "latency_p50", "latency_p99"):
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-6), name
+
+
+def test_shares_within_each_bound(clock):
+    seen = observed(clock, more_bounds=(Bound(seconds=0.4, about="ttft"), Bound(seconds=0.15, about="tpot")))
+    seen.p99_output = 6
+    finish(seen, first=0.3, last=1.3)
+    finish(seen, first=0.5, last=3.5)  # Its sixth token came after 2 s, just in time.
+    assert seen.snapshot().within == {"p99-length": 1.0, "ttft": 0.5, "tpot": 0.5}
+
+
+def test_old_requests_are_forgotten_and_memory_is_bounded(clock):
+    seen = observed(clock)
+    finish(seen)
+    clock.now = WINDOW_SECONDS + 1
+    assert seen.snapshot().num_requests == 0
+    for _ in range(MOST_REQUESTS + 100):
+        finish(seen)
+        seen.step(Stats(num_running=1, iteration_tokens=1, num_decode=1))
+        clock.now += 0.01
+    found = seen.snapshot()
+    assert found.num_requests == MOST_REQUESTS
+    assert found.throughput == pytest.approx(100, rel=0.01)
+    assert len(seen.timeline) <= 240
+
+
+def test_batches_are_means_over_the_iterations_that_have_them(clock):
+    seen = observed(clock)
+    for prefill, decode in ((4, 0), (0, 4), (0, 3), (2, 2)):
+        seen.step(Stats(iteration_tokens=1, num_prefill=prefill, num_decode=decode, num_blocks=10, free_blocks=4))
+    seen.step(Stats())
+    found = seen.snapshot()
+    assert (found.prefill_batch, found.decode_batch) == (3.0, 3.0)
+    (tick,) = seen.timeline
+    assert (tick.num_iterations, tick.num_prefilled, tick.num_decoded, tick.kv_share) == (4, 6, 9, 0.6)
+
+
+def test_another_plan_judges_what_was_seen_by_its_own_bounds(clock):
+    seen = observed(clock)
+    finish(seen, last=3.0)
+    seen.adopt(plan(bound=Bound(seconds=5.0, about="p99-requests")))
+    assert seen.snapshot().within == {"p99-requests": 1.0}
+
+
+def test_lengths_fall_between_the_edges():
+    assert shares([1, 4, 5, 8, 9, 100], (0, 4, 8, 16)) == pytest.approx([2 / 6, 2 / 6, 2 / 6])
+    assert shares([], (0, 4)) == [0.0]

@@ -1,0 +1,55 @@
+"""reach() finds the last point of a line within the limits, or that the line cannot win, in as many trials as halving
+takes."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exeplan.policies.interface import Knob
+from exeplan.search.grid import Grid, Limits, Outcome
+from exeplan.search.line import reach
+
+
+def line(throughput: list[float], latency: list[float], *, bound: float) -> Grid:
+    knob = Knob("k", tuple(range(len(throughput))))
+    return Grid((knob,), lambda at: Outcome(throughput[at["k"]], latency[at["k"]], 0.0), Limits(bound, 1.0))
+
+
+@st.composite
+def rising(draw: st.DrawFn) -> tuple[list[float], list[float]]:
+    """Throughput and latency in small whole steps, so that there are ties."""
+    size = draw(st.integers(1, 60))
+    steps = np.random.default_rng(draw(st.integers(0, 2**32 - 1))).integers(0, 3, size=(2, size))
+    throughput, latency = np.cumsum(steps, axis=1).astype(float) + 1.0
+    return throughput.tolist(), latency.tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(rising(), st.floats(0, 80), st.floats(0, 80), st.floats(0, 1))
+def test_it_is_the_most_within_the_limits_or_nothing(
+    values: tuple[list[float], list[float]], bound: float, at_least: float, where: float
+) -> None:
+    throughput, latency = values
+    grid = line(throughput, latency, bound=bound)
+    found = reach(grid, (int(where * grid.top[0]),), at_least=at_least, slack=0.0)
+    most = max((t for t, seconds in zip(throughput, latency, strict=True) if seconds <= bound), default=0.0)
+    assert found == (most if most >= at_least else 0.0)
+    assert len(grid.tried) <= math.ceil(math.log2(len(throughput) + 1)) + 2
+
+
+@pytest.mark.parametrize("start", [0, 40, 99])
+def test_a_line_that_cannot_win_costs_two_trials(start: int) -> None:
+    slow = line([1.0 + k for k in range(100)], [1.0] * 100, bound=2.0)
+    assert reach(slow, (start,), at_least=200.0, slack=0.02) == 0.0
+    assert len(slow.tried) <= 2
+    late = line([1.0 + k for k in range(100)], [3.0] * 100, bound=2.0)
+    assert reach(late, (start,), at_least=200.0, slack=0.02) == 0.0
+    assert len(late.tried) == 1
+
+
+def test_a_line_that_misses_by_the_slack_still_counts() -> None:
+    grid = line([10.0, 99.0, 120.0], [1.0, 1.0, 3.0], bound=2.0)
+    assert reach(grid, (0,), at_least=100.0, slack=0.02) == 99.0

@@ -1,0 +1,267 @@
+"""Where requests come at a rate, waiting counts: the closed form foresees the replay, and promises hold there."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exeplan.arrays import Floats
+from exeplan.cli import main
+from exeplan.core.bounds import Bound
+from exeplan.core.metrics import RequestRecord, summarize
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule
+from exeplan.errors import Infeasible, InputError
+from exeplan.planner.load_problem import load_plan
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import Problem, make_problem, rate_headroom, replay_estimate
+from exeplan.workload.arrivals import Arrivals, residents, trace_arrivals
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Trace, Workload
+
+LAW = "normal:in=40,10,80;out=12,5,24"
+SKEWED = "quantiles:in=p50:30,p99:200;out=p50:8,p99:30,p100:40;rank_correlation=0.4"
+SCHEDULES = [
+    Schedule("orca", {"max_num_seqs": 24}),
+    Schedule("rra", {"prefill_batch": 8, "decode_steps": 6}),
+    Schedule("static", {"batch_size": 24}),
+]
+
+
+def asked(profile: Profile, law: str, *, rate: float | None = None, bound: float = math.inf, **more: float) -> Problem:
+    problem = make_problem(profile, load_workload(law), Bound(seconds=bound), max_seqs=64)
+    several = tuple(Bound(seconds=value, about=about) for about, value in more.items())
+    return replace(problem, more_bounds=several, arrivals=None if rate is None else Arrivals(rate=rate))
+
+
+def capacity(problem: Problem, schedule: Schedule) -> float:
+    return problem.evaluate(schedule).throughput
+
+
+def mean(chance: Floats) -> float:
+    return float(np.arange(len(chance)) @ chance)
+
+
+@pytest.mark.parametrize("load", [0.2, 0.6, 0.9, 0.99])
+def test_one_server_holds_what_mm1_says(load: float) -> None:
+    chance = residents(load, np.array([1.0]), np.array([1.0]))
+    assert mean(chance) == pytest.approx(load / (1 - load), rel=1e-3)
+    assert chance[0] == pytest.approx(1 - load, rel=1e-3)
+
+
+def test_servers_without_end_hold_a_poisson_number() -> None:
+    sizes = np.array([1.0, 1000.0])
+    chance = residents(20.0, sizes, sizes)
+    assert mean(chance) == pytest.approx(20.0)
+    assert float(np.arange(len(chance)) ** 2 @ chance) - 400.0 == pytest.approx(20.0)
+
+
+def test_a_few_servers_queue_as_erlang_says() -> None:
+    # Erlang C for 2 servers at 1.5 Erlang: 9/14 wait; mean queue 9/14 * 0.75 / 0.25 = 27/14.
+    chance = residents(1.5, np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    assert chance[2:].sum() == pytest.approx(9 / 14)
+    assert mean(chance) == pytest.approx(1.5 + 27 / 14)
+
+
+def test_poisson_arrivals_come_at_their_rate() -> None:
+    workload = load_workload(LAW)
+    inputs, outputs, times = Arrivals(rate=5.0).draw(workload, 20_000, seed=1)
+    gaps = np.diff(times)
+    assert len(inputs) == len(outputs) == len(times) == 20_000
+    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
+    assert gaps.std() == pytest.approx(0.2, rel=0.03)
+    assert (gaps >= 0).all()
+
+
+def traced(times: Floats | None) -> Workload:
+    inputs, outputs = np.full(4, 10), np.array([3, 4, 5, 6])
+    return Workload.of_trace("trace", Trace(inputs, outputs, times))
+
+
+def test_a_trace_keeps_its_requests_and_times() -> None:
+    workload = traced(np.array([2.0, 3.0, 3.0, 5.0]))
+    arrivals = trace_arrivals(workload)
+    assert arrivals.rate == pytest.approx(1.0)
+    assert arrivals.variability == pytest.approx(np.var([1.0, 0.0, 2.0]))
+    inputs, outputs, times = arrivals.draw(workload, 3, seed=7)
+    assert inputs.tolist() == [10, 10, 10]
+    assert outputs.tolist() == [3, 4, 5]
+    assert times.tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("times", [None, np.zeros(4)])
+def test_a_trace_without_times_has_no_arrivals(times: Floats | None) -> None:
+    with pytest.raises(InputError, match="give an arrival rate instead"):
+        trace_arrivals(traced(times))
+
+
+def test_a_wait_counts_from_the_arrival() -> None:
+    records = [
+        RequestRecord(input_tokens=1, arrival=float(i), start=i + 0.5, token_times=(i + 1.0, i + 2.0))
+        for i in range(20)
+    ]
+    estimate = summarize(records, p99_output=2, backlog=False, waiting=True)
+    assert (estimate.ttft, estimate.tpot, estimate.latency, estimate.latency_p50) == (1.0, 1.0, 2.0, 2.0)
+    assert summarize(records, p99_output=2, backlog=False).ttft == 0.5
+    assert estimate.token_throughput == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.parametrize("law", [LAW, SKEWED])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_the_closed_form_at_a_rate_foresees_the_replay(schedule: Schedule, law: str, profile: Profile) -> None:
+    most = capacity(asked(profile, law), schedule)
+    ratios = []
+    for load in (0.3, 0.6, 0.8):
+        problem = asked(profile, law, rate=load * most)
+        predicted = problem.estimate(schedule)
+        _, replayed = replay_estimate(problem, schedule, seed=0)
+        assert predicted.throughput == pytest.approx(replayed.throughput, rel=0.05)
+        assert replayed.latency is not None
+        assert predicted.latency is not None
+        ratios += [predicted.latency / replayed.latency, predicted.ttft / replayed.ttft]
+    # The replay has the final word; what comes before it is to be of the right size.
+    assert 0.6 < np.median(ratios) < 1.3
+    assert min(ratios) > 0.4
+    assert max(ratios) < 1.5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_latency_rises_with_the_rate(schedule: Schedule, profile: Profile) -> None:
+    most = capacity(asked(profile, LAW), schedule)
+    latencies = [asked(profile, LAW, rate=share * most).estimate(schedule).ttft for share in (0.2, 0.5, 0.8, 0.99)]
+    assert (np.diff(latencies) > 0).all()
+
+
+def test_a_rate_beyond_the_capacity_is_refused(profile: Profile) -> None:
+    schedule = SCHEDULES[0]
+    most = capacity(asked(profile, LAW), schedule)
+    with pytest.raises(Infeasible, match=r"orca\(max_num_seqs=24\) sustains .* requests/s"):
+        asked(profile, LAW, rate=1.01 * most).estimate(schedule)
+
+
+@pytest.mark.parametrize("policy", ["orca", "rra", "static"])
+@pytest.mark.parametrize("law", [LAW, SKEWED])
+def test_a_plan_for_a_rate_keeps_its_bounds_in_the_replay_with_arrivals(
+    policy: str, law: str, profile: Profile
+) -> None:
+    most = optimize(asked(profile, law, bound=0.3), policies=(policy,)).plan.estimate
+    assert most is not None
+    problem = asked(profile, law, rate=0.6 * most.throughput, bound=0.3, ttft=0.15)
+    plan = optimize(problem, policies=(policy,)).plan
+    assert plan.arrival_rate == problem.arrivals.rate if problem.arrivals else False
+    assert plan.replay is not None
+    assert plan.replay.latency is not None
+    assert plan.replay.latency <= 0.3
+    assert plan.replay.ttft <= 0.15
+    assert plan.replay.throughput == pytest.approx(problem.required, rel=0.1)
+
+
+def test_the_bounds_hold_up_to_the_rate_headroom_and_break_above(profile: Profile) -> None:
+    problem = asked(profile, LAW, rate=60.0, bound=0.15)
+    schedule = optimize(problem, policies=("orca",)).plan.schedule
+    headroom = rate_headroom(problem, schedule)
+    assert headroom is not None
+    assert 0 < headroom < 4
+
+    def keeps(rise: float) -> bool:
+        return replace(problem, arrivals=Arrivals(rate=60.0 * (1 + rise))).keeps(schedule)
+
+    assert keeps(headroom)
+    assert not keeps(headroom + 4 / 1024)
+    assert rate_headroom(asked(profile, LAW, bound=0.15), schedule) is None
+
+
+def test_at_a_rate_the_schedule_with_the_most_headroom_is_taken(profile: Profile) -> None:
+    slow, fast = (optimize(asked(profile, LAW, rate=r, bound=0.15), policies=("rra",)).plan for r in (20.0, 60.0))
+    assert slow.schedule == fast.schedule
+    assert slow.rate_headroom is not None
+    assert fast.rate_headroom is not None
+    assert 20 * (1 + min(slow.rate_headroom, 4)) >= 60
+
+
+def test_a_rate_that_nothing_sustains_is_answered_with_the_most_and_the_bounds_that_would_do(profile: Profile) -> None:
+    most = optimize(asked(profile, LAW, bound=0.1), policies=("orca",)).plan.estimate
+    assert most is not None
+    with pytest.raises(Infeasible) as refusal:
+        optimize(asked(profile, LAW, rate=1.1 * most.throughput, bound=0.1), policies=("orca",))
+    message = str(refusal.value)
+    assert "requests/s (Poisson) come, but the most that a schedule sustains within the bounds is " in message
+    assert "what binds is bound 100 ms on p99-length; it would do under bound " in message
+    with pytest.raises(Infeasible, match="no bounds would do: without any it is "):
+        optimize(asked(profile, LAW, rate=1e5, bound=0.1), policies=("orca",))
+
+
+def test_a_wanted_throughput_is_refused_where_it_cannot_be_had(profile: Profile) -> None:
+    problem = asked(profile, LAW, bound=0.1)
+    plan = optimize(replace(problem, min_throughput=10.0), policies=("orca",)).plan
+    assert plan.schedule == optimize(problem, policies=("orca",)).plan.schedule
+    with pytest.raises(Infeasible, match=r"10000 requests/s are wanted, but the most|1e\+04 requests/s are wanted"):
+        optimize(replace(problem, min_throughput=1e4), policies=("orca",))
+
+
+@pytest.fixture
+def folder(folder: Path) -> Path:
+    times = np.cumsum(np.random.default_rng(0).exponential(0.05, 200))
+    rows = [f"{t:.4f},40,{4 + i % 9}" for i, t in enumerate(times)]
+    (folder / "t.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
+    (folder / "untimed.csv").write_text("input_tokens,output_tokens\n10,5\n12,6\n")
+    return folder
+
+
+def command(*options: str, workload: str = LAW) -> list[str]:
+    return ["optimize", "--profile", "p.json", "--workload", workload, "--policy", "orca", *options]
+
+
+def test_a_plan_for_a_rate_says_so_and_simulates_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command("--latency-bound", "200ms", "--arrival-rate", "30", "-o", "plan.yaml")) == 0
+    text = capsys.readouterr().out
+    assert "arrivals: 30 requests/s (Poisson); times count from the arrival" in text
+    assert "rate headroom: the bounds hold until" in text
+    plan = load_plan(folder / "plan.yaml")
+    assert plan.arrival_rate == 30.0
+    assert main(["simulate", "plan.yaml", "--json"]) == 0
+    assert plan.replay is not None
+    assert json.loads(capsys.readouterr().out)["replay"]["ttft"] == plan.replay.ttft
+
+
+def test_the_arrivals_of_a_trace_are_replayed_as_they_were(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--latency-bound", "200ms", "--arrivals", "trace", "-o", "plan.yaml"]
+    assert main(command(*options, workload="t.csv")) == 0
+    assert "requests/s (as in the trace)" in capsys.readouterr().out
+    plan = load_plan(folder / "plan.yaml")
+    assert plan.trace_arrivals
+    assert plan.arrival_rate is None
+    assert main(["simulate", "plan.yaml"]) == 0
+    assert "200 requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "workload", "message"),
+    [
+        (["--arrival-rate", "-3"], LAW, "--arrival-rate must be a positive number of requests a second, found '-3'"),
+        (["--arrival-rate", "nan"], LAW, "--arrival-rate must be a positive number of requests a second, found 'nan'"),
+        (["--arrival-rate", "inf"], LAW, "--arrival-rate must be a positive number of requests a second, found 'inf'"),
+        (["--arrival-rate", "20/min"], LAW, "--arrival-rate must be a number of requests a second such as 20, found"),
+        (["--min-throughput", "0"], LAW, "--min-throughput must be a positive number of requests a second, found '0'"),
+        (["--arrivals", "trace"], LAW, f"workload '{LAW}' has no arrival times; give an arrival rate instead"),
+        (["--arrivals", "trace"], "untimed.csv", "workload 'untimed.csv' has no arrival times"),
+        (["--arrivals", "bursts"], LAW, "argument --arrivals: invalid choice: 'bursts'"),
+        (["--arrivals", "trace", "--arrival-rate", "3"], "t.csv", "argument --arrival-rate: not allowed with"),
+        (["--arrival-rate", "100000"], LAW, "1e+05 requests/s (Poisson) come, but the most that a schedule sustains"),
+        (["--gpus", "auto"], LAW, "--gpus auto needs a --cluster"),
+    ],
+)
+def test_wrong_arrivals_are_answered_with_one_sentence(
+    options: list[str], workload: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: int | str | None = main(command("--latency-bound", "200ms", *options, workload=workload))
+    except SystemExit as end:  # argparse ends by itself.
+        status = end.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.err.startswith(f"exeplan optimize: {message}")
+    assert captured.err.count("\n") == 1

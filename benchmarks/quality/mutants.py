@@ -15,6 +15,7 @@ Not here: mutants found by chance. Each row stands for a mistake that a person c
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,7 +111,7 @@ def _list(mutants: Sequence[Mutant]) -> int:
 
 
 def run(mutants: Sequence[Mutant], *, processes: int) -> list[Outcome]:
-    """Each mutant in a copy of the tree, so many at once. Raises MutantError where the unchanged tree's tests fail."""
+    """Each mutant in a copy of the tree. Raises MutantError where a test fails on the unchanged tree."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     with _copies(processes) as copies, ThreadPoolExecutor(processes) as pool:
         for test, (status, output) in zip(tests, pool.map(lambda test: _in_a_copy(copies, [test]), tests), strict=True):
@@ -121,7 +122,7 @@ def run(mutants: Sequence[Mutant], *, processes: int) -> list[Outcome]:
 
 @contextmanager
 def _copies(count: int) -> Iterator["SimpleQueue[Path]"]:
-    """So many copies of what git knows of the tree, and of new files that it does not ignore."""
+    """Copies of the files that git tracks, and of new ones that it does not ignore."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     copies: SimpleQueue[Path] = SimpleQueue()
@@ -141,7 +142,7 @@ def _check_imports(root: Path) -> None:
     """Raises MutantError where the tests of a copy would test another tree, such as an installed one."""
     command = [sys.executable, "-c", "import exeplan; print(exeplan.__file__)"]
     found = subprocess.run(command, cwd=root, env=_environment(root), capture_output=True, text=True, check=True).stdout
-    if not Path(found.strip()).is_relative_to(root):
+    if not Path(found.strip()).resolve().is_relative_to(root.resolve()):
         raise MutantError(f"tests would import {found.strip()} instead of the copy of the tree in {root}")
 
 
@@ -172,11 +173,13 @@ def _tested(root: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     )
     try:
         output, _ = process.communicate(timeout=TIME_LIMIT)
+        return process.returncode, output[-3000:]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
         return None, ""
-    return process.returncode, output[-3000:]
+    finally:  # What a test has started, too, and whatever ended the wait.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _tried(copies: "SimpleQueue[Path]", mutant: Mutant) -> Outcome:

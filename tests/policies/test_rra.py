@@ -1,4 +1,4 @@
-"""Policy rra: a cycle ends with its last request, and its expectation is worked out by hand over who is left when."""
+"""Policy rra: a cycle ends with its last request; its mean is worked out by hand over the requests that are left."""
 
 import numpy as np
 import pytest

@@ -37,7 +37,7 @@ def estimated(cost: CostModel, load: float, variability: float) -> Estimate:
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
 def test_the_wait_is_the_single_servers(load: float, variability: float, cost: CostModel) -> None:
     """load / (1 - load) times the service for Poisson arrivals; half that for even ones, which are half as variable;
-    and half an iteration until the pass under way ends, where there is one."""
+    and half an iteration until the running pass ends, where there is one."""
     prefill, service = served(cost)
     queue = load / (1 - load) * service * (1 + variability) / 2
     turn = load * service / OUTPUT / 2

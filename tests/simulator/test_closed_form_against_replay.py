@@ -64,7 +64,7 @@ def workload_of(rng: np.random.Generator) -> Workload:
 def stages(
     widths: Sequence[int], first: int, *, layers: bool = True, encoder: bool = False, phase: str = ""
 ) -> Placement:
-    """Stages of so many devices behind each other, with layers in proportion to them."""
+    """Stages of these widths, one after the other, with layers in proportion to their devices."""
     ends = list(accumulate(widths, initial=first))
     cuts = [round(LAYERS * (end - first) / sum(widths)) for end in ends]
     return tuple(

@@ -157,7 +157,7 @@ def expected_pass(num_prompts: int, prompt: int, contexts: Sequence[int]) -> Cyc
 
 
 def stages(widths: Sequence[int], cuts: Sequence[int], *, encoder: bool, phase: str = "") -> Placement:
-    """Stages of so many devices each, one behind the other, with the layers between the cuts."""
+    """Stages of these widths, one after the other, with the layers between the cuts."""
     ends = list(accumulate(widths, initial=0))
     return tuple(
         Stage(devices=tuple(range(*devices)), layers=layers, encoder_layers=layers if encoder else (0, 0), phase=phase)

@@ -50,7 +50,7 @@ def row(prompt: int, generated: int = 0) -> Sequence:
 
 
 def decoding(contexts: list[int]) -> tuple[Sequence, ...]:
-    """Rows with so many tokens in the cache; the newest of each is in none."""
+    """Rows with these numbers of tokens in the cache; the newest token of each is in none."""
     return tuple(row(context, 1) for context in contexts)
 
 
@@ -106,7 +106,7 @@ def test_packed_prompts_attend_within_their_slots(cost: CostModel) -> None:
 
 
 def kinked(profile: Profile, at: int) -> Profile:
-    """Products that take no longer up to so many tokens, and 0.2 ms for each above: what chance does there counts."""
+    """Products that take equally long up to `at` tokens, and 0.2 ms for each token above."""
     others = tuple(row for row in profile.measurements if row.op != "rest")
     points = {1: 1e-3, at: 1e-3, 2 * at: 1e-3 + at * 2e-4}
     kink = tuple(Measurement(op="rest", num_tokens=tokens, seconds=seconds) for tokens, seconds in points.items())

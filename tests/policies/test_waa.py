@@ -1,4 +1,4 @@
-"""Stages that prefill beside stages that decode: as an independent replay does it, losing nothing, and predictable."""
+"""Stages that prefill next to stages that decode: as an independent replay does it, losing nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
-from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
@@ -172,40 +171,6 @@ def prefilled(scheduler: Scheduler) -> Batch:
     for row in batch.prefill:
         row.num_output_tokens += 1
     return batch
-
-
-@pytest.mark.parametrize("encoder_decoder", [False, True], ids=["decoder-only", "encoder-decoder"])
-@given(
-    seed=st.integers(0, 10_000),
-    cuts=st.tuples(CUTS, CUTS),
-    decode_batch=st.integers(8, 96),
-    micro_batches=st.sampled_from([1, 2, 4]),
-    mean=st.floats(12, 60),
-)
-# Chance is in the workload, not in the choice of cases, and a smaller case is no clearer one.
-@settings(max_examples=7, deadline=None, derandomize=True, phases=[Phase.generate])
-def test_closed_form_agrees_with_the_replay(
-    encoder_decoder: bool,
-    seed: int,
-    cuts: tuple[list[int], list[int]],
-    decode_batch: int,
-    micro_batches: int,
-    mean: float,
-    profile: Profile,
-) -> None:
-    rng = np.random.default_rng(seed)
-    outputs = np.clip(np.rint(rng.lognormal(np.log(mean), rng.uniform(0.1, 0.9), 2000)), 1, 500).astype(int)
-    inputs = np.clip(np.rint(rng.lognormal(4.0, rng.uniform(0.1, 0.8), 2000)), 1, 500).astype(int)
-    workload = Workload.of("drawn", inputs=inputs, outputs=outputs, weights=np.ones(2000))
-    cost = split_cost(profile, *cuts, encoder_decoder=encoder_decoder)
-    schedule = waa_c.schedule({"decode_batch": decode_batch, "micro_batches": micro_batches}, workload)
-    steady = steady_state(schedule, workload, cost)
-    run = played(schedule, cost, np.transpose(workload.sample(2500, seed)))
-    replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
-    assert steady.throughput == pytest.approx(replayed.throughput, rel=0.06)
-    assert replayed.latency is not None
-    assert steady.bound_latency("p99-length") == pytest.approx(replayed.latency, rel=0.12)
-    assert float(steady.latency(np.ones(1))[0]) == pytest.approx(replayed.ttft, rel=0.15)
 
 
 def test_the_prefill_batch_replaces_those_who_finish_in_one_iteration() -> None:

@@ -47,10 +47,6 @@ def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
     return tuple({"micro_batches": count} for count in micro_batch_counts(num_stages))
 
 
-def micro_batches(schedule: Schedule) -> int:
-    return schedule.variables.get("micro_batches", 1)
-
-
 def slot_share(total: int, parts: int, part: int) -> int:
     """The part's share of slots dealt out one by one."""
     return total // parts + (part < total % parts)

@@ -23,8 +23,8 @@ from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.policies._variables import fillings as plain_fillings
-from exeplan.policies._variables import micro_batches, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies._variables import require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -43,7 +43,7 @@ _LENGTHS = 16
 def check(schedule: Schedule) -> None:
     optional = ("micro_batches", "max_num_prefills")
     require(schedule, "max_num_seqs", "max_num_batched_tokens", optional=optional)
-    groups, budget = micro_batches(schedule), schedule["max_num_batched_tokens"]
+    groups, budget = schedule.num_micro_batches, schedule["max_num_batched_tokens"]
     slots = slot_share(schedule["max_num_seqs"], groups, 0)
     if slots > budget:
         raise InputError(
@@ -83,7 +83,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     """
     shift = 1.0 if clock.first_token_from_prefill else 0.0
     steps = workload.mean_output + 1.0 - shift
-    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots, budget = schedule["max_num_seqs"] / groups, float(schedule["max_num_batched_tokens"])
     if cap := schedule.variables.get("max_num_prefills"):
         budget = min(budget, slots + cap * workload.mean_input)
@@ -183,7 +183,11 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
     return np.maximum(1 + np.outer(_SPREAD, deviation), 0.0).ravel()
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
     for number in queue.turns:
         if number not in queue.busy and (batch := _pass_of(schedule, queue, number)):

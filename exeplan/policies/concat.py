@@ -44,7 +44,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -207,7 +207,11 @@ def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -
     return np.minimum(rows, batch), np.minimum(context, batch * tokens)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The running batch to its end, then whoever the order packs into the rows."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))

@@ -20,8 +20,8 @@ from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.schedule import Schedule
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings, micro_batches, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies._variables import fillings, require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -32,7 +32,7 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "start", "starts_together", "steady_state"]
 
 
 def check(schedule: Schedule) -> None:
@@ -59,7 +59,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     decodes, beside k ~ Binomial(b - 1, 1/mu) prefills of the others.
     """
     steps = workload.mean_output + (0.0 if clock.first_token_from_prefill else 1.0)  # Iterations of a request.
-    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots = schedule["max_num_seqs"] / groups
     prefills, probability = _binomial(slots, 1.0 / steps)
     others, seen = _binomial(slots - 1, 1.0 / steps)
@@ -108,7 +108,11 @@ def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
     return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: fill its free slots from the queue and run everybody in it."""
     groups = len(queue.groups)
     for number in queue.turns:

@@ -20,7 +20,7 @@ from exeplan.core.batch import Batch, Sequence
 from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -130,7 +130,11 @@ def _cycle(group: _Group, timed: Ints) -> Cycle:
     )
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The running batch to its end, then that of the lengths of whoever is first."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))

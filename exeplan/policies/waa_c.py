@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from exeplan.core.schedule import Schedule
 from exeplan.policies._variables import fillings
-from exeplan.policies._waa import check, completed, knobs, next_batch, starts_together
+from exeplan.policies._waa import check, completed, knobs, next_batch, start, starts_together
 from exeplan.policies._waa_steady import steady_state
 from exeplan.workload.workload import Workload
 
@@ -18,7 +18,7 @@ PADS_PROMPTS = False
 FOR_DEADLINES = False
 SPLIT_BY = "time"
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "start", "starts_together", "steady_state"]
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:

@@ -32,7 +32,7 @@ from exeplan.core.queue_order import das_of, queue_of, ranking
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
-from exeplan.policies.interface import Policy
+from exeplan.policies.interface import Policy, State
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
         """No waiting sequence that has not begun has an earlier one."""
         self.running: list[Sequence] = []
         """Admitted sequences, oldest first."""
-        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
+        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.num_micro_batches)]
         """Running sequences by the micro-batch in which they decode, oldest first."""
         self.ready: list[Sequence] = []
         """Handed over to the stages that decode, and in no group yet; oldest first."""
@@ -80,14 +80,8 @@ class Scheduler:
         """Groups that are under way."""
         self.turns = list(range(len(self.groups)))
         """All groups, the one that was scheduled longest ago first."""
-        self.entered = [0] * len(self.groups)
-        """Decode iterations that each group has begun since the last prefill was."""
-        self.prefills_in_row = 0
-        """Batches with prefills since the last one without."""
-        self.admitted_in_row = 0
-        """Sequences in them."""
-        self.row_size: int | None = None
-        """How many there shall be, where a policy has decided that when the row began."""
+        self.state: State = self.policy.start(schedule, len(self.groups))
+        """The policy's own; it is told what was scheduled, and read by the policy alone."""
         self.num_prefills_in_flight = 0
         """Batches with prefills that are under way."""
         self.num_admissions = 0
@@ -125,7 +119,7 @@ class Scheduler:
 
         The time left ends at the deadline, or `lead_ms` before it where the schedule says so: what a request needs.
         """
-        latest = now + self.schedule.variables.get("lead_ms", 0) / 1000
+        latest = now + self.schedule.lead_seconds
         if latest <= self._next_deadline:
             return []
         due = [(s.deadline, s) for s in self.waiting if s.deadline is not None and not s.begun]
@@ -215,22 +209,17 @@ class Scheduler:
         )
         return chain(begun, (fresh[number] for number in rank))
 
-    def deal(self) -> None:
-        """Deals the running sequences out into groups of nearly equal size; none may be under way."""
+    def rebalance(self) -> None:
+        """Splits the running sequences into groups of nearly equal size; none may be in flight."""
         assert not self.busy
         for number in range(len(self.groups)):
             self.groups[number] = self.running[number :: len(self.groups)]
             for sequence in self.groups[number]:
                 sequence.group = number
 
-    def turn(self) -> int | None:
-        """The group with sequences that has begun the fewest decode iterations; None when there is none."""
-        turns = [(entered, number) for number, entered in enumerate(self.entered) if self.groups[number]]
-        return min(turns)[1] if turns else None
-
     def next_batch(self, phase: str = "") -> Batch | None:
         """What to run now, with its blocks taken; None when nothing can run before a batch under way is complete."""
-        batch: Batch | None = self.policy.next_batch(self.schedule, self, phase)
+        batch: Batch | None = self.policy.next_batch(self.schedule, self, self.state, phase)
         if batch is None:
             return None
         decode = self._grow(batch.decode)
@@ -262,7 +251,7 @@ class Scheduler:
         for row in batch.decode:
             if not row.finished:
                 row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens + count - 1))
-        self.entered[batch.group] += count - 1
+        self.state.began(batch, count - 1)
 
     def _growth(self, batch: Batch, count: int) -> int:
         """Blocks that the rows need beyond those they have, to be scheduled so many times in a row."""
@@ -311,12 +300,7 @@ class Scheduler:
             row.in_flight = True
         if batch.prefill:
             self.num_prefills_in_flight += 1
-            self.prefills_in_row += 1
-            self.admitted_in_row += len(batch.prefill)
-            self.entered = [0] * len(self.groups)
-        else:
-            self.end_row()
-            self.entered[batch.group] += 1
+        self.state.began(batch, 1)
 
     def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
         """The rows that have room for one more token; younger ones are preempted for it."""
@@ -362,21 +346,21 @@ class Scheduler:
             if self.policy.SEPARATE_STAGES:
                 self.num_handing_over += 1
             else:
-                self.join(sequence, batch.group)
+                self.add_to_group(sequence, batch.group)
             admitted.append(sequence)
             fresh.append(sequence)
         self._leave_queue(fresh)
         return tuple(admitted)
 
-    def join(self, sequence: Sequence, group: int) -> None:
+    def add_to_group(self, sequence: Sequence, group: int) -> None:
         """Puts a running sequence into a group."""
         sequence.group = group
         self.groups[group].append(sequence)
 
-    def join_ready(self, group: int, limit: int) -> None:
+    def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest that are ready into a group, at most `limit`."""
         for sequence in self.ready[:limit]:
-            self.join(sequence, group)
+            self.add_to_group(sequence, group)
         del self.ready[:limit]
 
     def _youngest_idle(self) -> Sequence | None:
@@ -400,12 +384,7 @@ class Scheduler:
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
         if not self.running:
-            self.end_row()
-
-    def end_row(self) -> None:
-        """The next prefill is the first of a new row."""
-        self.prefills_in_row = self.admitted_in_row = 0
-        self.row_size = None
+            self.state.drained()
 
 
 def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:

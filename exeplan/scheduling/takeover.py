@@ -49,7 +49,7 @@ def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[Sequence]) -> li
         new.add(sequence)
     new.num_preemptions = old.num_preemptions
     if not new.policy.SEPARATE_STAGES:
-        new.deal()
+        new.rebalance()
     return left
 
 

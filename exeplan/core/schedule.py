@@ -24,6 +24,11 @@ class Schedule:
         return self.variables.get("micro_batches", 1)
 
     @property
+    def prefill_batch(self) -> int | None:
+        """Requests of one prefill, where the schedule plans them; the variable `prefill_batch` of some policies."""
+        return self.variables.get("prefill_batch")
+
+    @property
     def lead_seconds(self) -> float:
         """How long before its deadline a request must have started; the variable `lead_ms` of any order."""
         return self.variables.get("lead_ms", 0) / 1000

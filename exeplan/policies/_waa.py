@@ -14,7 +14,7 @@ from exeplan.core.batch import Batch
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
 from exeplan.policies._variables import require, slot_share
-from exeplan.policies.interface import Knob, Queue, Stateless
+from exeplan.policies.interface import Knob, PassLimits, Queue, Stateless
 from exeplan.workload.workload import Workload
 
 
@@ -36,6 +36,10 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 def completed(variables: Mapping[str, int], workload: Workload) -> dict[str, int]:
     """With the prefill batch, unless it is given, that replaces those who finish in one iteration of all groups."""
     return {"prefill_batch": max(1, round(variables["decode_batch"] / workload.mean_output)), **variables}
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["decode_batch"], prompts=schedule["prefill_batch"])
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -24,7 +24,7 @@ from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
 from exeplan.policies._variables import fillings as plain_fillings
 from exeplan.policies._variables import require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -68,6 +68,14 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     """No more slots than a pass has tokens."""
     most = variables["max_num_batched_tokens"] * variables.get("micro_batches", 1)
     return Schedule("chunked", {**variables, "max_num_seqs": min(variables["max_num_seqs"], most)})
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(
+        decode_rows=schedule["max_num_seqs"],
+        prompts=schedule["max_num_seqs"],
+        tokens=schedule["max_num_batched_tokens"],
+    )
 
 
 def starts_together(schedule: Schedule) -> int:

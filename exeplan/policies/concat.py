@@ -44,7 +44,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -94,6 +94,12 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
         given["rows"] = math.ceil(given["max_num_seqs"] / _capacity(workload.input_law, 1, row, slot))
     names = ("max_num_seqs", "rows", "row_tokens", "slot_tokens", *ORDER_VARIABLES)
     return Schedule("concat", {name: given[name] for name in names if name in given})
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """Rows limit tokens, not requests, and a request longer than a row runs alone."""
+    most = schedule.variables.get("max_num_seqs")
+    return PassLimits(decode_rows=most, prompts=most)
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -182,6 +182,18 @@ class Stateless:
         pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassLimits:
+    """The largest pass that a schedule allows; None where the schedule sets no limit."""
+
+    decode_rows: int | None
+    """Rows that decode in one pass, over all micro-batches."""
+    prompts: int | None
+    """Prompts prefilled in one pass."""
+    tokens: int | None = None
+    """Tokens of one pass, where the scheduling itself keeps to them."""
+
+
 class Policy(Protocol):
     """What a policy module defines."""
 
@@ -211,6 +223,9 @@ class Policy(Protocol):
 
     def schedule(self, variables: Mapping[str, int], workload: Workload) -> Schedule:
         """The schedule of a point of the search: variables that follow from the others filled in."""
+
+    def pass_limits(self, schedule: Schedule) -> PassLimits:
+        """The largest pass that the schedule allows: what an engine measures, captures and keeps memory for."""
 
     def starts_together(self, schedule: Schedule) -> int:
         """Requests whose prefills belong together; a run holds many times that to say something about the mean."""

@@ -19,9 +19,10 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.schedule import Schedule
+from exeplan.policies import _variables
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
+from exeplan.policies._variables import require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -32,7 +33,7 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "start", "starts_together", "steady_state"]
+fillings = _variables.fillings
 
 
 def check(schedule: Schedule) -> None:
@@ -46,6 +47,10 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("orca", variables)
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["max_num_seqs"], prompts=schedule["max_num_seqs"])
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -26,10 +26,10 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, Sequence, balanced_part
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _adjustment
-from exeplan.policies._rounds import Rounds, start
-from exeplan.policies._variables import fillings, require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies import _adjustment, _rounds, _variables
+from exeplan.policies._rounds import Rounds
+from exeplan.policies._variables import require
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -40,7 +40,8 @@ FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "start", "starts_together", "steady_state"]
+fillings = _variables.fillings
+start = _rounds.start
 
 
 def check(schedule: Schedule) -> None:
@@ -59,6 +60,15 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("rra", variables)
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """Requests stay for as many cycles as their outputs take: only a planned `decode_batch` says how many decode."""
+    return PassLimits(
+        decode_rows=schedule.variables.get("decode_batch"),
+        prompts=schedule["prefill_batch"],
+        tokens=schedule.variables.get("max_num_batched_tokens"),
+    )
 
 
 def starts_together(schedule: Schedule) -> int:

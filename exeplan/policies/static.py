@@ -13,18 +13,19 @@ import numpy as np
 
 from exeplan.core.batch import Batch
 from exeplan.core.schedule import Schedule
-from exeplan.policies._rounds import Rounds, start
+from exeplan.policies import _rounds
+from exeplan.policies._rounds import Rounds
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import micro_batch_counts, require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.workload import Workload
-
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "start", "starts_together", "steady_state"]
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = True
 FOR_DEADLINES = False
+
+start = _rounds.start
 
 
 def check(schedule: Schedule) -> None:
@@ -48,6 +49,10 @@ def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("static", variables)
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
 
 
 def starts_together(schedule: Schedule) -> int:

@@ -20,7 +20,7 @@ from exeplan.core.batch import Batch, Sequence
 from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Stateless, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -55,6 +55,10 @@ def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("turbo", variables)
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
 
 
 def starts_together(schedule: Schedule) -> int:

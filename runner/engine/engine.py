@@ -23,6 +23,7 @@ from exeplan.core.batch import Sequence as SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.drift.length_monitor import MOST_KEPT, Seen
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
@@ -206,7 +207,7 @@ class Engine:
     def has_room_for(self, schedule: Schedule) -> bool:
         """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
         room = self._executor.room
-        return room is None or schedule.variables.get("max_num_batched_tokens", 0) <= room.pass_tokens
+        return room is None or (pass_limits(schedule).tokens or 0) <= room.pass_tokens
 
     def census(self) -> Census:
         """What is known of lengths; who left is told once."""

@@ -23,7 +23,7 @@ def predictions(plan: Plan, *, empty: bool = False) -> dict[str, float]:
     found: dict[str, float | None] = dict.fromkeys(names)
     if estimate := plan.replay or plan.estimate:
         found.update(asdict(estimate), decode_batch=estimate.token_throughput * estimate.tpot)
-    found["prefill_batch"] = plan.schedule.variables.get("prefill_batch")
+    found["prefill_batch"] = plan.schedule.prefill_batch
     return {name: float(value) for name, value in found.items() if value is not None}
 
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from exeplan import __version__
 from exeplan.errors import InputError
+from exeplan.version import __version__
 
 COMMANDS = ("profile", "optimize", "compare", "simulate", "diff", "drift", "serve", "bench", "demo")
 

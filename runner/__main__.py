@@ -24,14 +24,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from exeplan import __version__
-from exeplan.commands import serve
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_model, read_plan
 from exeplan.runner.distributed.node_agent import keep
 from exeplan.runner.ipc.handshake import cluster_key
+from exeplan.runner.server.arguments import add_arguments, run_server
+from exeplan.version import __version__
 
 _FILES = ("model", "workload", "profile", "cluster")
 """Fields of a plan that name files, which may lie elsewhere on another host."""
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="exeplan.runner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    serve.add_arguments(parser)
+    add_arguments(parser)
     args = parser.parse_args(argv)
     try:
         return _run(args, Launched.here(os.environ))
@@ -90,12 +90,12 @@ def _run(args: argparse.Namespace, launched: Launched) -> int:
     _check_devices(plan, launched.world_size)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if launched.world_size == 1:
-        return serve.run(args)
+        return run_server(args)
     key = cluster_key()
     own = {"host": launched.node, "local_device": launched.local_rank, "fingerprint": fingerprint(plan, spec)}
     if launched.rank == 0:
         listen = {"address": launched.address, "port": launched.port, "num_devices": launched.world_size}
-        return serve.run(args, hosts={**own, **listen})
+        return run_server(args, hosts={**own, **listen})
     directory = str(spec.directory.resolve()) if spec.directory else None
     hello = {**own, "device": launched.rank, "model_directory": directory}
     return keep(launched.address, launched.port, key, hello, beside_engine=launched.node == 0)

@@ -1,13 +1,13 @@
 """Closed form of a schedule to which requests come at a rate, instead of waiting in a backlog.
 
-With n requests in the system, in service or waiting for their turn, a schedule is taken to work as with batches that
-hold n in its steady state: there it serves X(n) requests/s (Little's law says which batch that is). Arrivals at a rate
-r then make n a birth-and-death chain, P(n) ~ prod r / X(k), which for processor sharing, as iteration-level scheduling
-nearly is, is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batches requests queue.
+With n requests in the system, in service or waiting for admission, the schedule is assumed to work as in its steady
+state with batches that hold n: it serves X(n) requests/s (Little's law gives the batch). Arrivals at rate r make n a
+birth-and-death chain, P(n) ~ prod r / X(k). For processor sharing, which iteration-level scheduling approximates, that
+is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batches requests queue.
 
-    on board    a request shares the engine with n - 1 others for a share of its life that is proportional to n P(n), so
-                its time is the harmonic mean of those at constant n under these weights
-    arriving    it meets n others with probability P(n): nobody means no wait for a turn
+    in service  a request shares the engine with n - 1 others for a part of its life proportional to n P(n), so its time
+                is the harmonic mean of the times at constant n under these weights
+    arriving    it meets n others with probability P(n); with n = 0 there is no wait for an admission
     queue       mean number beyond full batches / rate, times (1 + squared coefficient of variation of the gaps) / 2
 
 Not here: bursts longer than a few gaps. The replay with arrivals has the final word.
@@ -27,27 +27,27 @@ from exeplan.workload.arrivals import Arrivals, residents
 
 _ALIKE = np.ones(1)
 _TURN_POINTS = 9
-"""Points at which the wait for a turn is spread."""
+"""Points at which the wait for an admission is spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mix:
-    """How much of the time which of the batches is there."""
+    """The distribution of the batch in service, as different observers see it."""
 
     aboard: Floats
-    """Weights of the batches as requests on board see them."""
+    """Weights of the batches as requests in service see them."""
     joining: Floats
-    """As a request sees them that has just come, itself included."""
+    """Weights as an arriving request sees them, itself included."""
     turns: Floats
-    """Chance of coming while each runs, so that there is a turn to wait for; nobody is there with the rest."""
+    """Probability of arriving while each batch runs and so waiting for the next admission; the rest finds no batch."""
     queue: float
-    """Mean seconds in the queue for a place."""
+    """Mean seconds in the queue beyond full batches."""
 
 
 def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, about: str) -> Estimate:
-    """The Estimate of the schedule of the last of these points, which are steady states of it with rising batches.
+    """The Estimate of a schedule under arrivals; `points` are its steady states with rising batches, the last one full.
 
-    Its throughput has to exceed the rate. KV cache and memory are those of its full batches.
+    Its throughput must exceed the rate. KV cache and memory are those of full batches.
     """
     full = points[-1]
     mix = _mix(points, arrivals)
@@ -91,18 +91,18 @@ def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
 
 
 def _in_system(point: SteadyState) -> float:
-    """Requests in service or waiting for their turn, by Little's law."""
+    """Requests in service or waiting for admission, by Little's law."""
     law = point.workload.output_law
     return point.throughput * (float(law.weights @ point.latency(law.tokens.astype(float))) + point.turn / 2)
 
 
 def _harmonic(values: Floats, weights: Floats) -> float:
-    """Of values above 0, or all 0."""
+    """The weighted harmonic mean of values above 0; 0 where any value is 0."""
     return float(1 / (weights @ (1 / values))) if (values > 0).all() else 0.0
 
 
 def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float, *, factors: Floats = _ALIKE) -> float:
-    """Over the length law, the batches, the waits and what scales them; as if a batch lasted as long as a request."""
+    """Over the length law, the batches, the waits and the factors; a batch is assumed to last as long as a request."""
     law = points[0].workload.output_law
     spread = (np.arange(_TURN_POINTS) + 0.5) / _TURN_POINTS
     times = [np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.turn * spread) for p in points]

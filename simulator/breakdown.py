@@ -1,8 +1,8 @@
 """Where the time of a placement goes: a replay with every pass split by kind of work, and set against the roofline.
 
-The split is exact: curves are linear in their measurements, so a pass timed with all rows but one kind's at zero takes
-just what that kind takes. Roofline: the operations and the bytes that a pass cannot do without (weights once, keys and
-values once) over the rates of the profile's device.
+The split is exact: curves are linear in their measurements, so a pass timed with only one kind of row above zero takes
+that kind's time. Roofline: the minimal operations and bytes of a pass (weights read once, keys and values once) over
+the rates of the profile's device.
 
 Not here: what follows from it (`exeplan.planner.explain`).
 """
@@ -60,11 +60,11 @@ class Breakdown:
     mean: Mapping[str, float]
     """The same of all GPUs' time."""
     phases: Mapping[str, PhaseTime]
-    """`prefill`, `decode` and `mixed`, those that there are."""
+    """`prefill`, `decode` and `mixed`, where they occur."""
 
 
 def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: bool = True) -> Breakdown:
-    """What `run`, a replay on the cost model that it is given, spends its time on; `backlog` as for `summarize`."""
+    """Splits the time of `run`, a replay on the cost model that it is given; `backlog` as for `summarize`."""
     meter = _Meter(cost)
     done = run(meter)
     opens, closes = window([r for r in done.requests if not r.expired], backlog)
@@ -98,7 +98,7 @@ def _named(shares: Floats) -> dict[str, float]:
 
 
 class _Meter(CostModel):
-    """Times passes as the cost model does, and notes what each is made of; arrays over the stages of the placement."""
+    """Times passes as the cost model does and records the parts of each; arrays over the stages of the placement."""
 
     def __init__(self, cost: CostModel) -> None:
         super().__init__(cost.timings, cost.placement, cost.cluster)
@@ -122,7 +122,7 @@ class _Meter(CostModel):
 
 
 class _Tokens:
-    """What a batch computes: rows that decode, their context, prompt tokens, and pairs of tokens that attend."""
+    """Work of a batch: rows that decode, their context, prompt tokens, and pairs of tokens that attend."""
 
     def __init__(self, batch: Batch) -> None:
         spans = batch.spans
@@ -166,7 +166,7 @@ def _only(cost: CostModel, kind: str) -> CostModel:
 
 
 def _silent(profile: Profile, ops: list[str]) -> list[Measurement]:
-    """Rows that say that these operations take no time, so that no link stands in for them."""
+    """Rows of zero seconds for these operations, so that no link stands in for them."""
     return [
         Measurement(op=op, phase=link, bytes=1, tensor_parallel_size=size, seconds=0.0)
         for op in ops

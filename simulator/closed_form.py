@@ -1,4 +1,7 @@
-"""Closed form: a schedule's steady state and the Estimate that follows from it."""
+"""Closed form: a schedule's steady state and the Estimate that follows from it.
+
+Not here: the steady state of a policy (`exeplan/policies`), and arrivals at a rate (`at_rate.py`).
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +22,7 @@ KV_SIGMAS = 3.0
 NO_WAIT = Wait()
 _ALIKE = np.ones(1)
 _TURN_POINTS = 9
-"""Points at which the wait for a turn is spread."""
+"""Points at which the wait for an admission is spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,12 @@ class SteadyState:
         return self.cycle.kv_tokens + KV_SIGMAS * self.cycle.kv_tokens_std + self.cycle.num_seqs * BLOCK_SIZE / 2
 
     def latency(self, output_tokens: Floats) -> Floats:
-        """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
+        """Seconds from the start of its prefill until a request has `output_tokens` tokens, elementwise."""
         return self.steady.latency(output_tokens)
 
     @property
     def turn(self) -> float:
-        """Seconds between two admissions: a cycle of those who start together, or what the policy says."""
+        """Seconds between two admissions: what the policy says, or the cycle of the requests that start together."""
         if self.steady.turn is not None:
             return self.steady.turn
         return load_policy(self.schedule.policy).starts_together(self.schedule) / self.throughput
@@ -70,7 +73,7 @@ class SteadyState:
         return float(np.average(paces, weights=law.weights[many]))
 
     def bound_latency(self, about: str, wait: Wait = NO_WAIT) -> float:
-        """What a bound about `about` (see `exeplan.core.bounds`) is compared with, after such a wait."""
+        """The value that a bound on `about` (`exeplan/core/bounds.py`) limits, the wait included."""
         if about == "tpot":
             return self.tpot
         if about == "ttft":
@@ -83,9 +86,9 @@ class SteadyState:
         return self.quantile(share, wait, factors=deadline_factors(self.workload, about))
 
     def quantile(self, share: float, wait: Wait = NO_WAIT, *, factors: Floats = _ALIKE) -> float:
-        """The time that such a share of the requests does not exceed, over the length law and the wait.
+        """The quantile `share` of the requests' times, over the length law and the wait.
 
-        Each is scaled by one of the `factors`, all as likely.
+        Times are scaled by `factors`, each equally likely.
         """
         law = self.workload.output_law
         times, points = self.latency(law.tokens.astype(float)), _TURN_POINTS if wait.turn else 1
@@ -95,7 +98,7 @@ class SteadyState:
 
 
 def deadline_factors(workload: Workload, about: str) -> Floats:
-    """What scales the times of requests where a bound is about their deadlines."""
+    """Factors that scale the times of requests where a bound is on their deadlines."""
     return workload.deadlines.factors if workload.deadlines and is_deadline(about) else _ALIKE
 
 
@@ -107,7 +110,7 @@ def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> Ste
 def estimate(
     steady: SteadyState, cost: CostModel, bound_about: str = "p99-length", *, wait: Wait = NO_WAIT
 ) -> Estimate:
-    """Throughput, latencies and memory of a steady state on a placement, after such a wait."""
+    """Throughput, latencies and memory of a steady state on a placement, the wait included."""
     return Estimate(
         throughput=float(steady.throughput),
         token_throughput=float(steady.throughput * steady.workload.mean_output),
@@ -117,7 +120,7 @@ def estimate(
         latency_p50=steady.quantile(0.5, wait),
         latency_p99=steady.quantile(0.99, wait),
         kv_tokens=float(steady.kv_tokens),
-        memory_bytes_per_gpu=float(cost.memory.fullest(steady.kv_tokens, steady.cycle.prefill_kv_tokens)),
+        memory_bytes_per_gpu=float(cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens)),
     )
 
 

@@ -8,7 +8,7 @@ Ragged batches cost by total context, not by batch * max. An encoder-decoder mod
 decodes on the others. The parts are a profile's rows (`timings.py`); `beyond` names every axis on which an estimate
 left what was measured.
 
-Real batches are timed here one by one, the passes of a steady cycle all at once (`passes.py`). Not here: measuring
+Batches are timed here one by one, the passes of a steady cycle all at once (`passes.py`). Not here: measuring
 (`profiler/`) and what happens when (`closed_form.py`, `replay.py`).
 """
 
@@ -30,7 +30,7 @@ from exeplan.simulator.placement_timings import PlacementTimings, StageKind
 from exeplan.simulator.timings import Timings, prompt_points
 
 _MANY_PROMPTS = 2048
-"""Prompts of one batch beyond which the attention of each is not timed on a curve for that very number."""
+"""The largest number of prompts in a batch for which attention has a curve of its own; larger batches use this one."""
 
 
 class CostModel(PlacementTimings):
@@ -67,9 +67,9 @@ class CostModel(PlacementTimings):
         return [fixed[kind] + kind.layers * per_layer[kind.size] for kind in kinds]
 
     def repeated_seconds(self, batch: Batch, count: int) -> Floats:
-        """Of so many passes of one decode batch in a row, where one stage does everything.
+        """Seconds of each of `count` repeated passes of one decode batch, where one stage does everything.
 
-        Every row but finished ones, which are only kept, has one more token in the cache each time.
+        Every row has one more token in the cache each time, except finished rows that a policy keeps.
         """
         (kind,), rows = self.kinds, len(batch.decode)
         context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
@@ -79,9 +79,9 @@ class CostModel(PlacementTimings):
         return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth) / rows)
 
     def handover_seconds(self, num_tokens: float) -> float:
-        """To move the keys and values of so many tokens from the stages that prefill to those that decode.
+        """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.
 
-        Every prefilling device sends its share at the same time.
+        Every device that prefills sends its share at the same time.
         """
         devices = [d for i in self.prefill_stages for d in self.placement[i].devices]
         others = [d for i in self.decode_stages for d in self.placement[i].devices]
@@ -90,7 +90,7 @@ class CostModel(PlacementTimings):
         return float(self.send_curve(link)(size / len(devices)))
 
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
-        """Axes on which the estimate of this cycle leaves what was measured, as sentences."""
+        """Axes on which this cycle exceeds the measured range, as sentences."""
         points = prompt_points(cycle.prompt_law)
         prompts = (cycle.packed_slots or cycle.num_prefill) * points.mean()
         prompts = prompts if cycle.prompt_tokens is None else cycle.prompt_tokens
@@ -110,7 +110,7 @@ class CostModel(PlacementTimings):
         )
 
     def _fixed_decode_seconds(self, rows: int) -> dict[StageKind, float]:
-        """What a pass of so many decode rows takes on each kind of stage, but for the attention."""
+        """Seconds of a pass of `rows` decode rows on each kind of stage, without the attention."""
         return self._without_attention(self.kinds, 0.0, rows, 0)
 
     def _mixed_seconds(self, batch: Batch, kinds: Sequence[StageKind], context: float) -> list[float]:
@@ -134,7 +134,7 @@ class CostModel(PlacementTimings):
     def _without_attention(
         self, kinds: Sequence[StageKind], prompts: float, rows: float, prefills: float
     ) -> dict[StageKind, float]:
-        """Seconds of a pass with so many prompt tokens, decode rows and prefills on each kind of stage."""
+        """Seconds of a pass on each kind of stage, without the attention."""
         host = self._host_seconds(rows, prefills)
         layers = {link: self._layer_seconds(*link, prompts, rows) for link in {(k.size, k.all_reduce) for k in kinds}}
         seconds = {}

@@ -31,7 +31,7 @@ class Curve:
         return np.asarray(np.interp(at, *self._with_last_slope))
 
     def at(self, x: float) -> float:
-        """The same as calling it, for one number."""
+        """The value at one number, without numpy's overhead."""
         xs, seconds = self._lists
         i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
         if x <= xs[0] or len(xs) == 1:
@@ -41,7 +41,7 @@ class Curve:
 
     @cached_property
     def _with_last_slope(self) -> tuple[Floats, Floats]:
-        """The points and one so far away that all else lies before it: a search asks for little at a time, often."""
+        """The points and one beyond any number asked for, so that a call is a single np.interp."""
         if len(self.x) == 1:
             return self.x, self.seconds
         end = self.seconds[-1] + self.last_slope * (_FAR - self.x[-1])
@@ -98,7 +98,7 @@ class Surface:
 
     @cached_property
     def _table(self) -> tuple[Floats, Floats]:
-        """Tokens at which any curve has a point, one far beyond where each goes its own way, and the curves there."""
+        """Tokens at which any curve has a point and one beyond the last, and every curve's seconds there."""
         x = np.unique(np.concatenate([curve.x for curve in self.curves]))
         x = np.append(x, x[-1] * 2)
         return x, np.stack([curve(x) for curve in self.curves])

@@ -1,4 +1,7 @@
-"""What a placement takes on each GPU: weights, keys and values, workspace."""
+"""Memory of a placement on each GPU: weights, KV cache, workspace.
+
+Not here: the blocks of a running engine (`exeplan/runner/compute/kv_budget.py`).
+"""
 
 from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
 from exeplan.core.model import DTYPE_BYTES
@@ -7,15 +10,15 @@ from exeplan.core.schedule import Placement
 
 
 def memory_bytes(profile: Profile, placement: Placement, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
-    """The fullest GPU's bytes with so many tokens in the KV cache.
+    """Bytes on the GPU that holds the most, with `kv_tokens` tokens in the KV cache.
 
     Stages that only prefill hold `prefill_kv_tokens` instead.
     """
-    return PlacementMemory(profile, placement).fullest(kv_tokens, prefill_kv_tokens)
+    return PlacementMemory(profile, placement).max_bytes(kv_tokens, prefill_kv_tokens)
 
 
 class PlacementMemory:
-    """The same for one placement, asked again and again."""
+    """The memory of one placement, its fixed part computed once."""
 
     def __init__(self, profile: Profile, placement: Placement) -> None:
         stages = range(len(placement))
@@ -23,16 +26,16 @@ class PlacementMemory:
         self._per_token = [kv_bytes_per_token(profile, placement, number) for number in stages]
         self._prefills = [stage.phase == "prefill" for stage in placement]
 
-    def fullest(self, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
-        """Bytes of the fullest GPU."""
+    def max_bytes(self, kv_tokens: float, prefill_kv_tokens: float = 0.0) -> float:
+        """Bytes on the GPU that holds the most."""
         return max(
             fixed + (prefill_kv_tokens if prefills else kv_tokens) * per_token
             for fixed, per_token, prefills in zip(self._fixed, self._per_token, self._prefills, strict=True)
         )
 
 
-def kv_room_tokens(profile: Profile, placement: Placement, memory: float) -> float:
-    """Tokens of KV cache for which every GPU that decodes has room; negative where not even the weights fit."""
+def kv_capacity_tokens(profile: Profile, placement: Placement, memory: float) -> float:
+    """Tokens of KV cache that fit on every GPU that decodes; negative where the weights alone do not fit."""
     return min(
         (memory - _fixed_bytes(profile, placement, number)) / kv_bytes_per_token(profile, placement, number)
         for number, stage in enumerate(placement)
@@ -41,7 +44,7 @@ def kv_room_tokens(profile: Profile, placement: Placement, memory: float) -> flo
 
 
 def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> float:
-    """On one GPU of a stage. Key and value heads that are fewer than the GPUs are kept on several."""
+    """On one GPU of a stage. Where there are fewer key and value heads than GPUs, heads are replicated."""
     stage = placement[number]
     layers = stage.layers[1] - stage.layers[0]
     spread = min(stage.tensor_parallel_size, profile.model.num_kv_heads)
@@ -49,7 +52,7 @@ def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> f
 
 
 def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
-    """On one GPU of a stage, as the engine holds them: the profile says by how much that is more than their numbers."""
+    """On one GPU of a stage, as the engine holds them; the profile gives the ratio to the bare parameters."""
     spec, stage = profile.model, placement[number]
     own = [i for i, s in enumerate(placement) if s.phase == stage.phase]
     first, last = number == own[0], number == own[-1]

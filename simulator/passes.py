@@ -25,7 +25,7 @@ class Passes:
         self.some = np.flatnonzero(self.prefills > 0)
         """Passes with prefills."""
         self.spans = np.where(self.prefills > 0, cycle.packed_slots or self.prefills, 0.0)
-        """What the prompts are computed as: each on its own, or slots that several share."""
+        """What attention computes: each prompt on its own, or slots that several prompts share."""
         count = self.spans[self.some]
         points = prompt_points(cycle.prompt_law)
         mean = float(points.mean())

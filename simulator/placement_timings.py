@@ -51,11 +51,11 @@ class PlacementTimings:
         self.first_token_from_prefill = spec.first_token_from_prefill
         self.prefill_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "decode")
         self.decode_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "prefill")
-        several = sum(stage.tensor_parallel_size for stage in self.placement) > 1
+        multi_device = sum(stage.tensor_parallel_size for stage in self.placement) > 1
         sizes = {stage.tensor_parallel_size for stage in self.placement}
-        self.shards = {size: self.timings.shard(size, several) for size in sizes}
+        self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
         self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
-        self.control = self.timings.control if several else None
+        self.control = self.timings.control if multi_device else None
         self.kinds = [self._kind(i) for i in range(len(self.placement))]
         self.all_reduces = {
             (k.size, k.all_reduce): self._all_reduce_curve(k.size, k.all_reduce) for k in self.kinds if k.all_reduce
@@ -97,7 +97,7 @@ class PlacementTimings:
                 f"the profile times no all_reduce of {size} devices ({link} node); a cluster's links can stand in"
             )
         wire = getattr(self.cluster, link)
-        # A ring: every device sends its share twice, but for what it has itself.
+        # A ring: reduce-scatter and all-gather, each in size - 1 steps of one share.
         return lambda size_bytes: (
             2 * (size - 1) * (wire.latency + np.asarray(size_bytes) / size / wire.bytes_per_second)
         )
@@ -112,5 +112,5 @@ class PlacementTimings:
         return lambda size_bytes: wire.latency + np.asarray(size_bytes) / wire.bytes_per_second
 
     def activation_bytes(self, tokens: Floats | float) -> Floats | float:
-        """What so many tokens send to the next stage, or to an all-reduce."""
+        """Bytes of the hidden states of that many tokens: what a send or an all-reduce carries."""
         return self._bytes_per_token * tokens

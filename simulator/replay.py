@@ -1,7 +1,9 @@
 """Replay: a schedule executed request by request on predicted times.
 
-The same Scheduler and policy that drive the engine drive this; only the clock is the cost model's. Where one stage does
-everything, decode passes of the same batch are timed and booked together: as many as come before anything happens.
+The engine runs the same Scheduler and policy; only the clock differs: here it is the cost model. Where one stage does
+everything, repeated decode passes of one batch are timed and completed together, up to the next event.
+
+Not here: the time of a pass (`cost.py`), and which batch is next (`exeplan/scheduling`).
 """
 
 import math
@@ -23,7 +25,7 @@ from exeplan.simulator.cost import CostModel
 
 
 class PassRecord(NamedTuple):
-    """One pass as it ran: seconds on the run's clock, rows and tokens."""
+    """One pass over the stages: seconds on the run's clock, rows and tokens."""
 
     start: float
     end: float
@@ -74,10 +76,10 @@ def replay(
 ) -> Run:
     """Runs the requests in order; all are there at time 0 unless `arrivals` (seconds, rising) says otherwise.
 
-    With `concurrency` only so many are under way at once (a closed loop): so many clients send the next one as soon as
-    they have an answer, or after a pause of `think_seconds` on average, exponential by `seed`. `deadlines` are seconds
-    from a request's arrival by which it has to begin, `weights` what it counts. Raises InputError when a request cannot
-    fit the KV cache even alone.
+    `concurrency` makes a closed loop: that many clients, each of which sends its next request when it has an answer, or
+    after an exponential pause of mean `think_seconds` drawn by `seed`. `deadlines` are seconds from a request's arrival
+    by which its prefill must start; `weights` enter the utility. Raises InputError when a request alone exceeds the KV
+    cache.
     """
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
@@ -88,7 +90,7 @@ def replay(
         num_prefill_stages=len(cost.prefill_stages),
         whole_prompts=cost.spec.is_encoder_decoder,
     )
-    # Those that decode come first: whom they take makes room for the next to be prefilled.
+    # Decode stages come first: a request that they take frees a place for the next prefill.
     pipelines = [_Pipeline(cost, phase) for phase in sorted({stage.phase for stage in cost.placement})]
     pauses = _pauses(think_seconds, seed)
     clients = None if concurrency is None else sorted(next(pauses) for _ in range(concurrency))
@@ -177,14 +179,14 @@ class _Pipeline:
 
 
 def _next_arrival(requests: list[_Request], arrived: int, clients: list[float] | None) -> float:
-    """Seconds; infinity where nobody comes before something is finished, if ever."""
+    """Seconds; infinity where no request arrives before another finishes."""
     if arrived == len(requests) or clients == []:
         return math.inf
     return requests[arrived].arrival if clients is None else max(requests[arrived].arrival, clients[0])
 
 
 def _pauses(think_seconds: float, seed: int) -> Iterator[float]:
-    """Between an answer and the next request, client by client."""
+    """Seconds between an answer and the client's next request."""
     rng = np.random.default_rng(seed)
     while True:
         yield float(rng.exponential(think_seconds))
@@ -217,9 +219,9 @@ def _requests(
 
 
 def _produce(batch: Batch, start: float, ends: list[float], *, prefills: bool) -> int:
-    """Every row but finished ones, which are only kept, yields a token at the end of each pass. Returns who finished.
+    """Every row but finished ones, which are only kept, yields a token at the end of each pass.
 
-    A prefill yields one if `prefills` says so, and when its last chunk is done.
+    A prefill yields one only if `prefills`, at its last chunk. Returns the number of requests that finished.
     """
     num_finished = 0
     for row in cast(tuple[_Request, ...], batch.prefill):
@@ -237,7 +239,7 @@ def _produce(batch: Batch, start: float, ends: list[float], *, prefills: bool) -
 
 
 def _handover_seconds(batch: Batch, cost: CostModel) -> float:
-    """Of those whom the prefill has not finished; the token that it yielded is in no cache yet."""
+    """Of the rows that continue to decode; the token that the prefill yielded is in no cache yet."""
     going_on = [row.num_tokens - cost.first_token_from_prefill for row in batch.prefill if not row.finished]
     return cost.handover_seconds(sum(going_on)) if going_on else 0.0
 

@@ -14,11 +14,11 @@ from exeplan.simulator.replay import PassRecord, Run
 
 PICTURES = (".png", ".svg", ".pdf")
 _COLOURS = {"decode": "#30638e", "mixed": "#edae49", "prefill": "#d1495b"}
-"""Drawn in this order: where stages are separate, prefills of few requests stand before decodes of many."""
+"""Drawn in this order: where stages are separate, prefills of few requests stay visible before decodes of many."""
 _PICTURE_PASSES = 400
 """Passes drawn in a picture; more would be thinner than a pixel."""
 _EDGED = 0.005
-"""Share of a picture's width from which a bar has an edge."""
+"""Bars wider than this share of the picture have an edge."""
 _LABELS = 16
 """Stages named at most in a picture."""
 
@@ -41,7 +41,7 @@ def phase(record: PassRecord) -> str:
 
 
 def trace_events(run: Run) -> list[dict[str, Any]]:
-    """A track for each stage with its part of each pass; requests as asynchronous spans, rows as a counter; us."""
+    """One track per stage with its part of each pass; requests as asynchronous spans, rows as a counter; in us."""
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "replay"}}]
     events += [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
@@ -113,7 +113,7 @@ def _draw(run: Run, path: Path, title: str) -> None:
 
 
 def _middle(passes: Sequence[PassRecord]) -> tuple[float, float]:
-    """The seconds from the start of the first of so many passes in the middle to the end of the last."""
+    """Seconds from the start of the first to the end of the last of the `_PICTURE_PASSES` passes in the middle."""
     first = max(0, (len(passes) - _PICTURE_PASSES) // 2)
     shown = passes[first : first + _PICTURE_PASSES]
     return shown[0].start, max(record.end for record in shown)

@@ -18,7 +18,7 @@ from exeplan.workload.length_law import LengthLaw
 _QUADRATURE = 9
 """Points of the prompt-length law at which a pass with prefills is timed."""
 _LAWS = 256
-"""Prompt laws whose mean attention is remembered: a search asks for the same ones again and again."""
+"""Prompt laws whose mean attention is cached: a search repeats them."""
 
 
 class Shard:
@@ -56,18 +56,18 @@ class Timings:
         self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
         controls = [m for m in self.rows if m.op == "control"]
         self.control = curve_of(controls, "num_seqs") if controls else None
-        """Of iterations that workers run; None where nobody has timed it."""
+        """Of iterations run by worker processes; None where the profile has no such rows."""
         self.shard = cache(self._shard)
         """By tensor-parallel size, and whether the other devices of a host compute at the same time."""
         self.all_reduce = cache(self._all_reduce)
         self.send = cache(self._send)
 
-    def _shard(self, size: int, several: bool = False) -> Shard:
-        slower = self.slowdown(size) if several else 1.0
+    def _shard(self, size: int, multi_device: bool = False) -> Shard:
+        slower = self.slowdown(size) if multi_device else 1.0
         return Shard([replace(m, seconds=m.seconds * slower) for m in self.rows] if slower != 1.0 else self.rows, size)
 
     def slowdown(self, size: int) -> float:
-        """A device's time while all of its host compute over its time alone; 1 where nobody has timed it."""
+        """A device's time while all devices of its host compute, over its time alone; 1 where it was not measured."""
         passes = [m for m in self.rows if m.op == "pass"]
         nearest = max((m.tensor_parallel_size for m in passes if m.tensor_parallel_size <= size), default=size)
         found = {m.phase: m.seconds for m in passes if m.tensor_parallel_size == nearest}

@@ -8,95 +8,12 @@ good the server ends with status 1.
 """
 
 import argparse
-import os
-import signal
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+
+from exeplan.runner.server.arguments import add_arguments, run_server
+
+__all__ = ["add_arguments", "run"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--api-key", metavar="KEY", help="required from clients (default: $EXEPLAN_API_KEY, or none)")
-    parser.add_argument(
-        "--max-queue", type=int, metavar="N", help="waiting requests before 429 (default: from the plan)"
-    )
-    parser.add_argument(
-        "--admission",
-        default="queue",
-        help="refuse-late: also turn away at once (429) who cannot be served within the plan's bounds any more, the "
-        "wait included (default: queue)",
-    )
-    parser.add_argument(
-        "--request-timeout", default="10min", metavar="TIME", help="give a request up after so long (default 10min)"
-    )
-    parser.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="let pages of this origin, such as https://chat.example.org, use the server; may be repeated",
-    )
-    parser.add_argument(
-        "--replan",
-        default="advise",
-        metavar="MODE",
-        help="off; advise (default): look whether lengths drift and propose better plans; auto: adopt them",
-    )
-    parser.add_argument(
-        "--replan-dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default 60s)"
-    )
-    parser.add_argument(
-        "--replan-file", type=Path, metavar="PLAN", help="where re-plans are written (default: PLAN-replanned.yaml)"
-    )
-    parser.add_argument("--log-format", default="text", help="text (default) or json, one object a line")
-    parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
-    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
-    parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write what runs when, for Perfetto")
-    parser.add_argument(
-        "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="of each GPU's memory that may be in use (default: the plan's, 0.9)",
-    )
-    parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
-
-
-def run(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
-    """`hosts` is what `python -m exeplan.runner` adds where a plan runs on several."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process until the server asks for it.
-    from exeplan.core.plan import with_utilization
-    from exeplan.planner.load_problem import plan_model, read_plan
-    from exeplan.runner.server.options import ServeOptions
-    from exeplan.runner.server.server import serve
-    from exeplan.units import seconds
-
-    options = ServeOptions(
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key if args.api_key is not None else os.environ.get("EXEPLAN_API_KEY") or None,
-        max_queue=args.max_queue,
-        admission=args.admission,
-        request_seconds=seconds(args.request_timeout, "--request-timeout"),
-        cors_origins=tuple(args.cors_origin),
-        served_model_name=args.served_model_name,
-        dummy_weights=args.weights == "dummy",
-        drain_seconds=seconds(args.drain, "--drain"),
-        timeline=args.timeline,
-        deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
-        hosts=hosts,
-        plan_file=args.plan,
-        replan=args.replan,
-        replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
-        replan_file=args.replan_file,
-        log_format=args.log_format,
-        log_level=args.log_level,
-    )
-    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
-    return serve(plan, plan_model(plan), options)
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal; returns the exit status."""
+    return run_server(args)

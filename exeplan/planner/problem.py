@@ -19,7 +19,7 @@ from exeplan.search.search import Outcome
 from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import kv_room_tokens, memory_bytes
+from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 from exeplan.simulator.replay import Run, replay
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
@@ -115,7 +115,7 @@ class Problem:
         """
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
-            self.cost.memory.fullest(steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
+            self.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) / self.memory,
             steady.cycle.num_seqs / (self.max_seqs + 1e-9),
         )
         # An infinite bound limits nothing, whatever its value; the first one stands for all where none is finite.
@@ -322,7 +322,7 @@ def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
     needed = (
         steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
     )
-    room = kv_room_tokens(problem.profile, problem.cost.placement, problem.memory)
+    room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
     return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE
 
 

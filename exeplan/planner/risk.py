@@ -96,7 +96,7 @@ def load_errors(path: Path) -> dict[str, ErrorLaw]:
     """The laws of a JSON file of predicted and measured values, by quantity; those it says nothing of are left out.
 
     A list of {"predicted": {"latency": 1.9, ...}, "measured": {"latency": 2.0, ...}}, in seconds, or a record of
-    `benchmarks/fidelity.py`. Raises InputError naming what is wrong.
+    `benchmarks/fidelity/one_device.py`. Raises InputError naming what is wrong.
     """
     try:
         body = json.loads(read_text(path))

@@ -35,7 +35,7 @@ def micro_batch_counts(num_stages: int) -> tuple[int, ...]:
     """Micro-batch counts worth trying: half as many as stages, as many, and twice as many.
 
     Fewer leave stages idle without making a pass shorter, more make passes small: a quarter as many and four times as
-    many were never better (`benchmarks/micro_batches.py`).
+    many were never better (`benchmarks/planner/micro_batches.py`).
     """
     return tuple(sorted({max(1, num_stages // 2), num_stages, 2 * num_stages}))
 

@@ -11,7 +11,7 @@ only), and prepares each row of a pass on the host. Of a decoder-only model's ro
     overhead               row * rows of the pass, instead of what there was
 
 and of its memory only `memory_share` goes to weights, keys and values. The shipped ones (`plans/engines/*.yaml`) come
-from `benchmarks/silicon.py`. Not here: an engine's admission of requests, which is a policy's.
+from `benchmarks/silicon/`. Not here: an engine's admission of requests, which is a policy's.
 """
 
 import math

@@ -7,7 +7,6 @@ that prompt and output must fit the context, is said in words; such requests get
 from collections.abc import Mapping
 from typing import Any
 
-from exeplan import __version__
 from exeplan.runner.compute.sampling import (
     FLOAT_LIMITS,
     INT_LIMITS,
@@ -26,6 +25,7 @@ from exeplan.runner.server.protocol import (
     MAX_PROMPTS,
     MAX_WEIGHT,
 )
+from exeplan.version import __version__
 
 Schema = dict[str, Any]
 _ERRORS = {

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` runs end to end without a GPU, at toy sizes, and never takes that for a measurement."""
+"""`python -m benchmarks.gpu` runs end to end without a GPU, at toy sizes, and never takes that for a measurement."""
 
 import json
 import os
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "benchmarks/gpu.py", *options]
+    command = [sys.executable, "-m", "benchmarks.gpu", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
@@ -34,5 +34,5 @@ def test_without_a_gpu_it_measures_nothing() -> None:
     assert answer.returncode == 2
     assert (
         answer.stdout
-        == "gpu.py: no CUDA GPU here, so there is nothing to measure; --smoke only tries whether it runs\n"
+        == "benchmarks.gpu: no CUDA GPU here, so there is nothing to measure; --smoke only tries whether it runs\n"
     )

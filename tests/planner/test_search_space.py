@@ -49,7 +49,7 @@ def test_every_placement_holds_every_layer_once_and_fits(policy: str, model: str
         placement = variant.problem.cost.placement
         devices = [d for stage in placement for d in stage.devices]
         assert sorted(devices) == [0, 1, 2, 3]
-        assert variant.problem.cost.memory.fullest(0.0) <= problem.memory
+        assert variant.problem.cost.memory.max_bytes(0.0) <= problem.memory
         for phase in {stage.phase for stage in placement}:
             stages = [stage for stage in placement if stage.phase == phase]
             decoder = [n for stage in stages for n in range(*stage.layers)]

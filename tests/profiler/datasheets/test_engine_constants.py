@@ -15,7 +15,7 @@ from exeplan.files import shipped_names
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import kv_room_tokens
+from exeplan.simulator.memory import kv_capacity_tokens
 from exeplan.workload.workload import Workload
 
 NEUTRAL = EngineConstants(
@@ -82,7 +82,7 @@ def test_the_host_takes_its_time_for_each_row_and_nothing_else(profile: Profile)
 def test_only_a_share_of_the_memory_is_given_out(profile: Profile) -> None:
     placement = (Stage(devices=(0,), layers=(0, profile.model.num_layers)),)
     room = [
-        kv_room_tokens(with_engine(profile, replace(NEUTRAL, memory_share=share)), placement, 8 << 30)
+        kv_capacity_tokens(with_engine(profile, replace(NEUTRAL, memory_share=share)), placement, 8 << 30)
         for share in (1.0, 0.75)
     ]
     per_token = profile.model.kv_bytes_per_token(profile.dtype)

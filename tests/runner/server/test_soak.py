@@ -13,7 +13,7 @@ import pytest
 from exeplan.planner.load_problem import read_plan
 from exeplan.runner.load import Load
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+ROOT = Path(__file__).parents[3]
 KEY = "the key"
 
 
@@ -21,8 +21,8 @@ KEY = "the key"
 def benchmark():
     """`benchmark(name)` is one of them as a module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        yield importlib.import_module
+        patch.syspath_prepend(ROOT)
+        yield lambda name: importlib.import_module(f"benchmarks.service.{name}")
 
 
 @pytest.fixture

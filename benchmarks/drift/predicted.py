@@ -1,0 +1,100 @@
+"""The runs of `drift.py` on a device that takes as long as predicted: the real engine and scheduler, another clock.
+
+What re-planning does is seen apart from what the machine does, and in a fraction of the time. `slowdown` makes every
+batch take so many times as long, as where a profile was too good.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.drift.figures import AHEAD, Served
+from exeplan.core.batch import BLOCK_SIZE, Batch
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.drift.state import Rules
+from exeplan.drift.watch import Watch
+from exeplan.planner.load_problem import plan_problem
+from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import Done, producing_rows
+from exeplan.simulator.cost import CostModel
+from exeplan.workload.workload import Trace
+
+
+class PredictedDevice:
+    """An executor of one stage that computes nothing; `now` is its clock."""
+
+    phases: tuple[str, ...] = ("",)
+    num_prefill_stages = 1
+    foresees = False
+    room = None
+
+    def __init__(self, spec: ModelSpec, cost: CostModel, slowdown: float) -> None:
+        self.spec, self._cost, self._slowdown = spec, cost, slowdown
+        self.now = 0.0
+        self._batch: Batch | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self._batch is not None
+
+    def accepts(self, phase: str) -> bool:
+        return self._batch is None
+
+    def start(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def results(self) -> Sequence[Done]:
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        self.now += self._slowdown * sum(self._cost.stage_seconds(batch))
+        token = SampledToken(token_id=7, logprob=None, top_logprobs=())
+        return (Done(batch, {row.request_id: token for row in producing_rows(batch, self.spec)}),)
+
+    def wake(self) -> None:
+        """Nothing ever waits here."""
+
+    def release(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    def restart(self) -> None:
+        raise AssertionError("nothing dies here")
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def play_predicted(
+    plan: Plan, trace: Trace, *, rules: Rules | None, slowdown: float = 1.0
+) -> tuple[list[Served], list[tuple[float, str, str]]]:
+    """Who was served when, and the re-plans; none without rules."""
+    problem = plan_problem(plan)
+    spec = problem.profile.model
+    device = PredictedDevice(spec, problem.cost, slowdown)
+    num_blocks = (plan.kv_cache_tokens or 8 * spec.max_context) // BLOCK_SIZE
+    engine = Engine(device, plan.schedule, num_blocks=num_blocks, clock=lambda: device.now)
+    watch = Watch(plan, problem, rules=rules) if rules else None
+    served: list[Served] = []
+    replans: list[tuple[float, str, str]] = []
+    added, look = 0, rules.every if rules else np.inf
+    while len(served) < len(trace.inputs):
+        while added < len(trace.inputs) and engine.num_waiting < AHEAD:
+            sampling = SamplingParams(temperature=0.0, max_tokens=int(trace.outputs[added]), ignore_eos=True)
+            engine.add(
+                Request(request_id=str(added), prompt_token_ids=[7] * int(trace.inputs[added]), sampling=sampling)
+            )
+            added += 1
+        for output in engine.step():
+            if output.finish_reason:
+                served.append(Served(output.start, output.time))
+        if watch and device.now >= look:
+            look = device.now + watch.rules.every
+            census = engine.census()
+            watch.note(census.left, census.running)
+            _, proposal = watch.look(device.now)
+            if proposal:
+                engine.adopt(proposal.plan.schedule)
+                watch.adopted(proposal, now=device.now)
+                replans.append((round(device.now, 1), str(proposal.plan.schedule), proposal.reason))
+    return served, replans

@@ -1,0 +1,94 @@
+"""Times the sum of one tensor over two ranks: microseconds a call of gloo and of shared memory, medians. Writes
+records/collectives.json.
+
+    python -m benchmarks.engine.collectives
+
+A round is CALLS sums one after the other, timed together and divided; the figure is the median of the rounds. Both
+ways run in the same two processes, round by round in turn. One compute thread each.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib.record import write_record
+from exeplan.runner.compute.shard import Group
+from exeplan.runner.ipc.collectives import DistributedGroup, SharedBuffer, SharedMemoryGroup, group_bytes
+
+SIZES = (4 << 10, 64 << 10, 1 << 20)
+"""Bytes."""
+ROUNDS, CALLS, RANKS = 30, 100, 2
+
+
+def run_rank(rank: int, folder: str, buffer: str) -> None:
+    """One of the processes; rank 0 prints the median seconds by way and size."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    groups = {"gloo": DistributedGroup(), "shared memory": SharedMemoryGroup(buffer, rank, RANKS, 60.0)}
+    seconds: dict[str, list[float]] = {}
+    for size in SIZES:
+        for _ in range(ROUNDS):
+            for way, group in groups.items():
+                seconds.setdefault(f"{way} {size}", []).append(time_sum(group, size))
+    if rank == 0:
+        print(json.dumps({key: statistics.median(values) for key, values in seconds.items()}))
+
+
+@torch.inference_mode()
+def time_sum(group: Group, size: int) -> float:
+    """Seconds of one sum of so many bytes, in one round."""
+    x = torch.zeros(size // 4)
+    group.all_reduce(x)
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        group.all_reduce(x)
+    return (time.perf_counter() - start) / CALLS
+
+
+def main() -> None:
+    buffer = SharedBuffer(group_bytes(RANKS))
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.engine.collectives",
+            "--folder",
+            folder,
+            "--buffer",
+            buffer.path,
+            "--rank",
+        ]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
+            for rank in range(RANKS)
+        ]
+        answers = [rank.communicate()[0] for rank in ranks]
+    found = json.loads(answers[0])
+    print(f"{'bytes':>8} {'gloo us':>9} {'shared memory us':>17}")
+    for size in SIZES:
+        print(f"{size:8d} {found[f'gloo {size}'] * 1e6:9.1f} {found[f'shared memory {size}'] * 1e6:17.1f}")
+    settings = {"ranks": RANKS, "rounds": ROUNDS, "calls": CALLS}
+    print(f"record: {write_record('collectives', {**settings, 'median_seconds': found})}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--folder", default="")
+    parser.add_argument("--buffer", default="")
+    arguments = parser.parse_args()
+    if arguments.rank is None:
+        main()
+    else:
+        run_rank(arguments.rank, arguments.folder, arguments.buffer)

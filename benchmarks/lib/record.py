@@ -1,0 +1,66 @@
+"""What every benchmark writes beside its table: the figures with command, commit, versions and hardware, as JSON."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parents[1] / "records"
+
+
+def write_record(name: str, figures: dict[str, Any], path: Path | None = None) -> Path:
+    """Writes `records/<name>.json`, or to another path, and returns where."""
+    path = path or RECORDS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = {
+        "benchmark": name,
+        "command": _command(),
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), **_gpu()},
+        "versions": {package: _version(package) for package in ("exeplan", "torch", "triton", "numpy", "transformers")},
+        "python": platform.python_version(),
+        **figures,
+    }
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    return path
+
+
+def _command() -> str:
+    """As it was typed from the repository's root, absolute paths left out."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
+    return " ".join(["python", "-m", module, *("PATH" if os.path.isabs(word) else word for word in sys.argv[1:])])
+
+
+def _commit() -> str:
+    answer = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpu() -> dict[str, str]:
+    """Where the benchmark has imported torch, and there is one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,79 @@
+"""ExeGPT's evaluation (ASPLOS 2024, section 7) planned by exeplan, beside what the paper prints.
+
+    python -m benchmarks.paper                      everything: minutes
+    python -m benchmarks.paper fig6 table6 --quick  parts of it, of the bounds only the tightest and none
+    python -m benchmarks.paper --profiles FOLDER    measured profiles <model>-<device>.json in the place of datasheets
+
+Writes records/paper.json and records/paper.md; parts that were not run stay in both as they were.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.lib.record import RECORDS, write_record
+from benchmarks.paper import drift as paper_drift
+from benchmarks.paper import figures as paper_figures
+from benchmarks.paper.claims import Part
+from benchmarks.paper.monotone import table_5
+from benchmarks.paper.setting import FIGURES, Settings
+from benchmarks.paper.tables import search_time, table_4, table_6, table_7
+from exeplan.planner.tables import json_line
+from exeplan.policies import policy_names
+
+_TABLES: dict[str, Callable[[Settings], Part]] = {
+    "table4": table_4,
+    "table5": table_5,
+    "table6": table_6,
+    "table7": table_7,
+    "drift": paper_drift.part,
+}
+_ORDER = (*FIGURES, *_TABLES, "search")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(_ORDER)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="coarser sweeps; of the bounds the tightest and none")
+    parser.add_argument("--profiles", type=Path, help="a folder of profiles")
+    parser.add_argument("--policies", nargs="+", choices=policy_names(), default=policy_names(), help="default: all")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.parts) - set(_ORDER)):
+        parser.error(f"no part '{unknown[0]}'; there are {', '.join(_ORDER)}")
+    settings = Settings(profiles=args.profiles, policies=tuple(args.policies), quick=args.quick)
+    began = time.perf_counter()
+    found = _run(set(args.parts) or set(_ORDER), settings)
+    for part in found.values():
+        print(part.markdown())
+    _write(found)
+    print(f"{time.perf_counter() - began:.0f} s; record: {RECORDS / 'paper.json'} and paper.md")
+
+
+def _run(names: set[str], settings: Settings) -> dict[str, Part]:
+    figures = [name for name in FIGURES if name in names or "search" in names]
+    rows = paper_figures.rows(figures, settings) if figures else {}
+    parts = {name: paper_figures.part(name, rows[name]) for name in figures if name in names}
+    parts |= {name: make(settings) for name, make in _TABLES.items() if name in names}
+    if "search" in names:
+        parts["search"] = search_time([row for of_figure in rows.values() for row in of_figure])
+    return parts
+
+
+def _write(found: dict[str, Part]) -> None:
+    """Parts of an earlier run stay."""
+    path = RECORDS / "paper.json"
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    command = " ".join(["python", *sys.argv])
+    for name, part in found.items():
+        parts[name] = {"command": command, **json.loads(json_line(part.as_json())), "markdown": part.markdown()}
+    parts = {name: parts[name] for name in _ORDER if name in parts}
+    write_record("paper", {"parts": parts})
+    text = "\n".join(part["markdown"] for part in parts.values())
+    (RECORDS / "paper.md").write_text(f"# ExeGPT's evaluation, planned by exeplan\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

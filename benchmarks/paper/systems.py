@@ -1,0 +1,90 @@
+"""The systems that ExeGPT is compared with, as section 7.1 runs them, and the latency bounds that follow from one.
+
+All take tensor parallelism over a whole machine and pipeline stages across machines. FasterTransformer decodes in as
+many micro-batches as there are stages and prefills in as many; DeepSpeed's hybrid prefills in up to four times as many.
+Neither ends a request early nor grows its KV cache: each row has room for the longest prompt and output, and the bound
+holds for an output of the maximum length. ORCA's bound holds for the 99th-percentile length.
+
+Not here: their kernels and their host's time. All systems run on the same profile, so that only schedules differ.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+import numpy as np
+
+from exeplan.core.bounds import Bound
+from exeplan.core.schedule import Schedule
+from exeplan.planner.balance_stages import Balance
+from exeplan.planner.layouts import Layout
+from exeplan.planner.problem import Problem
+from exeplan.policies import load_policy
+from exeplan.search.search import Outcome, search
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.memory import kv_capacity_tokens
+
+BOTTOM = (0.1, 0.3, 0.7)
+"""Shares of FasterTransformer's latencies that lie at or below the three finite bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A schedule with its throughput (requests/s) and the latency that is bounded."""
+
+    schedule: Schedule
+    throughput: float
+    latency: float
+
+
+def on_whole_machines(problem: Problem) -> Problem:
+    """The problem on the placement of FasterTransformer, DeepSpeed and ORCA, with no other to choose from."""
+    cluster = problem.cluster
+    assert cluster is not None
+    layout = Layout(size=cluster.gpus_per_node, num_parallel=cluster.num_gpus)
+    placement = Balance(problem.cost.timings, cluster, problem.workload, problem.memory).placement(layout)
+    assert placement is not None, "each of the paper's models fits its cluster"
+    return replace(problem.at(placement), cluster=None)
+
+
+def static_points(placed: Problem, *, prefills: tuple[int, ...] = (1,)) -> list[Point]:
+    """Batch sizes 4, 8, 12, ... while memory lasts; `prefills` micro-batches to prefill for one that decodes."""
+    workload, stages = placed.workload, len(placed.cost.placement)
+    longest = np.array([float(workload.max_output)])
+    most = kv_capacity_tokens(placed.profile, placed.cost.placement, placed.memory)
+    rows = int(most / (workload.max_input + workload.max_output))
+    points = []
+    for batch in range(4, rows + 1, 4):
+        for prefill in prefills:
+            variables = {"batch_size": batch, "micro_batches": stages, "prefill_micro_batches": prefill * stages}
+            steady = steady_state(Schedule("static", variables), workload, placed.cost)
+            points.append(Point(steady.schedule, steady.throughput, float(steady.latency(longest)[0])))
+    return points
+
+
+def bounds(points: list[Point]) -> tuple[float, ...]:
+    """The bottom 10, 30 and 70 % of the latencies, and infinity."""
+    latencies = sorted(point.latency for point in points)
+    return (*(latencies[max(0, ceil(share * len(latencies)) - 1)] for share in BOTTOM), inf)
+
+
+def fastest(points: list[Point], bound: float) -> Point | None:
+    """The point of the highest throughput within the bound."""
+    return max((p for p in points if p.latency <= bound), key=lambda p: p.throughput, default=None)
+
+
+def searched(placed: Problem, policy: str, bound: float) -> Point | None:
+    """The best schedule of a policy on this placement; None when none keeps the bound."""
+    module, best = load_policy(policy), None
+    problem = replace(placed, bound=Bound(seconds=bound))
+    for filling in module.fillings(len(problem.cost.decode_stages)):
+
+        def evaluate(point: Mapping[str, int], filling: Mapping[str, int] = filling) -> Outcome:
+            return problem.evaluate(module.schedule({**point, **filling}, problem.workload))
+
+        knobs = module.knobs(problem.workload, problem.max_seqs)
+        found = search(knobs, evaluate, bound=bound, capacity=1.0).best
+        if found and (best is None or found.outcome.throughput > best.throughput):
+            schedule = module.schedule({**found.point, **filling}, problem.workload)
+            best = Point(schedule, found.outcome.throughput, found.outcome.latency)
+    return best

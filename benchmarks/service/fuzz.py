@@ -1,0 +1,233 @@
+"""Whatever is thrown at the server while a normal load runs: no 5xx, no leak, and the normal load hardly notices.
+
+    python -m benchmarks.service.fuzz [--minutes 60] [--rate 10]
+
+Serves the demo model (random weights, a key). A normal load, a few clients who ask one after another, is measured alone
+first; then it goes on while two others fuzz at a bounded rate: schemathesis, with what the server's own description
+allows and what it does not, and raw sockets with broken HTTP. What is valid of it is load as well, so outputs are cut
+to two tokens. Prints answers by status, latencies of the normal load alone and fuzzed in turns, and what the server
+held before and after. Writes records/fuzz.json.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import checks
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from benchmarks.lib.record import write_record
+from benchmarks.service.leavers import PLAN
+from benchmarks.service.malformed import malformed, talk
+from benchmarks.service.serving import Server, served
+from exeplan.planner.tables import table
+from exeplan.runner.server.protocol import MAX_CHOICES
+
+KEY = "a key for the benchmark"
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_schema_conformance,
+]
+_BATCH = 20
+_IDLE_SECONDS = 30.0
+"""By then whatever was left has been given up."""
+_TURN_SECONDS = 10.0
+"""Normal load alone and under fuzz take turns, so that what the machine does meanwhile hits both."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rate", type=float, default=10.0, help="fuzzed requests a second, half of them raw")
+    parser.add_argument("--clients", type=int, default=2, help="of the normal load")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.yaml"
+        plan.write_text(PLAN)
+        with served(plan, "--weights", "dummy", "--replan", "off", "--max-queue", "2000", key=KEY) as server:
+            figures = storm(server, seconds=60 * args.minutes, rate=args.rate, clients=args.clients, begin=args.seed)
+    figures["exit status"] = server.process.returncode
+    print(table(("", ""), [[name, str(value)] for name, value in figures.items()]))
+    print(f"\nrecord: {write_record('fuzz', figures)}")
+
+
+def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: int) -> dict[str, Any]:
+    """Fuzzes for so long; the figures."""
+    answers: Counter[str] = Counter()
+    findings: Counter[str] = Counter()
+    normal = Normal(server, clients)
+    stop, quiet = threading.Event(), threading.Event()
+    quiet.set()
+    pace = Pace(rate, stop, quiet)
+    fuzzers = [
+        threading.Thread(target=_conforming, args=(server, pace, begin, answers, findings)),
+        threading.Thread(target=_broken, args=(server, pace, begin, answers, findings)),
+    ]
+    normal.measure(min(_TURN_SECONDS, seconds / 4))  # What comes first is slow.
+    before = server.held()
+    for thread in fuzzers:
+        thread.start()
+    alone, fuzzed, memory, deadline = [], [], [], time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        quiet.set()
+        time.sleep(0.5)
+        alone += normal.measure(min(_TURN_SECONDS, seconds / 10))
+        quiet.clear()
+        fuzzed += normal.measure(min(4 * _TURN_SECONDS, seconds / 3))
+        memory.append(server.held()["MiB"])
+    quiet.clear()
+    stop.set()
+    for thread in fuzzers:
+        thread.join()
+    gone = time.monotonic()
+    while not server.idle() and time.monotonic() - gone < _IDLE_SECONDS:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    return {
+        **{f"answers: {status}": count for status, count in sorted(answers.items())},
+        "5xx": sum(count for status, count in answers.items() if status[:1] == "5"),
+        "not as described": dict(findings),
+        "normal load": f"{len(alone)} requests alone, {len(fuzzed)} fuzzed, {normal.failed} failed",
+        "latency alone, median and p95 s": _middle(alone),
+        "latency fuzzed, median and p95 s": _middle(fuzzed),
+        "harm, median": f"{100 * (median(fuzzed) / median(alone) - 1):+.1f} %",
+        "memory MiB, after each turn": memory,
+        "all free again": server.idle(),
+        "held before": before,
+        "held after": server.held(),
+    }
+
+
+def _middle(seconds: list[float]) -> tuple[float, float]:
+    return round(median(seconds), 4), round(float(np.quantile(seconds, 0.95)), 4)
+
+
+class Pace:
+    """Lets fuzzers go on, so many times a second together, while it is not quiet; False when it is over."""
+
+    def __init__(self, rate: float, stop: threading.Event, quiet: threading.Event) -> None:
+        self._gap, self._stop, self._quiet = 2 / rate, stop, quiet
+
+    def __call__(self) -> bool:
+        self._stop.wait(self._gap)
+        while self._quiet.is_set() and not self._stop.is_set():
+            self._stop.wait(0.05)
+        return not self._stop.is_set()
+
+
+class Normal:
+    """The normal load: clients who ask one after another."""
+
+    def __init__(self, server: Server, clients: int) -> None:
+        self._url, self._key, self._clients = f"{server.url}/v1/completions", server.key, clients
+        self.failed = 0
+
+    def measure(self, seconds: float) -> list[float]:
+        """Seconds of each request in so many seconds."""
+        found: list[float] = []
+        deadline = time.monotonic() + seconds
+
+        def client(number: int) -> None:
+            body = {"prompt": [3 + number] * 20, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+            headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+            while True:  # Once at least, on however slow a machine.
+                began = time.perf_counter()
+                request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+                try:
+                    with urllib.request.urlopen(request, timeout=60) as reply:
+                        reply.read()
+                    found.append(time.perf_counter() - began)
+                except (urllib.error.URLError, OSError):
+                    self.failed += 1
+                if time.monotonic() >= deadline:
+                    break
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(self._clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+
+def _conforming(
+    server: Server, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]
+) -> None:
+    """schemathesis on every operation in turn, until it is over."""
+    headers = {"authorization": f"Bearer {server.key}"}
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=headers)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    for number, operation in _forever(operations):
+
+        @seed(begin + number)
+        @settings(
+            max_examples=_BATCH,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def ask(case: Any) -> None:
+            if not pace():
+                return
+            if isinstance(case.body, dict) and {"prompt", "messages"} & set(case.body):
+                case.body["max_tokens"] = 2
+                if isinstance(case.body.get("n"), int) and 2 < case.body["n"] <= MAX_CHOICES:
+                    case.body["n"] = 2
+            try:
+                response = case.call(base_url=server.url, headers=headers, timeout=60)
+                answers[str(response.status_code)] += 1
+                case.validate_response(response, checks=CHECKS)
+            except FailureGroup as failure:
+                findings.update(f"{case.operation.label}: {entry}"[:200] for entry in failure.exceptions)
+            except OSError as error:
+                findings[f"{case.operation.label}: {type(error).__name__}"] += 1
+
+        ask()
+        if not pace():
+            return
+
+
+def _forever(operations: list[Any]) -> Iterator[tuple[int, Any]]:
+    number = 0
+    while True:
+        yield number, operations[number % len(operations)]
+        number += 1
+
+
+def _broken(
+    server: Server, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]
+) -> None:
+    """Broken HTTP over raw sockets, until it is over."""
+    draw = random.Random(begin)
+    while pace():
+        name, data = malformed(draw, server.key)
+        try:
+            status = talk(server.port, data, seconds=draw.uniform(0.05, 0.5))
+        except (TimeoutError, ConnectionError):
+            status = "raw: closed without an answer"
+        answers[status] += 1
+        if status.startswith("5"):
+            findings[f"raw {name}: {status}"] += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Three engines as exeplan sees them: which tables time their kernels, which policy admits their requests.
+
+    trtllm    chunked, whole prompts (the pass has room for them), one a pass; slots reserved at full length
+    vllm      chunked, prompts cut by the tokens of a pass
+    sglang    rra with decode_steps=1: prompts first, 8192 tokens a pass, while decodes pause; vLLM's kernel tables
+
+The tables' generator launches vLLM and TensorRT-LLM with concurrency + input + 1500 tokens a pass.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.silicon.rows import Prediction, Row
+from exeplan.arrays import Floats
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.policies.interface import Cycle
+from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
+from exeplan.profiler.importing import import_profile
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.memory import kv_capacity_tokens
+from exeplan.simulator.replay import Run, replay
+from exeplan.workload.laws import fixed
+
+ENGINES = ("trtllm", "vllm", "sglang")
+_TABLES = {"trtllm": "trtllm", "vllm": "vllm", "sglang": "vllm"}
+_DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100-80gb"}
+_SPARE_TOKENS = 1500
+_SGLANG_TOKENS = 8192
+_REQUESTS, _FEW_REQUESTS = 10, 3
+"""A client's: as in the measurements, and enough to see which passes there are."""
+_SEED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """What of an engine and its clients is no time of a kernel: chosen from a few values, not fitted."""
+
+    max_num_prefills: int | None = None
+    """Prompts of a pass at most."""
+    think_seconds: float = 0.01
+    """Between an answer and the next request, as the engine sees it: the client's and the front end's."""
+    reserved: float = 1.0
+    """Share of the answer for which room in the KV cache must be free when a request is admitted."""
+    idle_slots: int = 0
+    """Requests fewer than there are clients that the engine was launched to serve at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An engine with all that is fitted and chosen."""
+
+    constants: EngineConstants
+    conduct: Conduct
+
+
+_CONDUCT = {
+    "trtllm": Conduct(max_num_prefills=1, think_seconds=0.025),
+    "vllm": Conduct(max_num_prefills=2, reserved=0.5),
+    "sglang": Conduct(reserved=0.5),
+}
+_START = {"layer": 5e-6, "row": 15e-6, "all_reduce_skew": 3e-6, "uncaptured_layer": 0.3e-3, "prefill_factor": 1.05}
+
+
+def start_setting(engine: str) -> Setting:
+    """Where the fit begins: the same constants for every engine."""
+    return Setting(EngineConstants(name=engine, memory_share=0.83, **_START), _CONDUCT[engine])
+
+
+def shipped_setting(engine: str) -> Setting:
+    return Setting(load_engine(engine), _CONDUCT[engine])
+
+
+def has_tables(data: Path, row: Row) -> bool:
+    """Whether the folder times the row's engine on its machine."""
+    return (
+        row.engine in _TABLES and row.system in _DEVICES and (data / row.system / "gemm" / _TABLES[row.engine]).is_dir()
+    )
+
+
+def predict(data: Path, row: Row, setting: Setting) -> Prediction:
+    """Means over all requests of a replay."""
+    run = _replayed(data, row, setting, _REQUESTS)
+    first = [r.token_times[0] - r.arrival for r in run.requests]
+    rest = [r.token_times[-1] - r.token_times[0] for r in run.requests]
+    return Prediction(float(np.mean(first)), float(np.mean(rest)) / max(row.output_tokens - 1, 1))
+
+
+def _replayed(data: Path, row: Row, setting: Setting, requests_per_client: int) -> Run:
+    cost = _cost(data, row, setting.constants)
+    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
+    admitted = row.input_tokens + setting.conduct.reserved * row.output_tokens
+    slots = max(1, min(row.concurrency - setting.conduct.idle_slots, int(room / admitted)))
+    count = row.concurrency * requests_per_client
+    return replay(
+        _schedule(row, setting.conduct, slots),
+        cost,
+        input_tokens=np.full(count, row.input_tokens),
+        output_tokens=np.full(count, row.output_tokens),
+        num_blocks=int(max(room, row.input_tokens + row.output_tokens)) // BLOCK_SIZE + slots,
+        concurrency=row.concurrency,
+        think_seconds=setting.conduct.think_seconds,
+        seed=_SEED,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """What a replay's means are made of: kinds of passes, and how much each kind's seconds weigh in TPOT and TTFT."""
+
+    kinds: Cycle
+    weights: Floats
+    """[TPOT and TTFT, kinds]; over all passes of a kind."""
+
+    def prediction(self, data: Path, row: Row, constants: EngineConstants) -> Prediction:
+        """With other constants, if the passes stayed the same."""
+        tpot, ttft = self.weights @ _cost(data, row, constants).seconds(self.kinds)[0]
+        return Prediction(float(ttft), float(tpot))
+
+
+def pass_costs(data: Path, row: Row, setting: Setting) -> PassCosts:
+    """Of a replay of the row; a pass's context is taken for the mean one of its rows."""
+    run = _replayed(data, row, setting, _FEW_REQUESTS)
+    sizes = np.array([(p.num_prefill, p.num_decode, p.num_new_tokens) for p in run.passes])
+    found, kind = np.unique(sizes, axis=0, return_inverse=True)
+    prefill, decode, tokens = found.T.astype(float)
+    kinds = Cycle(
+        num_prefill=prefill,
+        num_decode=decode,
+        context_tokens=decode * (row.input_tokens + row.output_tokens / 2),
+        prompt_law=fixed(row.input_tokens),
+        prompt_tokens=tokens - decode,
+        kv_tokens=0.0,
+        kv_tokens_std=0.0,
+        num_seqs=0.0,
+    )
+    return PassCosts(kinds, np.stack([np.bincount(kind.ravel(), weight, len(found)) for weight in _weights(row, run)]))
+
+
+def _weights(row: Row, run: Run) -> tuple[Floats, Floats]:
+    """Of each pass: the requests that get a token but the first from it, and those that wait for their first, as shares
+    of the mean."""
+    ends = np.array([p.end for p in run.passes])
+    starts = np.array([p.start for p in run.passes])
+    first, last = (np.searchsorted(ends, [r.token_times[i] for r in run.requests]) for i in (0, -1))
+    arrivals = np.array([r.arrival for r in run.requests])
+    came = np.searchsorted(ends, arrivals, side="right")
+    generating = np.cumsum(
+        np.bincount(first + 1, minlength=len(ends) + 1) - np.bincount(last + 1, minlength=len(ends) + 1)
+    )
+    waiting = np.cumsum(np.bincount(came, minlength=len(ends) + 1) - np.bincount(first + 1, minlength=len(ends) + 1))
+    # Who comes during a pass waits for the rest of it only.
+    missed = np.maximum(arrivals - starts[came], 0.0) / (ends - starts)[came]
+    waited = waiting[:-1] - np.bincount(came, missed, len(ends))
+    return generating[:-1] / len(arrivals) / max(row.output_tokens - 1, 1), waited / len(arrivals)
+
+
+def is_crowded(data: Path, row: Row, setting: Setting, memory_share: float) -> bool:
+    """Whether requests would wait for room in the KV cache if an engine had only such a share of the memory."""
+    constants = replace(setting.constants, memory_share=memory_share)
+    cost = _cost(data, row, constants)
+    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
+    return room < row.concurrency * (row.input_tokens + row.output_tokens)
+
+
+def _schedule(row: Row, conduct: Conduct, slots: int) -> Schedule:
+    if row.engine == "sglang":
+        return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": _SGLANG_TOKENS})
+    tokens = row.concurrency + row.input_tokens + _SPARE_TOKENS
+    variables = {"max_num_seqs": slots, "max_num_batched_tokens": tokens}
+    if conduct.max_num_prefills:
+        variables["max_num_prefills"] = conduct.max_num_prefills
+    return Schedule("chunked", variables)
+
+
+def _cost(data: Path, row: Row, constants: EngineConstants) -> CostModel:
+    return _cost_model(data, row.system, row.model, row.dtype, row.tensor_parallel_size, constants)
+
+
+@lru_cache(maxsize=64)
+def _cost_model(data: Path, system: str, model: str, dtype: str, size: int, constants: EngineConstants) -> CostModel:
+    profile = kernels(data, system, constants.name, model, dtype)
+    rows = [m for m in profile.measurements if m.tensor_parallel_size == size]
+    profile = with_engine(replace(profile, measurements=tuple(rows)), constants)
+    return CostModel(profile, (Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers)),))
+
+
+@cache
+def kernels(data: Path, system: str, engine: str, model: str, dtype: str) -> Profile:
+    """The tables of the engine's kernels, imported."""
+    folders = [data / system / kind / _TABLES[engine] for kind in ("gemm", "attention", "comm")]
+    return import_profile(
+        folders,
+        spec=load_model_spec(model),
+        device=_DEVICES[system],
+        dtype=dtype,
+    )[0]

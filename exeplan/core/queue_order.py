@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Packing, Place, Sequence
+from exeplan.core.batch import Packing, Place, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import Ints
 
@@ -127,7 +127,7 @@ def _longest(where: Lying, tokens: list[int]) -> int:
     return max(offset + length for (_, offset), length in zip(where, tokens, strict=True))
 
 
-def queue_of(sequences: Iterable[Sequence]) -> QueueArrays:
+def queue_of(sequences: Iterable[SequenceState]) -> QueueArrays:
     """The queue of these sequences."""
     rows = [(s.num_packed_tokens, math.inf if s.deadline is None else s.deadline, s.weight) for s in sequences]
     tokens, deadlines, weights = np.array(rows, dtype=float).reshape(-1, 3).T

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
@@ -98,19 +98,19 @@ class Queue(Protocol):
     """
 
     @property
-    def waiting(self) -> Collection[Sequence]:
+    def waiting(self) -> Collection[SequenceState]:
         """In order of arrival, preempted requests first."""
 
     @property
-    def running(self) -> abc.Sequence[Sequence]:
+    def running(self) -> abc.Sequence[SequenceState]:
         """Admitted, oldest first."""
 
     @property
-    def groups(self) -> abc.Sequence[abc.Sequence[Sequence]]:
+    def groups(self) -> abc.Sequence[abc.Sequence[SequenceState]]:
         """Running requests by the micro-batch in which they decode, oldest first."""
 
     @property
-    def ready(self) -> abc.Sequence[Sequence]:
+    def ready(self) -> abc.Sequence[SequenceState]:
         """Prefilled on stages of their own and in no group yet, oldest first."""
 
     @property
@@ -141,15 +141,17 @@ class Queue(Protocol):
     def pass_tokens(self) -> int | None:
         """Tokens that the device's memory can prefill at once; None where nothing limits them."""
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting requests, in the schedule's order, that fit into the free blocks: at most `limit`."""
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+    def ahead(self, limit: int) -> tuple[SequenceState, ...]:
         """The first `limit` waiting requests in the schedule's order, whether they fit or not."""
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first of these waiting requests that fit into the free blocks: at most `limit`."""
 
     def rebalance(self) -> None:

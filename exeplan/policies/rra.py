@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence, balanced_part
+from exeplan.core.batch import Batch, SequenceState, balanced_part
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment, _rounds, _variables
 from exeplan.policies._rounds import Rounds
@@ -213,7 +213,7 @@ def _prefills_now(schedule: Schedule, queue: Queue, state: Rounds) -> bool:
     return state.iterations_since_prefill[group] >= schedule["decode_steps"]
 
 
-def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[Sequence, ...]:
+def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[SequenceState, ...]:
     """The requests that are still to be prefilled before decoding goes on."""
     size = schedule["prefill_batch"]
     if "adjust_percent" in schedule.variables:
@@ -223,7 +223,7 @@ def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[Sequence
     return queue.admissible(size - state.num_admitted)
 
 
-def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:
+def _within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:
     """The first rows that have at most so many tokens together; one at least."""
     tokens = np.cumsum([row.num_tokens for row in rows])
     return rows[: max(1, int(np.searchsorted(tokens, limit, side="right")))]

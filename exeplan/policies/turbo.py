@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
@@ -157,7 +157,7 @@ def _overhead(schedule: Schedule) -> int:
     return schedule.variables.get("overhead_tokens", _OVERHEADS[0])
 
 
-def _alike(ahead: tuple[Sequence, ...], schedule: Schedule) -> list[Sequence]:
+def _alike(ahead: tuple[SequenceState, ...], schedule: Schedule) -> list[SequenceState]:
     """The batch that holds the first, with it in front."""
     by_length = sorted(range(len(ahead)), key=lambda number: (ahead[number].num_prompt_tokens, number))
     lengths = np.array([ahead[number].num_prompt_tokens for number in by_length])

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, Sequence, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, SequenceState, num_blocks_for
 from exeplan.core.queue_order import das_of, queue_of, ranking
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -64,15 +64,15 @@ class Scheduler:
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
         self.pass_tokens = pass_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[SequenceState] = deque()
         """In order of arrival, those that were preempted before them."""
         self._next_deadline = math.inf
         """No waiting sequence that has not begun has an earlier one."""
-        self.running: list[Sequence] = []
+        self.running: list[SequenceState] = []
         """Admitted sequences, oldest first."""
-        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.num_micro_batches)]
+        self.groups: list[list[SequenceState]] = [[] for _ in range(schedule.num_micro_batches)]
         """Running sequences by the micro-batch in which they decode, oldest first."""
-        self.ready: list[Sequence] = []
+        self.ready: list[SequenceState] = []
         """Handed over to the stages that decode, and in no group yet; oldest first."""
         self.num_handing_over = 0
         """Admitted to the stages that prefill, and not ready yet."""
@@ -102,7 +102,7 @@ class Scheduler:
         needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
         return needed > self.free_blocks
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         self.check(sequence)
         self.waiting.append(sequence)
@@ -114,7 +114,7 @@ class Scheduler:
         """Whether anybody who waits may expire."""
         return math.isfinite(self._next_deadline)
 
-    def expire(self, now: float) -> list[Sequence]:
+    def expire(self, now: float) -> list[SequenceState]:
         """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
 
         The time left ends at the deadline, or `lead_ms` before it where the schedule says so: what a request needs.
@@ -128,14 +128,14 @@ class Scheduler:
         self._leave_queue(expired)
         return expired
 
-    def _leave_queue(self, sequences: Iterable[Sequence]) -> None:
+    def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
         gone = {id(s) for s in sequences}
         while self.waiting and id(self.waiting[0]) in gone:
             gone.discard(id(self.waiting.popleft()))
         if gone:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: SequenceState) -> None:
         """Raises InputError when cache or device could not hold the sequence even alone."""
         needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         if needed > self.num_blocks:
@@ -150,14 +150,16 @@ class Scheduler:
                 f"{self.pass_tokens} that the device's memory can prefill at once"
             )
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Drops a sequence wherever it is and frees its blocks at once."""
         if sequence in self.running:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting sequences, in the schedule's order, that fit into the free blocks: at most `limit`.
 
         With `max_tokens` no more follow once those chosen have so many tokens, be the last of them cut.
@@ -168,18 +170,18 @@ class Scheduler:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+    def ahead(self, limit: int) -> tuple[SequenceState, ...]:
         """The first so many waiting sequences in the schedule's order, whether they fit or not."""
         return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first of these waiting sequences as `admissible` counts them, who come in the order that is wanted."""
         room = self.free_blocks
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
-        chosen: list[Sequence] = []
+        chosen: list[SequenceState] = []
         longest = total = 0
         for sequence in sequences:
             longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
@@ -194,7 +196,7 @@ class Scheduler:
                 max_tokens -= sequence.num_tokens
         return tuple(chosen)
 
-    def _ranked(self, limit: int) -> Iterable[Sequence]:
+    def _ranked(self, limit: int) -> Iterable[SequenceState]:
         """The waiting sequences in the schedule's order, behind those that have begun already."""
         if self.schedule.order == "fcfs":
             return self.waiting
@@ -261,7 +263,7 @@ class Scheduler:
             if not row.finished
         )
 
-    def complete(self, batch: Batch) -> list[Sequence]:
+    def complete(self, batch: Batch) -> list[SequenceState]:
         """Books a batch that has run. Returns the sequences that left and freed their blocks."""
         for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
             row.num_computed_tokens = 0 if chunk.last else chunk.end
@@ -302,7 +304,7 @@ class Scheduler:
             self.num_prefills_in_flight += 1
         self.state.began(batch, 1)
 
-    def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+    def _grow(self, rows: tuple[SequenceState, ...]) -> tuple[SequenceState, ...]:
         """The rows that have room for one more token; younger ones are preempted for it."""
         short = [s for s in rows if s.num_prompt_tokens + s.num_output_tokens > s.num_blocks * BLOCK_SIZE]
         if not short:
@@ -325,9 +327,9 @@ class Scheduler:
                 self._preempt(sequence)
         return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
 
-    def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
-        admitted: list[Sequence] = []
-        fresh: list[Sequence] = []
+    def _admit(self, batch: Batch) -> tuple[SequenceState, ...]:
+        admitted: list[SequenceState] = []
+        fresh: list[SequenceState] = []
         begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
         for sequence in batch.prefill:
             if id(sequence) in begun:
@@ -352,7 +354,7 @@ class Scheduler:
         self._leave_queue(fresh)
         return tuple(admitted)
 
-    def add_to_group(self, sequence: Sequence, group: int) -> None:
+    def add_to_group(self, sequence: SequenceState, group: int) -> None:
         """Puts a running sequence into a group."""
         sequence.group = group
         self.groups[group].append(sequence)
@@ -363,17 +365,17 @@ class Scheduler:
             self.add_to_group(sequence, group)
         del self.ready[:limit]
 
-    def _youngest_idle(self) -> Sequence | None:
+    def _youngest_idle(self) -> SequenceState | None:
         return next((s for s in reversed(self.running) if not s.in_flight), None)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._leave(sequence)
         sequence.num_computed_tokens = 0
         sequence.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         if sequence in self.groups[sequence.group]:
             self.groups[sequence.group].remove(sequence)
@@ -387,7 +389,7 @@ class Scheduler:
             self.state.drained()
 
 
-def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
+def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
     """The packing of those who were admitted, who learn their slots."""
     packing = replace(packing, places=packing.places[: len(admitted)])
     for sequence, slot in zip(admitted, packing.slots, strict=True):
@@ -395,5 +397,5 @@ def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
     return packing
 
 
-def _reserved(sequence: Sequence) -> int:
+def _reserved(sequence: SequenceState) -> int:
     return num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, SequenceState, num_blocks_for
 from exeplan.progress import OnProgress, Progress, untold
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.units import show_bytes

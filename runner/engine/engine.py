@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from exeplan.core.batch import BLOCK_SIZE, Batch
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.drift.length_monitor import MOST_KEPT, Seen
 from exeplan.errors import InputError

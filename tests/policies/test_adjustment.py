@@ -2,7 +2,7 @@
 
 import pytest
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
@@ -17,7 +17,7 @@ def scheduler(schedule: Schedule, prompts: list[int], *, output: int = 50, decod
     """One in which so many are decoding already, of one token each, and these prompts wait."""
     state = Scheduler(schedule, num_blocks=10_000)
     for number, length in enumerate([1] * decoding + prompts):
-        state.add(Sequence(request_id=str(number), num_prompt_tokens=length, max_output_tokens=output))
+        state.add(SequenceState(request_id=str(number), num_prompt_tokens=length, max_output_tokens=output))
     for sequence in [state.waiting.popleft() for _ in range(decoding)]:
         sequence.num_blocks, sequence.num_output_tokens = 1, 1
         state.free_blocks -= 1

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import chunked
@@ -28,7 +28,7 @@ def passes(schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: int =
     """Every pass until all (prompt, output) requests are done."""
     scheduler = Scheduler(schedule, num_blocks)
     for index, (prompt, output) in enumerate(lengths):
-        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
+        scheduler.add(SequenceState(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
     found = []
     while (batch := scheduler.next_batch()) is not None:
         found.append(batch)
@@ -74,7 +74,7 @@ def test_decodes_come_first_and_prompts_take_the_rest() -> None:
 def test_a_slot_is_taken_with_the_first_token_of_a_prompt() -> None:
     scheduler = Scheduler(made(8, 16), num_blocks=100)
     for index in range(3):
-        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=40, max_output_tokens=2))
+        scheduler.add(SequenceState(request_id=str(index), num_prompt_tokens=40, max_output_tokens=2))
     scheduler.next_batch()
     assert [row.request_id for row in scheduler.running] == ["0"]
     assert scheduler.free_blocks == 100 - 3  # The whole prompt of 40 tokens.

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy, policy_names
@@ -28,7 +28,7 @@ def run_batches(schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: 
     """Every batch until all (prompt, output) requests are done."""
     scheduler = Scheduler(schedule, num_blocks)
     for index, (prompt, output) in enumerate(lengths):
-        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
+        scheduler.add(SequenceState(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
     batches = []
     while (batch := scheduler.next_batch()) is not None:
         batches.append(batch)
@@ -92,7 +92,7 @@ def test_preemption_loses_nothing_and_spares_the_oldest() -> None:
 def test_a_request_that_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(SCHEDULES["rra"], num_blocks=2)
     with pytest.raises(InputError, match="need 3 KV blocks, the cache has 2"):
-        scheduler.add(Sequence(request_id="0", num_prompt_tokens=30, max_output_tokens=10))
+        scheduler.add(SequenceState(request_id="0", num_prompt_tokens=30, max_output_tokens=10))
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
-from exeplan.core.batch import Sequence as Row
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
@@ -82,8 +81,8 @@ def refereed(schedule: Schedule, cost: CostModel, lengths: Sequence[tuple[int, i
     )
 
 
-def row(num_tokens: int) -> Row:
-    return Row(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=1)
+def row(num_tokens: int) -> SequenceState:
+    return SequenceState(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=1)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=30)
@@ -152,7 +151,7 @@ def test_scarce_memory_delays_requests_but_loses_no_token(
 def test_the_oldest_waits_for_blocks_until_a_younger_one_can_be_preempted() -> None:
     scheduler = Scheduler(Schedule("waa-c", {"decode_batch": 2, "prefill_batch": 1}), num_blocks=3)
     for number, prompt in enumerate((16, 17)):
-        scheduler.add(Row(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=9))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=9))
     first, second = prefilled(scheduler), prefilled(scheduler)
     scheduler.complete(first)
     scheduler.hand_over(first)

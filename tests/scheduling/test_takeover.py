@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.scheduling.scheduler import Scheduler
@@ -29,8 +29,8 @@ APART = [
 ]
 
 
-def sequence(number: int, prompt: int, output: int) -> Sequence:
-    return Sequence(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=output)
+def sequence(number: int, prompt: int, output: int) -> SequenceState:
+    return SequenceState(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=output)
 
 
 def step(scheduler: Scheduler) -> bool:

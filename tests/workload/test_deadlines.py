@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from exeplan.cli import main
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.bounds import Bound, deadline_bound
 from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.profile import Profile
@@ -106,10 +106,10 @@ def test_under_overload_das_earns_more_than_whoever_comes_first(profile: Profile
 def test_an_order_decides_who_is_admitted_and_whoever_began_goes_first(order: str) -> None:
     scheduler = Scheduler(Schedule("orca", {"max_num_seqs": 1}, order), 100)
     for name, tokens, deadline in (("long", 9, 9.0), ("urgent", 5, 1.0), ("short", 3, 8.0)):
-        scheduler.add(Sequence(request_id=name, num_prompt_tokens=tokens, max_output_tokens=4, deadline=deadline))
+        scheduler.add(SequenceState(request_id=name, num_prompt_tokens=tokens, max_output_tokens=4, deadline=deadline))
     first = {"sjf": "short", "edf": "urgent", "das": "urgent"}[order]
     assert [s.request_id for s in scheduler.admissible(1)] == [first]
-    begun = Sequence(request_id="begun", num_prompt_tokens=50, max_output_tokens=4, num_output_tokens=1)
+    begun = SequenceState(request_id="begun", num_prompt_tokens=50, max_output_tokens=4, num_output_tokens=1)
     scheduler.waiting.appendleft(begun)
     assert [s.request_id for s in scheduler.admissible(2)] == ["begun", first]
 

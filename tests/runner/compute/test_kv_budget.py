@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
@@ -167,17 +167,17 @@ def test_the_measured_passes_leave_nothing_behind(model):
 def test_padding_counts_where_prompts_are_padded():
     scheduler = Scheduler(Schedule("static", {"batch_size": 8}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30)):
-        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
     assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1"]
 
 
 def test_no_prefill_outgrows_the_memory_that_was_measured():
     scheduler = Scheduler(Schedule("rra", {"prefill_batch": 8, "decode_steps": 1}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30, 20)):
-        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
     assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1", "2"]
     with pytest.raises(InputError, match="more than the 100 that the device's memory can prefill at once"):
-        scheduler.add(Sequence(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
 
 
 @pytest.mark.parametrize("policy", ["static", "rra", "orca"])

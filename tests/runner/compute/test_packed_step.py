@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Packing, Place, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, Packing, Place, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -65,12 +65,12 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def sequences(model: str, lengths: list[int]) -> tuple[tuple[Sequence, ...], dict[str, list[int]]]:
+def sequences(model: str, lengths: list[int]) -> tuple[tuple[SequenceState, ...], dict[str, list[int]]]:
     """Requests and their tokens; an encoder-decoder model's have the start token behind the prompt."""
     begin = [0] if runner_of(model).spec.is_encoder_decoder else []
     texts = {str(n): [*prompt(length, n), *begin] for n, length in enumerate(lengths)}
     rows = tuple(
-        Sequence(
+        SequenceState(
             request_id=name,
             num_prompt_tokens=len(text),
             max_output_tokens=STEPS,
@@ -185,7 +185,7 @@ def test_rows_are_computed_as_they_are_packed():
     assert rows.token_N.tolist() == [5, 6, 9, 0, 0, 0, 0, 0, 0, 7, 8, 0]
     assert rows.position_N.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
     assert rows.last_B.tolist() == [10, 1, 2]
-    sequences = tuple(Sequence(request_id=str(n), num_prompt_tokens=3, max_output_tokens=1) for n in range(3))
+    sequences = tuple(SequenceState(request_id=str(n), num_prompt_tokens=3, max_output_tokens=1) for n in range(3))
     assert runner_of("t5").num_tokens(Batch(prefill=sequences, packing=packing)) == 12
 
 

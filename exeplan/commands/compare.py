@@ -66,7 +66,7 @@ def _bounds(text: str, about: str) -> "list[Bound]":
     from exeplan.core.bounds import Bound, check_together
     from exeplan.units import seconds
 
-    bounds = [Bound(seconds=seconds(word, "--latency-bound"), about=about) for word in text.split(",")]
+    bounds = [Bound(seconds=seconds(word, "--latency-bound"), metric=about) for word in text.split(",")]
     check_together(bounds[:1])
     return bounds
 

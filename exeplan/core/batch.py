@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class Place(NamedTuple):
+class PackedPrompt(NamedTuple):
     """Where a prompt lies in a packed batch: its first token is token `start` of a row."""
 
     row: int
@@ -83,7 +83,7 @@ class Packing:
 
     row_tokens: int
     slot_tokens: int
-    places: tuple[Place, ...]
+    places: tuple[PackedPrompt, ...]
     """One for each prefilled row of the batch, in its order."""
 
     @property

@@ -77,7 +77,7 @@ def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
 
 def _decode(schedule: Schedule, queue: Queue) -> Batch | None:
     groups = len(queue.groups)
-    for number in queue.turns:
+    for number in queue.group_order:
         if number not in queue.busy:
             rows = queue.groups[number]
             queue.add_ready_to_group(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))

@@ -24,7 +24,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.policies._circulation import Gate, Prefills, circulate, prefills
+from exeplan.policies._circulation import GroupGate, Prefills, circulate, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
@@ -186,7 +186,7 @@ def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, handover
     balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
     probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
     gates = [
-        Gate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
+        GroupGate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
     ]
     runs = [circulate(line.batches, places, handover, gate) for gate in gates]
     rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))

@@ -22,8 +22,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings as plain_fillings
-from exeplan.policies._variables import require, slot_share
+from exeplan.policies._variables import micro_batchings, require, slot_share
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
@@ -57,10 +56,10 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """Micro-batches, and tokens a pass: which number of them is best hangs on the device, not on the bound alone."""
     return tuple(
-        {**filling, "max_num_batched_tokens": budget} for filling in plain_fillings(num_stages) for budget in _BUDGETS
+        {**values, "max_num_batched_tokens": budget} for values in micro_batchings(num_stages) for budget in _BUDGETS
     )
 
 
@@ -115,7 +114,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=own.completed * groups / round_,
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
-        turn=round_ / groups,
+        admission_interval=round_ / groups,
     )
 
 
@@ -197,7 +196,7 @@ def start(schedule: Schedule, num_groups: int) -> Stateless:
 
 def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
-    for number in queue.turns:
+    for number in queue.group_order:
         if number not in queue.busy and (batch := _pass_of(schedule, queue, number)):
             return batch
     return None

@@ -34,7 +34,7 @@ from exeplan.core.queue_order import (
     Pick,
     QueueArrays,
     das_of,
-    dealt,
+    evenly_spread,
     in_rows,
     in_slots,
     in_slots_of_their_own,
@@ -77,7 +77,7 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """What a row is made of: which slot is best hangs on the lengths, not on the bound alone."""
     return tuple({"slots": slots, "slot_prompts": prompts} for slots in _SLOTS for prompts in _SLOT_PROMPTS)
 
@@ -143,7 +143,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=throughput,
         latency=partial(latency, through[0], np.cumsum(through)[1:], first_tokens),
-        turn=batch / throughput,
+        admission_interval=batch / throughput,
     )
 
 
@@ -179,7 +179,7 @@ def _held(prompts: LengthLaw, batch: float, slots: int) -> _Held:
     """Of a batch of even draws that is dealt out to the slots; of a few of them where there are many."""
     some = min(slots, _COUNTED_SLOTS)
     tokens = _drawn(prompts, max(round(batch * some / slots), 1))
-    where = dealt(tokens.tolist(), some)
+    where = evenly_spread(tokens.tolist(), some)
     fullest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
     longest = prompts.longest_of(batch)
     counts, times = np.unique(np.bincount([slot for slot, _ in where], minlength=some), return_counts=True)

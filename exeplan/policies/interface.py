@@ -87,7 +87,7 @@ class Steady:
     """Requests a second."""
     latency: Callable[[Floats], Floats]
     """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
-    turn: float | None = None
+    admission_interval: float | None = None
     """Seconds between two admissions; None where that is the time it takes to serve those who start together."""
 
 
@@ -118,7 +118,7 @@ class Queue(Protocol):
         """Groups in flight."""
 
     @property
-    def turns(self) -> abc.Sequence[int]:
+    def group_order(self) -> abc.Sequence[int]:
         """All groups, the least recently scheduled first."""
 
     @property
@@ -146,7 +146,7 @@ class Queue(Protocol):
     ) -> tuple[SequenceState, ...]:
         """The first waiting requests, in the schedule's order, that fit into the free blocks: at most `limit`."""
 
-    def ahead(self, limit: int) -> tuple[SequenceState, ...]:
+    def first_waiting(self, limit: int) -> tuple[SequenceState, ...]:
         """The first `limit` waiting requests in the schedule's order, whether they fit or not."""
 
     def fitting(
@@ -220,7 +220,7 @@ class Policy(Protocol):
         The first one says how large the batches may become: where requests come at a rate, it is what stays unfilled.
         """
 
-    def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
+    def enumerated(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
         """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
 
     def schedule(self, variables: Mapping[str, int], workload: Workload) -> Schedule:

@@ -33,7 +33,7 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-fillings = _variables.fillings
+enumerated = _variables.micro_batchings
 
 
 def check(schedule: Schedule) -> None:
@@ -99,7 +99,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=slots * groups / (steps * round_),
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
-        turn=round_ / groups,
+        admission_interval=round_ / groups,
     )
 
 
@@ -120,7 +120,7 @@ def start(schedule: Schedule, num_groups: int) -> Stateless:
 def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: fill its free slots from the queue and run everybody in it."""
     groups = len(queue.groups)
-    for number in queue.turns:
+    for number in queue.group_order:
         if number in queue.busy:
             continue
         running = queue.groups[number]

@@ -40,7 +40,7 @@ FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 
-fillings = _variables.fillings
+enumerated = _variables.micro_batchings
 start = _rounds.start
 
 

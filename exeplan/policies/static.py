@@ -37,7 +37,7 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("batch_size", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """As many micro-batches of both kinds, or two or four times as many to prefill."""
     if num_stages == 1:
         return ({},)

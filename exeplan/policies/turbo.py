@@ -48,7 +48,7 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("batch_size", tuple(size for size in _SIZES if size <= max_seqs)),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """What a batch costs beside its prompts: which figure is best hangs on the device and on the outputs."""
     return tuple({"overhead_tokens": tokens} for tokens in _OVERHEADS)
 
@@ -87,7 +87,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds[fullest],
         throughput=int(counts.sum()) / sum(times),
         latency=lambda tokens: np.asarray(sum(w * own(tokens) for w, own in zip(weights, latencies, strict=True))),
-        turn=float(np.mean(times)),
+        admission_interval=float(np.mean(times)),
     )
 
 
@@ -142,7 +142,7 @@ def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -
     """The running batch to its end, then that of the lengths of whoever is first."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))
-    ahead = queue.ahead(_ahead(schedule["batch_size"]))
+    ahead = queue.first_waiting(_ahead(schedule["batch_size"]))
     if not ahead:
         return None
     alike = queue.fitting(_alike(ahead, schedule), limit=schedule["batch_size"], reserve=True)

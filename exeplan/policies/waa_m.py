@@ -18,7 +18,7 @@ SPLIT_BY = "memory"
 
 check = _waa.check
 knobs = _waa.knobs
-fillings = _variables.fillings
+enumerated = _variables.micro_batchings
 pass_limits = _waa.pass_limits
 starts_together = _waa.starts_together
 steady_state = _waa_steady.steady_state

@@ -78,7 +78,7 @@ class Scheduler:
         """Admitted to the stages that prefill, and not ready yet."""
         self.busy: set[int] = set()
         """Groups that are under way."""
-        self.turns = list(range(len(self.groups)))
+        self.group_order = list(range(len(self.groups)))
         """All groups, the one that was scheduled longest ago first."""
         self.state: State = self.policy.start(schedule, len(self.groups))
         """The policy's own; it is told what was scheduled, and read by the policy alone."""
@@ -92,7 +92,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Something that runs, or is handed over, will come back without anything being scheduled."""
         return bool(self.busy or self.num_handing_over)
 
@@ -170,7 +170,7 @@ class Scheduler:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
 
-    def ahead(self, limit: int) -> tuple[SequenceState, ...]:
+    def first_waiting(self, limit: int) -> tuple[SequenceState, ...]:
         """The first so many waiting sequences in the schedule's order, whether they fit or not."""
         return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
 
@@ -227,7 +227,7 @@ class Scheduler:
         decode = self._grow(batch.decode)
         admitted = self._admit(batch)
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
-            return self.next_batch(phase) if self.has_work and not self.under_way else None
+            return self.next_batch(phase) if self.has_work and not self.in_flight else None
         chunks = batch.chunks[: len(admitted)]
         batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
         if batch.packing:
@@ -296,8 +296,8 @@ class Scheduler:
     def _begin(self, batch: Batch) -> None:
         if batch.phase != "prefill":
             self.busy.add(batch.group)
-            self.turns.remove(batch.group)
-            self.turns.append(batch.group)
+            self.group_order.remove(batch.group)
+            self.group_order.append(batch.group)
         for row in batch.prefill + batch.decode:
             row.in_flight = True
         if batch.prefill:
@@ -323,7 +323,7 @@ class Scheduler:
             if needed <= self.free_blocks:
                 sequence.num_blocks += max(needed, 0)
                 self.free_blocks -= max(needed, 0)
-            elif not self.under_way:
+            elif not self.in_flight:
                 self._preempt(sequence)
         return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
 

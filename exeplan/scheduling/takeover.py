@@ -14,7 +14,7 @@ from exeplan.core.batch import SequenceState
 from exeplan.scheduling.scheduler import Scheduler
 
 
-def keepable(new: Scheduler, old: Scheduler) -> list[SequenceState]:
+def can_keep_blocks(new: Scheduler, old: Scheduler) -> list[SequenceState]:
     """The sequences of `old` that could keep their blocks in `new`, which is empty; oldest first."""
     kept, room = [], new.free_blocks
     for sequence in _by_age(old):
@@ -26,13 +26,13 @@ def keepable(new: Scheduler, old: Scheduler) -> list[SequenceState]:
 
 
 def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[SequenceState]) -> list[SequenceState]:
-    """Moves all sequences of `old` to `new`, which is empty; some of the `keepable` keep their blocks, no others.
+    """Moves all sequences of `old` to `new`, which is empty; `keep`, some of `can_keep_blocks`, keep their blocks.
 
     Returns those that held blocks and no longer do: finished ones, which are in neither, and those to be computed
     again, which are at the head of the queue, oldest first. Raises InputError, and changes neither, for a sequence that
     the new cache could not hold even alone.
     """
-    assert not old.under_way
+    assert not old.in_flight
     for sequence in (*old.running, *old.waiting):
         new.check(sequence)
     left: list[SequenceState] = []

@@ -31,5 +31,5 @@ def beside(plan: Plan, snapshot: Snapshot) -> dict[str, Any]:
     """`predicted`, `observed` and `bounds` as plain values."""
     observed = asdict(snapshot)
     within = observed.pop("within")
-    bounds = [{"about": b.about, "seconds": b.seconds, "within": within.get(b.about)} for b in bounds_of(plan)]
+    bounds = [{"about": b.metric, "seconds": b.seconds, "within": within.get(b.metric)} for b in bounds_of(plan)]
     return {"predicted": predictions(plan), "observed": observed, "bounds": bounds}

@@ -106,7 +106,7 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
     variables = {k.name: data.draw(st.sampled_from(k.values)) for k in policy.knobs(workload, 8)}
     # Blocks down to the least that holds the longest request alone, so that preemption happens too.
     least = max(-(-(i + o) // 16) for i, o in lengths)
-    schedule = policy.schedule({**variables, **policy.fillings(1)[0]}, workload)
+    schedule = policy.schedule({**variables, **policy.enumerated(1)[0]}, workload)
     batches = run_batches(schedule, lengths, num_blocks=data.draw(st.integers(least, least + 10)))
     produced = dict.fromkeys(range(len(lengths)), 0)
     for batch in batches:
@@ -124,7 +124,7 @@ def test_closed_form_agrees_with_the_replay(name: str, cost: CostModel) -> None:
         rng = np.random.default_rng(seed)
         workload = drawn_workload(rng, rng.uniform(12, 90))
         point = {knob.name: int(rng.choice(knob.values[:64])) for knob in policy.knobs(workload, 24)}
-        rest = policy.fillings(1)
+        rest = policy.enumerated(1)
         schedule = policy.schedule({**point, **rest[rng.integers(len(rest))]}, workload)
         found.append(deviation(schedule, workload, cost, seed=seed))
     check_deviations(found)

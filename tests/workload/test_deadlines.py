@@ -45,8 +45,8 @@ def test_deadlines_are_one_time_or_two() -> None:
     for wrong in ("1s,2s,3s", "soon", "4s,1s", "inf"):
         with pytest.raises(InputError):
             parse_deadlines(wrong)
-    assert deadline_bound(2.0, "99.5%") == Bound(seconds=2.0, about="p99.5-deadline")
-    assert deadline_bound(2.0, "0.9") == Bound(seconds=2.0, about="p90-deadline")
+    assert deadline_bound(2.0, "99.5%") == Bound(seconds=2.0, metric="p99.5-deadline")
+    assert deadline_bound(2.0, "0.9") == Bound(seconds=2.0, metric="p90-deadline")
     with pytest.raises(InputError, match="--deadline-share must be a share"):
         deadline_bound(2.0, "100%")
 
@@ -61,12 +61,12 @@ def test_what_counts_is_the_whole_answer_by_the_deadline() -> None:
         record(1.0, deadline=3.0),
         record(1.0, 2.0, deadline=5.0),
     ]
-    estimate = summarize(records, p99_output=2, bound_about="p50-deadline", backlog=False)
+    estimate = summarize(records, p99_output=2, bound_metric="p50-deadline", backlog=False)
     assert estimate.deadline_share == 0.5
     assert estimate.utility == pytest.approx(2 / 4 / 3.0)
     # Shares of their time: 1, 1.5, 2 (expired) and 0.25; the mean deadline is 2.5 seconds.
     assert estimate.latency == pytest.approx(2.5)
-    assert summarize(records[2:3], p99_output=2, bound_about="p50-deadline").deadline_share == 0.0
+    assert summarize(records[2:3], p99_output=2, bound_metric="p50-deadline").deadline_share == 0.0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.policy)

@@ -49,10 +49,10 @@ class Plan:
     cluster: str | None = None
     """A cluster file or a shipped name; None for one device."""
     gpus: int | None = None
-    """So many GPUs of the cluster; None for all."""
+    """Number of GPUs of the cluster; None for all."""
     bound: Bound | None = None
     more_bounds: tuple[Bound, ...] = ()
-    """Bounds that hold beside it."""
+    """Bounds that hold together with `bound`."""
     arrival_rate: float | None = None
     """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
     deadline: str | None = None
@@ -92,7 +92,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: `schedule` is flat, its policy beside its variables."""
+    """The plan as plain values: `schedule` is flat, with policy, order and control variables."""
     body = asdict(plan)
     order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
     body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
@@ -194,7 +194,7 @@ def _check_values(body: Mapping[str, Any]) -> None:
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):
-            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
+            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals too")
     if "arrival_rate" in body:
         check_rate(body["arrival_rate"])
         if body.get("trace_arrivals"):
@@ -246,7 +246,7 @@ def _bound(body: Any) -> Bound:
 
 def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
     if bound and is_deadline(bound.metric) and "deadline" not in body:
-        raise InputError(f"a bound on {bound.metric} needs a deadline beside it, such as deadline: 2s")
+        raise InputError(f"a bound on {bound.metric} needs a deadline too, such as deadline: 2s")
 
 
 def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:

@@ -1,4 +1,4 @@
-"""What a plan chooses, and what that does: Schedule, Placement, Estimate.
+"""What a plan chooses, and its effect: Schedule, Placement, Estimate.
 
 Not here: the file that holds them (`plan.py`), and how they are found (`exeplan/planner`).
 """
@@ -16,7 +16,7 @@ class Schedule:
     policy: str
     variables: Mapping[str, int]
     order: str = "fcfs"
-    """Who of those that wait goes first (see `exeplan.core.queue_order`)."""
+    """Which waiting request goes first (see `exeplan.core.queue_order`)."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -68,10 +68,11 @@ def single_stage(spec: ModelSpec) -> Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a schedule does: predicted by closed form or replay, or measured. Requests/s, seconds, tokens, bytes.
+    """The performance of a schedule, predicted by closed form or replay, or measured. Requests/s, seconds, tokens,
+    bytes.
 
-    Times count from the start of a request's prefill, where requests come at a rate from its arrival. `latency` is the
-    one the bound is about; where a measurement holds no request that long it is None.
+    Times count from the start of a request's prefill, with arrivals from its arrival. `latency` is
+    the metric of the bound; None where a measurement holds no request that long.
     """
 
     throughput: float
@@ -85,7 +86,6 @@ class Estimate:
     """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
     memory_bytes_per_gpu: float
     deadline_share: float | None = None
-    """Share of the requests whose whole answer is there by their deadline; None where they have none, or by closed
-    form."""
+    """Share of the requests whose whole answer comes by their deadline; None without deadlines, and by closed form."""
     utility: float | None = None
-    """What these are worth, weight / input tokens each, a second."""
+    """Worth of these requests a second, weight / input tokens each."""

@@ -177,7 +177,7 @@ def _last_resort(
     margin: Margins | None,
 ) -> Optimum:
     """The gentlest schedule of all, if it keeps the bounds; what it needs is the tightest bound that is possible."""
-    gentlest = {c.policy: c.search.gentlest for c in candidates.values() if c.search}
+    gentlest = {c.policy: c.search.lowest_latency for c in candidates.values() if c.search}
     fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
     if not fitting:
         refusals = "; ".join(c.refusal for c in candidates.values())
@@ -259,7 +259,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
     """
     assert candidate.search is not None
     assert candidate.placement is not None
-    gentlest = candidate.search.gentlest.outcome.latency
+    gentlest = candidate.search.lowest_latency.outcome.latency
     widest = min(3 * problem.limit, 100 * gentlest)
     if widest <= gentlest:
         return candidate.search

@@ -1,9 +1,10 @@
-"""Policies: how work is ordered. One file each, found by its name; nobody else compares policy names.
+"""Policies: the rules that choose the next batch. One file each, found by its name; no other code compares policy
+names.
 
-A policy module offers what `Policy` lists: what the search may turn, its steady state for the closed form, and what
-runs next for the replay and the runner. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
-becomes `--policy <name>`, underscores read as hyphens. A file whose name starts with an underscore is no policy: it
-holds what two policies share.
+A policy module offers what `Policy` lists: the search's knobs, its steady state for the closed form, and the
+next batch for replay and runner. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
+becomes `--policy <name>`, with hyphens for underscores. A file whose name starts with an underscore is not a policy: it
+holds code that two policies share.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Workload-aware allocation with the GPUs split by computation: WAA-C.
 
-Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner gives the stages that prefill and those that decode so
-many GPUs that prefilling and decoding take equal time. What both kinds do is in `_waa`.
+Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner divides the GPUs between the stages that prefill and
+those that decode so that prefilling and decoding take equal time. The schedule itself is in `_waa.py`.
 """
 
 from collections.abc import Mapping

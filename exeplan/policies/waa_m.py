@@ -1,7 +1,7 @@
 """Workload-aware allocation with the GPUs split by memory: WAA-M.
 
-Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner gives the stages that prefill and those that decode so
-many GPUs that the memories of both kinds of stages are equally full. What both kinds do is in `_waa`.
+Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner divides the GPUs between the stages that prefill and
+those that decode so that both kinds of stages use an equal share of their memory. The schedule itself is in `_waa.py`.
 """
 
 from collections.abc import Mapping

@@ -53,7 +53,7 @@ def test_rra_prefills_every_decode_steps_iterations() -> None:
     ]  # fmt: skip
 
 
-def test_rra_prefills_at_once_when_nobody_is_left_to_decode() -> None:
+def test_rra_prefills_at_once_when_no_request_is_left_to_decode() -> None:
     batches = run_batches(SCHEDULES["rra"], [(5, 1)] * 4)
     assert [shape(b) for b in batches] == [("01", ""), ("23", "")]
 

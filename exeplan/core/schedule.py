@@ -5,8 +5,12 @@ Not here: the file that holds them (`plan.py`), and how they are found (`exeplan
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from exeplan.core.model import ModelSpec
+
+POLICY_FILE = ".py"
+"""How the name of a policy ends that is a file outside the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,7 @@ class Schedule:
     """A policy with values for its control variables."""
 
     policy: str
+    """A name, or the absolute path of a policy file (see `exeplan.policies`)."""
     variables: Mapping[str, int]
     order: str = "fcfs"
     """Which waiting request goes first (see `exeplan.core.queue_order`)."""
@@ -33,12 +38,18 @@ class Schedule:
         """How long before its deadline a request must have started; the variable `lead_ms` of any order."""
         return self.variables.get("lead_ms", 0) / 1000
 
+    @property
+    def has_policy_file(self) -> bool:
+        """Whether the policy is a file outside the package: loading it runs its code."""
+        return self.policy.endswith(POLICY_FILE)
+
     def __getitem__(self, name: str) -> int:
         return self.variables[name]
 
     def __str__(self) -> str:
         values = [] if self.order == "fcfs" else [f"order={self.order}"]
-        return f"{self.policy}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
+        name = Path(self.policy).name if self.has_policy_file else self.policy
+        return f"{name}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from exeplan.planner.infeasible import burst, policy_refusal, too_slow, too_tigh
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
 from exeplan.planner.search_space import pareto, search_variants
-from exeplan.policies import load_policy, policy_names
+from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import Run
@@ -273,7 +273,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
-    """`auto` is every policy that the devices and the requests ask for; otherwise the one that is named.
+    """`auto` is every policy of the package that the devices and the requests ask for; otherwise the one that is named.
 
     On one device none that needs a second; without deadlines none that is made for them.
     """
@@ -284,8 +284,7 @@ def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bo
             for name, policy in policies.items()
             if (cluster or not policy.SEPARATE_STAGES) and (deadlines or not policy.FOR_DEADLINES)
         )
-    load_policy(text)
-    return (text,)
+    return (policy_reference(text),)
 
 
 def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, Any]:

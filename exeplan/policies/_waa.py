@@ -11,9 +11,9 @@ Shared by waa-c and waa-m, which differ in how the planner splits the GPUs.
 from collections.abc import Mapping
 
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
-from exeplan.policies._variables import require, slot_share
 from exeplan.policies.interface import Knob, PassLimits, Queue, Stateless
 from exeplan.workload.workload import Workload
 

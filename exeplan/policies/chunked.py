@@ -18,11 +18,11 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, Chunk
+from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import micro_batchings, require, slot_share
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload

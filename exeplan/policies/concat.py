@@ -25,6 +25,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import require
 from exeplan.core.queue_order import (
     ORDER_VARIABLES,
     ORDERS,
@@ -43,7 +44,6 @@ from exeplan.core.queue_order import (
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
-from exeplan.policies._variables import require
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload

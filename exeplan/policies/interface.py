@@ -6,8 +6,9 @@ Not here: the lookup by name (`exeplan/policies/__init__.py`), and the scheduler
 
 from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Protocol, cast
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState
@@ -225,7 +226,10 @@ class Policy(Protocol):
         `num_stages`, tokens a pass, and others whose best value depends on the device more than on the bound."""
 
     def schedule(self, variables: Mapping[str, int], workload: Workload) -> Schedule:
-        """The schedule of a point of the search: variables that follow from the others filled in."""
+        """The schedule of a point of the search: variables that follow from the others filled in.
+
+        A policy from outside the package may give it any policy name: its own replaces that.
+        """
 
     def pass_limits(self, schedule: Schedule) -> PassLimits:
         """The largest pass that the schedule allows: what an engine measures, captures and keeps memory for."""
@@ -241,3 +245,24 @@ class Policy(Protocol):
 
     def next_batch(self, schedule: Schedule, queue: Queue, state: State, phase: str) -> Batch | None:
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
+
+
+def missing_members(module: ModuleType) -> tuple[str, ...]:
+    """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only."""
+    optional = () if getattr(module, "SEPARATE_STAGES", False) else ("SPLIT_BY",)
+    return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
+
+
+def named(module: ModuleType, name: str) -> Policy:
+    """The policy of a module from outside the package; its schedules carry the name under which it was loaded."""
+
+    def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+        return replace(module.schedule(variables, workload), policy=name)
+
+    members = {member: getattr(module, member) for member in _members() if hasattr(module, member)}
+    return cast(Policy, SimpleNamespace(**{**members, "schedule": schedule}))
+
+
+def _members() -> tuple[str, ...]:
+    functions = (name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_"))
+    return (*Policy.__annotations__, *functions)

@@ -18,10 +18,9 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _variables
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import require, slot_share
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
@@ -33,7 +32,7 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-enumerated = _variables.micro_batchings
+enumerated = micro_batchings
 
 
 def check(schedule: Schedule) -> None:

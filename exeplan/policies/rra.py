@@ -25,10 +25,10 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState, balanced_part
+from exeplan.core.control_variables import micro_batchings, require
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _adjustment, _rounds, _variables
+from exeplan.policies import _adjustment, _rounds
 from exeplan.policies._rounds import Rounds
-from exeplan.policies._variables import require
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.workload.workload import Workload
@@ -40,7 +40,7 @@ FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 
-enumerated = _variables.micro_batchings
+enumerated = micro_batchings
 start = _rounds.start
 
 

@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import micro_batch_counts, require
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _rounds
 from exeplan.policies._rounds import Rounds
 from exeplan.policies._together import generated, latency
-from exeplan.policies._variables import micro_batch_counts, require
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.workload import Workload
 

@@ -6,8 +6,9 @@ those that decode so that prefilling and decoding take equal time. The schedule 
 
 from collections.abc import Mapping
 
+from exeplan.core.control_variables import micro_batchings
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _variables, _waa, _waa_steady
+from exeplan.policies import _waa, _waa_steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -18,7 +19,7 @@ SPLIT_BY = "time"
 
 check = _waa.check
 knobs = _waa.knobs
-enumerated = _variables.micro_batchings
+enumerated = micro_batchings
 pass_limits = _waa.pass_limits
 starts_together = _waa.starts_together
 steady_state = _waa_steady.steady_state

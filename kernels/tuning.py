@@ -81,7 +81,7 @@ def best_config(
     return _table(device).best(f"{kernel} {' '.join(map(str, key))}", configs, functools.partial(_seconds, launch))
 
 
-class Table:
+class TuningTable:
     """The best configuration by key, in a JSON file; a damaged or missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
@@ -110,12 +110,12 @@ class Table:
 
 
 @functools.cache
-def _table(device: torch.device) -> Table:
+def _table(device: torch.device) -> TuningTable:
     import triton
 
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Table(home / "exeplan" / f"kernels-{name}-triton-{triton.__version__}.json")
+    return TuningTable(home / "exeplan" / f"kernels-{name}-triton-{triton.__version__}.json")
 
 
 def _seconds(launch: Callable[[Config], object], config: Config) -> float | None:

@@ -156,19 +156,19 @@ class MultiprocessExecutor:
             for freed in self._freed.values():
                 freed.append(request_id)
 
-    def save(self, path: str, parcels: Sequence[KVRegion]) -> Sequence[int]:
+    def save(self, path: str, regions: Sequence[KVRegion]) -> Sequence[int]:
         self._note_preempted()
         encoded, self._encoded = self._encoded, []
-        regions = [region_message(parcel) for parcel in parcels]
-        command = SaveKV(freed=self._flush(self.phases[0]), path=path, regions=regions, encoded=encoded)
+        placed = [region_message(region) for region in regions]
+        command = SaveKV(freed=self._flush(self.phases[0]), path=path, regions=placed, encoded=encoded)
         return [min(stored) for stored in zip(*(saved.stored for saved in self._copy(command, KVSaved)), strict=True)]
 
-    def restore(self, path: str, parcels: Sequence[KVRegion]) -> None:
-        rows = [parcel.request for parcel in parcels]
+    def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
+        rows = [region.request for region in regions]
         self._resident.update((row.request_id, row) for row in rows)
         new = [new_sequence(row) for row in rows]
-        regions = [region_message(parcel) for parcel in parcels]
-        command = RestoreKV(freed=self._flush(self.phases[0]), path=path, regions=regions, new=new)
+        placed = [region_message(region) for region in regions]
+        command = RestoreKV(freed=self._flush(self.phases[0]), path=path, regions=placed, new=new)
         self._copy(command, KVRestored)
 
     def restart(self) -> None:

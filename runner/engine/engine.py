@@ -56,7 +56,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class LengthStats:
-    """Lengths of the requests that left since the last call, and of all that have begun and still run."""
+    """Lengths of the requests that left since the last call, and of all that have started and still run."""
 
     now: float
     left: tuple[RequestLengths, ...]
@@ -65,7 +65,7 @@ class LengthStats:
 
 @dataclass(frozen=True, slots=True)
 class PlanSwitch:
-    """What switching to another schedule brought."""
+    """The result of switching to another schedule."""
 
     outputs: list[Output]
     seconds: float
@@ -208,7 +208,7 @@ class Engine:
         return budget is None or (pass_limits(schedule).tokens or 0) <= budget.pass_tokens
 
     def length_stats(self) -> LengthStats:
-        """What is known of lengths; a request that left is reported once."""
+        """Request lengths so far; a request that left is reported once."""
         now, left = self._clock(), tuple(self._left)
         self._left.clear()
         here = (request for request in self._requests.values() if request.start is not None and not request.ended)

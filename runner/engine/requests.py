@@ -48,7 +48,7 @@ class Output(NamedTuple):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RequestState(SequenceState):
-    """A request in the engine; what `sampling.Row` asks for, and what the scheduler does."""
+    """A request in the engine: what the scheduler and sampling (`sampling.SamplingInput`) need to know of it."""
 
     sampling: SamplingParams
     plain: bool

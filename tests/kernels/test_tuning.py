@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exeplan.kernels.tuning import AttentionConfigs, Config, Table, _seconds, best_config, untimed
+from exeplan.kernels.tuning import AttentionConfigs, Config, TuningTable, _seconds, best_config, untimed
 
 CONFIGS = tuple(Config(columns=columns) for columns in (16, 32, 64))
 
@@ -15,25 +15,25 @@ def unexpected(config: Config) -> float:
 def test_the_fastest_is_remembered(tmp_path):
     path = tmp_path / "folder" / "kernels.json"
     times = dict(zip(CONFIGS, (3.0, 1.0, 2.0), strict=True))
-    table = Table(path)
+    table = TuningTable(path)
     assert table.best("key", CONFIGS, times.__getitem__) == CONFIGS[1]
     assert table.best("key", CONFIGS, unexpected) == CONFIGS[1]
-    assert Table(path).best("key", CONFIGS, unexpected) == CONFIGS[1]
+    assert TuningTable(path).best("key", CONFIGS, unexpected) == CONFIGS[1]
 
 
 def test_a_configuration_that_is_no_longer_listed_is_measured_anew(tmp_path):
     path = tmp_path / "kernels.json"
-    Table(path).best("key", CONFIGS[:1], lambda _: 1.0)
-    assert Table(path).best("key", CONFIGS[1:], lambda config: config.columns) == CONFIGS[1]
+    TuningTable(path).best("key", CONFIGS[:1], lambda _: 1.0)
+    assert TuningTable(path).best("key", CONFIGS[1:], lambda config: config.columns) == CONFIGS[1]
 
 
 def test_a_configuration_that_cannot_run_is_skipped(tmp_path):
-    table = Table(tmp_path / "kernels.json")
+    table = TuningTable(tmp_path / "kernels.json")
     assert table.best("key", CONFIGS, lambda config: None if config.columns < 64 else 1.0) == CONFIGS[2]
 
 
 def test_without_timing_the_first_is_taken_and_not_stored(tmp_path):
-    table = Table(tmp_path / "kernels.json")
+    table = TuningTable(tmp_path / "kernels.json")
     assert table.best("key", CONFIGS, lambda _: None) == CONFIGS[0]
     assert not table.path.exists()
     assert table.best("key", CONFIGS, lambda config: -config.columns) == CONFIGS[2]
@@ -43,7 +43,7 @@ def test_without_timing_the_first_is_taken_and_not_stored(tmp_path):
 def test_a_damaged_file_is_an_empty_one(text, tmp_path):
     path = tmp_path / "kernels.json"
     path.write_text(text)
-    assert Table(path).best("key", CONFIGS, lambda config: -config.columns) == CONFIGS[2]
+    assert TuningTable(path).best("key", CONFIGS, lambda config: -config.columns) == CONFIGS[2]
 
 
 def test_untimed_launches_nothing():

@@ -20,7 +20,7 @@ from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.engine import kv_migration as carrying
+from exeplan.runner.engine import kv_migration
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, PlanSwitch, Request
 from exeplan.runner.engine.executor import Executor, InProcessExecutor, WorkerError
@@ -233,7 +233,7 @@ def test_requests_that_do_not_fit_into_a_smaller_cache_are_recomputed(checkpoint
 
 def test_host_memory_bounds_how_many_migrate(checkpoint, runners, expected, monkeypatch, caplog):
     token_bytes = load_model_spec(checkpoint("llama")).kv_bytes_per_token("float32")
-    monkeypatch.setattr(carrying, "available_bytes", lambda: 2 * 40 * token_bytes)
+    monkeypatch.setattr(kv_migration, "available_bytes", lambda: 2 * 40 * token_bytes)
     found, (switched,), num_prefilled = moved(runners, ORCA, fresh(checkpoint))
     assert found == expected("llama")
     assert switched.num_carried > 0 < switched.num_recomputed

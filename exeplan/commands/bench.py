@@ -6,7 +6,6 @@ Without --url the plan's engine runs in this process. The load is a backlog (eve
 
 import argparse
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from exeplan.runner.load import EngineRun, Load
     from exeplan.simulator.replay import Run
     from exeplan.workload.workload import Workload
+
+POSITION = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
+    from exeplan.extras import SERVING, require
 
+    require("a load", *(("aiohttp",) if args.url else SERVING))
     for name in ("requests", "concurrency", "rate", "vocab_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
@@ -199,14 +202,14 @@ def _print(
     replayed: "Estimate | None",
     on_cpu_clock: "Estimate | None" = None,
 ) -> None:
-    from exeplan.core.plan import as_json, estimate_json
+    from exeplan.core.plan import as_json
     from exeplan.planner.tables import json_line, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
         body = as_json(plan) if plan else {}
         estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
-        print(json_line({**body, **{k: estimate_json(asdict(e)) if e else None for k, e in estimates.items()}}))
+        print(json_line({**body, **{k: e.to_dict() if e else None for k, e in estimates.items()}}))
         return
     what = str(plan.schedule) if plan else args.url
     print(f"{what} on {workload.name}, {len(load.input_tokens)} requests\n")

@@ -6,6 +6,8 @@ Both plans must be for models of one shape. Gains are those of the plans' estima
 import argparse
 from pathlib import Path
 
+POSITION = 50
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from exeplan.drift.state import Rules
     from exeplan.drift.trace import TraceLook
 
+POSITION = 60
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from exeplan.core.profile import Profile
 
+POSITION = 10
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
@@ -95,8 +97,10 @@ def _refuse_fp8(dtype: str) -> None:
 def _measure(args: argparse.Namespace) -> int:
     from exeplan.core.model import load_model_spec
     from exeplan.errors import InputError
+    from exeplan.extras import require
     from exeplan.units import seconds
 
+    require("measuring", "torch")
     if not 0 < args.target_error < 1:
         raise InputError(f"--target-error must lie between 0 and 1, found {args.target_error:g}")
     for name in ("threads", "devices", "max_num_seqs", "max_context"):
@@ -132,17 +136,17 @@ def _device(name: str) -> str:
 
 
 def _derive(args: argparse.Namespace) -> int:
-    from exeplan.core.cluster import load_cluster
-    from exeplan.core.model import load_model_spec
-    from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+    from exeplan import api
 
-    sheet = load_datasheet(args.datasheet, _overrides(args.set or ()))
-    if args.cluster:
-        sheet = with_links(sheet, load_cluster(args.cluster))
-    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if sheet.kind == "cuda" else "float32"
-    sizes = _sizes(args.tensor_parallel_sizes)
-    spec = load_model_spec(args.model)
-    _write(profile_from_datasheet(spec, sheet, dtype=dtype, tensor_parallel_sizes=sizes), args.output)
+    profile = api.datasheet_profile(
+        args.model,
+        args.datasheet,
+        cluster=args.cluster,
+        dtype=args.dtype,
+        tensor_parallel_sizes=_sizes(args.tensor_parallel_sizes),
+        constants=_overrides(args.set or ()),
+    )
+    _write(profile, args.output)
     return 0
 
 

@@ -9,11 +9,15 @@ good the server ends with status 1.
 
 import argparse
 
+from exeplan.extras import SERVING, require
 from exeplan.runner.server.arguments import add_arguments, run_server
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["POSITION", "add_arguments", "run"]
+
+POSITION = 70
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
+    require("serving", *SERVING)
     return run_server(args)

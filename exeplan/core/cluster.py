@@ -11,7 +11,7 @@ GPUs are numbered node by node from 0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Cluster:
     """Of one GPU."""
     intra: Link
     inter: Link
+    reference: str | None = field(default=None, compare=False, repr=False)
+    """What a plan names it by: a file or a shipped name; None for one that was made in memory."""
 
     @property
     def num_gpus(self) -> int:
@@ -79,12 +81,12 @@ def load_cluster(cluster: str) -> Cluster:
     """The cluster of a YAML file or a shipped name. Raises InputError naming the field that is missing or wrong."""
     path = Path(cluster).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        return _cluster(read_yaml(path), path.stem)
+        return replace(_cluster(read_yaml(path), path.stem), reference=cluster)
     if cluster not in shipped_names("clusters"):
         raise InputError(
             f"no cluster file or shipped cluster '{cluster}'; shipped are {', '.join(shipped_names('clusters'))}"
         )
-    return _cluster(read_yaml(shipped("clusters", cluster)), cluster)
+    return replace(_cluster(read_yaml(shipped("clusters", cluster)), cluster), reference=cluster)
 
 
 def _cluster(body: Mapping[str, Any], name: str) -> Cluster:
@@ -92,10 +94,10 @@ def _cluster(body: Mapping[str, Any], name: str) -> Cluster:
         raise InputError(f"cluster '{name}' must have exactly {', '.join(_FIELDS)}; look at {', '.join(odd)}")
     if not isinstance(body["device"], str):
         raise InputError(f"cluster '{name}': device must be a name, found {body['device']!r}")
-    for field in ("nodes", "gpus_per_node"):
-        if type(body[field]) is not int or not 1 <= body[field] <= 100_000:
+    for count in ("nodes", "gpus_per_node"):
+        if type(body[count]) is not int or not 1 <= body[count] <= 100_000:
             raise InputError(
-                f"cluster '{name}': {field} must be a whole number from 1 to 100000, found {body[field]!r}"
+                f"cluster '{name}': {count} must be a whole number from 1 to 100000, found {body[count]!r}"
             )
     return Cluster(
         name=name,

@@ -12,8 +12,9 @@ from typing import Any
 
 from exeplan.core.bounds import Bound, check_together, is_deadline
 from exeplan.core.model import DTYPE_BYTES
-from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
+from exeplan.core.schedule import DEADLINE_FIGURES, Estimate, Placement, Schedule, Stage
 from exeplan.errors import InputError
+from exeplan.extras import frame
 from exeplan.files import write_text
 from exeplan.workload.arrivals import check_rate
 from exeplan.workload.deadlines import parse_deadlines
@@ -29,7 +30,6 @@ _TEXTS = (
     "deadline",
     *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
 )
-_ABOUT_DEADLINES = ("deadline_share", "utility")
 _COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
 
 
@@ -82,6 +82,11 @@ class Plan:
     """The `risk` of breaking a bound, the `margin` kept below each, relative to the estimate, and its `source`."""
     search: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_frame(self) -> Any:
+        """A pandas DataFrame of the closed form's and the replay's figures, as far as the plan has them."""
+        found = {"closed form": self.estimate, "replay": self.replay}
+        return frame([{"by": name, **e.to_dict()} for name, e in found.items() if e is not None], index="by")
+
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes the plan as YAML, unset fields left out."""
@@ -97,16 +102,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
     order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
     body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
     for name in ("estimate", "replay"):
-        if body[name]:
-            body[name] = estimate_json(body[name])
+        if (found := getattr(plan, name)) is not None:
+            body[name] = found.to_dict()
     body["placement"] = [stage_json(stage) for stage in plan.placement]
     body["more_bounds"] = list(body["more_bounds"])
     return body
-
-
-def estimate_json(body: Mapping[str, Any]) -> dict[str, Any]:
-    """An Estimate's fields, without those about deadlines where there are none."""
-    return {name: value for name, value in body.items() if value is not None or name not in _ABOUT_DEADLINES}
 
 
 def stage_json(stage: Stage) -> dict[str, Any]:
@@ -253,8 +253,8 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 
 
 def _estimate(name: str, body: Any) -> Estimate:
-    names = [f.name for f in fields(Estimate) if f.name not in _ABOUT_DEADLINES]
-    if not isinstance(body, Mapping) or set(body) - set(_ABOUT_DEADLINES) != set(names):
+    names = [f.name for f in fields(Estimate) if f.name not in DEADLINE_FIGURES]
+    if not isinstance(body, Mapping) or set(body) - set(DEADLINE_FIGURES) != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
     for key, value in body.items():
         if not is_number(value) and not (key == "latency" and value is None):

@@ -10,7 +10,7 @@ With a stated risk the bounds are tightened by margins (`margins.py`).
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from exeplan.core.bounds import fullest, scaled, shares
 from exeplan.core.cluster import Cluster
-from exeplan.core.plan import Plan, estimate_json
+from exeplan.core.plan import Plan
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import Estimate, Placement, Schedule
 from exeplan.errors import Infeasible
@@ -306,7 +306,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         {
             "policy": c.policy,
             "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
-            "estimate": estimate_json(asdict(c.estimate)) if c.estimate else None,
+            "estimate": c.estimate.to_dict() if c.estimate else None,
             "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
         }

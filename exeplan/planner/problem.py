@@ -218,7 +218,7 @@ def make_problem(
     cost = CostModel(profile, cluster=cluster)
     measured = int(cost.timings.shard(min(profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1])
     if cluster is not None:
-        check_room(profile, cluster, available, longest)
+        check_cluster_memory(profile, cluster, available, longest)
         return Problem(
             profile=profile,
             workload=workload,
@@ -246,7 +246,7 @@ def make_problem(
     )
 
 
-def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
+def check_cluster_memory(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
     """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
     weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
     room = available - profile.workspace_bytes
@@ -263,6 +263,19 @@ def check_room(profile: Profile, cluster: Cluster, available: float, longest: in
         f"{show_bytes(short)} beside the {show_bytes(available)} it has for weights, workspace and one request of "
         f"{longest} tokens; {enough}"
     )
+
+
+def check_placement_memory(problem: Problem) -> None:
+    """Raises Infeasible unless every GPU of the placement holds its layers and the longest request."""
+    longest = int((problem.workload.inputs + problem.workload.outputs).max())
+    tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
+    needed = memory_bytes(problem.profile, problem.cost.placement, tokens, tokens)
+    if needed > problem.memory:
+        raise Infeasible(
+            f"one GPU of the plan needs {show_bytes(needed)} for weights, workspace and one request of {longest} "
+            f"tokens, {problem.profile.device.name} has {show_bytes(problem.memory)} for it; "
+            "place fewer layers on it"
+        )
 
 
 def replay_estimate(

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 from exeplan.core.schedule import Estimate
@@ -57,11 +58,31 @@ def show_share(value: float | None) -> str:
 
 
 def side_by_side(**columns: Estimate | None) -> str:
-    """Estimates beside each other, one column each; columns that are None are left out."""
+    """Estimates side by side, one column each; columns that are None are left out."""
+    return table(*side_by_side_rows(**columns))
+
+
+def side_by_side_rows(**columns: Estimate | None) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Header and rows of `side_by_side`."""
     present = {name.replace("_", " "): estimate_cells(e) for name, e in columns.items() if e is not None}
     rows = list(zip(ESTIMATE_ROWS, *present.values(), strict=True))
     due = any(e.deadline_share is not None for e in columns.values() if e is not None)
-    return table(["", *present], rows if due else rows[:-2])
+    return ["", *present], rows if due else rows[:-2]
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same table for a notebook."""
+    lines = [_html_row("th", header), *(_html_row("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(cell: str, values: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{escape(value)}</{cell}>' for value in values)}</tr>"
+
+
+def html(*parts: str) -> str:
+    """Tables and lines of text, one below the other; empty parts are left out."""
+    return "".join(part if part.startswith("<table>") else f"<pre>{escape(part)}</pre>" for part in parts if part)
 
 
 def json_line(body: Any) -> str:

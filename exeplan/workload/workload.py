@@ -48,6 +48,8 @@ class Workload:
     """The requests themselves, where the workload is a trace."""
     deadlines: Deadlines | None = None
     """How long after its arrival a request's answer is of use; None for however late."""
+    reference: str | None = None
+    """What a plan names it by: a file, a shipped name or a law; None for one that was made in memory."""
     as_paper: bool = False
     """Steady states follow ExeGPT's formula instead of the exact one: to reproduce its figures."""
 

@@ -189,7 +189,7 @@ def test_a_plan_keeps_all_its_bounds_in_its_file_and_simulate_checks_them(
     assert main(command("--latency-bound", "200ms", "--ttft", "20ms", "--tpot", "10ms", "-o", "plan.yaml")) == 0
     text = capsys.readouterr().out
     assert "bound 200 ms on p99-length, 20 ms ttft, 10 ms tpot: orca(" in text
-    assert "what binds most: " in text
+    assert "binding bound: " in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.more_bounds == bounds(0.2, ttft=0.02, tpot=0.01)[1:]
     assert main(["simulate", "plan.yaml", "--json"]) == 0

@@ -74,7 +74,7 @@ class Simulation:
         """Draws the passes in the middle of the replay on these axes, or on new ones: a lane for each stage."""
         axes = axes_or_new(ax)
         draw_stages(self.run, axes)
-        axes.set_title(self._title, fontsize="medium", loc="left")
+        axes.set_title(self._title, fontsize="medium", loc="left", pad=22)  # Above the legend.
         return axes
 
     def write_timeline(self, path: str | PathLike[str]) -> None:

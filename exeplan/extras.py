@@ -19,6 +19,7 @@ EXTRA_OF = {
             "fastapi",
             "h11",
             "jinja2",
+            "msgspec",
             "prometheus_client",
             "pydantic",
             "safetensors",

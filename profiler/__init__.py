@@ -1,1 +1,1 @@
-"""Measures one layer, embedding, head and the fixed overhead of an iteration on the device that is there -> Profile."""
+"""Profiles: seconds of layers, embedding, head and overhead; measured, derived from a datasheet, or imported."""

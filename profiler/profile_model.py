@@ -1,7 +1,7 @@
 """profile_model(): measures a model on a device until interpolation is good enough or the budget is spent.
 
-Here: what is to be measured, how far the profile reaches, and which unfinished profile it goes on from. The measuring
-itself is in `campaign.py`.
+Here: what to measure, the range of the profile, and the unfinished profile that is resumed. Not here: the measuring
+itself (`measuring/campaign.py`).
 """
 
 import time
@@ -18,7 +18,7 @@ from exeplan.profiler.measuring.device import check_device, device_name, measure
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.memory import tensor_bytes
 from exeplan.profiler.measuring.points import Work, choose_range
-from exeplan.profiler.multi_device.multi_device import ONE_DEVICE_SHARE, Several, check_several
+from exeplan.profiler.multi_device.multi_device import ONE_DEVICE_SHARE, MultiDeviceProfiler, check_num_devices
 from exeplan.progress import Progress
 from exeplan.runner.compute.families import load_model
 from exeplan.runner.compute.precision import activation_dtype, check_precision
@@ -26,12 +26,12 @@ from exeplan.runner.compute.precision import activation_dtype, check_precision
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
 _KV_BYTES_A_SECOND = 50e6
-"""Of the budget, on a CPU: memory is slow to come by, half a second a GB and up to three on a virtual machine."""
+"""Share of the budget on a CPU: allocating memory takes half a second a GB, up to three on a virtual machine."""
 _LEAST_CONTEXT = 16
 _UNLIMITED_CONTEXT = 2048
-"""Up to which an encoder-decoder model is measured unless more is asked for."""
+"""Context of an encoder-decoder model unless another is given: its relative positions have no limit."""
 _PASS_SHARE = 1 / 40
-"""Of the budget, at most, for one pass of the coarse grid."""
+"""Largest share of the budget for one pass of the coarse grid."""
 
 
 def profile_model(
@@ -53,10 +53,10 @@ def profile_model(
 ) -> Profile:
     """Measures the model and writes the profile to `output`, after every round and at the end.
 
-    `captured` says that decode iterations are timed as recorded ones, as they are on a GPU by default.
-    For several devices: shards of its layers too, and what the devices take to work together.
-    An unfinished profile in `output` is resumed when it was made for the same model, dtype, device and versions. Raises
-    InputError for what cannot be measured, and KeyboardInterrupt with a sentence when it is stopped by hand.
+    `captured` times decode iterations as captured graphs, the default on a GPU. With several devices the profile also
+    has shards of layers, links, contention and control. An unfinished profile in `output` is resumed when it was made
+    for the same model, dtype, device and versions. Raises InputError for what cannot be measured, and
+    KeyboardInterrupt with a sentence on interruption.
     """
     started = time.monotonic()
     _check(
@@ -66,12 +66,12 @@ def profile_model(
         max_num_seqs=max_num_seqs,
         max_context=max_context,
     )
-    if spec.is_encoder_decoder:  # Its context knows no limit, so that one must be set to what is measured.
+    if spec.is_encoder_decoder:  # Its positions set no limit to the context, so the measured range does.
         spec = replace(spec, max_context=max_context or min(spec.max_context, _UNLIMITED_CONTEXT))
     place = check_device(device)
     check_precision(dtype, kv_dtype, place)
     torch.set_num_threads(num_threads)
-    remark = check_several(spec, num_devices, place, num_threads)
+    remark = check_num_devices(spec, num_devices, place, num_threads)
     with Progress(f"profile {spec.name}", shown=progress) as bar:
         if remark:
             bar.note(remark)
@@ -111,9 +111,11 @@ def profile_model(
             return Campaign(rig, work, reach, goal=goal, output=output, bar=bar, before=before).run()
         alone = replace(goal, budget_seconds=budget_seconds * ONE_DEVICE_SHARE)
         profile = Campaign(rig, work, reach, goal=alone, output=output, bar=bar, before=before).run(complete=False)
-        del rig  # Its memory is for the shards.
-        several = Several(num_devices=num_devices, work=work, reach=reach, device=device, dummy_weights=dummy_weights)
-        return several.added_to(profile, goal=goal, output=output, bar=bar)
+        del rig  # Frees its memory for the shards.
+        multi_device = MultiDeviceProfiler(
+            num_devices=num_devices, work=work, reach=reach, device=device, dummy_weights=dummy_weights
+        )
+        return multi_device.extend(profile, goal=goal, output=output, bar=bar)
 
 
 def _check(
@@ -136,7 +138,7 @@ def _check(
 
 
 def _kv_bytes(device: Device, budget_seconds: float) -> int:
-    """What the visits' keys and values may take."""
+    """Bytes that the KV cache of the measurements may take."""
     share = device.memory_bytes * _KV_SHARE_OF_MEMORY
     return int(share if device.kind == "cuda" else min(share, budget_seconds * _KV_BYTES_A_SECOND))
 
@@ -153,7 +155,7 @@ def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]
 def _unfinished(
     spec: ModelSpec, *, dtype: str, kv_dtype: str | None, place: torch.device, output: Path, bar: Progress
 ) -> Profile | None:
-    """The profile to go on with; None, saying why, when there is none or it was made for something else."""
+    """The profile to resume; None, with a note on the progress bar, where it belongs to something else."""
     if not output.exists():
         return None
     try:

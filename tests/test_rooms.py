@@ -1,98 +1,14 @@
 """A room imports only from rooms below it, lazy and TYPE_CHECKING imports included; no file imports in a circle."""
 
-import ast
-import os
-from collections import defaultdict
-from pathlib import Path
-
 import pytest
 
-import exeplan
-
-PACKAGE = Path(exeplan.__file__).parent
-
-ORDER = (
-    # Leaves: they import nothing of ours but each other.
-    ("arrays", "errors", "extras", "figures", "units", "files", "progress", "version"),
-    ("workload",),
-    ("core",),
-    ("policies",),
-    ("scheduling",),
-    ("search",),
-    ("simulator",),
-    ("planner",),
-    ("drift",),
-    ("export",),
-    ("kernels",),
-    ("runner.logs",),
-    ("runner.ipc",),
-    ("runner.compute",),
-    ("runner.models",),
-    ("runner.engine",),
-    ("runner.distributed",),
-    ("runner.engine_process",),
-    ("runner.replan",),
-    ("runner.load",),
-    ("runner.server",),
-    ("runner.__main__",),
-    ("profiler",),
-    ("api",),
-    ("__init__",),
-    ("commands",),
-    ("cli",),
-    ("__main__",),
-)
-"""From the bottom to the top. A room imports from rooms above it in this list, and from itself."""
-
-FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
-
-
-def module_name(path: Path) -> str:
-    """`policies.rra` for exeplan/policies/rra.py, `policies` for its __init__."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-def room_of(module: str) -> str:
-    """A folder of exeplan or of exeplan.runner, or a file that stands in one of these two."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "runner" else parts[0]
-
-
-def sources() -> dict[str, ast.Module]:
-    """Every module by its name. os.walk, because rooms at the root are links, which Path.rglob does not follow."""
-    found = [
-        Path(folder) / name
-        for folder, _, names in os.walk(PACKAGE, followlinks=True)
-        for name in names
-        if name.endswith(".py")
-    ]
-    return {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in found}
-
-
-def imported(node: ast.AST, modules: set[str]) -> list[str]:
-    """The modules of ours that an import statement names."""
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"line {node.lineno}: imports inside the package are absolute"
-        names = [f"{node.module}.{alias.name}" for alias in node.names]
-        names = [name if name.removeprefix("exeplan.") in modules else str(node.module) for name in names]
-    else:
-        return []
-    ours = [name for name in names if name.partition(".")[0] == "exeplan"]
-    return [name.removeprefix("exeplan.") if name != "exeplan" else "__init__" for name in ours]
+from docs.rooms import FLOOR, room_of
+from docs.rooms import arrows as read_arrows
 
 
 @pytest.fixture(scope="module")
 def arrows() -> dict[str, set[str]]:
-    """The modules that each module imports."""
-    trees = sources()
-    found: dict[str, set[str]] = defaultdict(set)
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
-            found[module].update(name for name in imported(node, set(trees)) if name != module)
-    return found
+    return read_arrows()
 
 
 def test_every_room_has_a_floor(arrows: dict[str, set[str]]) -> None:

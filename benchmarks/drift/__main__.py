@@ -73,7 +73,9 @@ def main() -> None:
     rows = [row for result in results for row in _rows(result)]
     print(table(("trace", "run", "in bound", "worst window", "last 2/3", "req/s", "re-plans"), rows))
     figures = {"options": _plain(args), "traces": results}
-    print(f"\nrecord: {write_record('drift-predicted' if args.predicted else 'drift', figures)}")
+    device = "-predicted" if args.predicted else ""
+    record = write_record(f"drift{device}", figures)
+    print(f"\nrecord: {record}")
 
 
 def _profiled(folder: Path) -> Path:

@@ -46,9 +46,9 @@ def main() -> None:
     for number in wanted:
         if number not in figures:
             figures |= _figure(number, runner, args)
-    name = "tcb" if len(wanted) == len(FIGURES) else f"tcb-{'-'.join(map(str, wanted))}"
+    part = "" if len(wanted) == len(FIGURES) else f"-{'-'.join(map(str, wanted))}"
     record = {"model": args.model, "threads": args.threads, "seconds": time.perf_counter() - begin, "figures": figures}
-    print(f"\n{record['seconds']:.0f} s; record: {write_record(name, record)}")
+    print(f"\n{record['seconds']:.0f} s; record: {write_record(f'tcb{part}', record)}")
 
 
 def _figure(number: int, runner: ModelRunner, args: argparse.Namespace) -> dict[int | str, object]:

@@ -71,7 +71,7 @@ class Datasheet:
     inter_bandwidth: float = _constant(SIZE)
     inter_latency: float = _constant(SECONDS)
     runtime_memory: float = _constant(SIZE)
-    """Held beside weights, activations and KV cache: the driver's context, libraries, communication buffers."""
+    """Bytes held besides weights, activations and KV cache: driver context, libraries, communication buffers."""
 
     def flops(self, dtype: str) -> float:
         """Peak operations a second, dense."""
@@ -95,7 +95,7 @@ def gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float) -> 
 
 
 def elementwise_seconds(sheet: Datasheet, moved: float) -> float:
-    """One kernel that reads and writes so many bytes in all."""
+    """Seconds of one kernel that reads and writes `size` bytes in all."""
     return sheet.elementwise_latency + moved / (sheet.elementwise_efficiency * sheet.memory_bandwidth)
 
 
@@ -133,7 +133,7 @@ def decode_attention_seconds(
 
 
 def all_reduce_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
-    """A sum over so many devices, `intra` node or over nodes (`inter`), of `size` bytes on each."""
+    """Seconds of an all-reduce over `devices` devices, `intra` node or `inter` nodes, of `size` bytes on each."""
     link = sheet.link(where)
     share = sheet.all_reduce_efficiency if where == "intra" else sheet.all_reduce_inter_efficiency
     wire = 2 * (devices - 1) / devices * size / (share * link.bytes_per_second)

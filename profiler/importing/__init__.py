@@ -25,8 +25,8 @@ from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing import aiconfigurator, vidur, vidur_attention
 from exeplan.profiler.importing.attention import attention_rows
 from exeplan.profiler.importing.csv import read_csv
+from exeplan.profiler.importing.imported_rows import ImportedRows, rounded
 from exeplan.profiler.importing.lint import lint, refuse_falls, told, without_spikes
-from exeplan.profiler.importing.part import Part, rounded
 from exeplan.profiler.importing.tables import Table, read_tables
 
 _STAND_IN = "a100-80gb"
@@ -72,7 +72,7 @@ def import_profile(
         if formats != ["csv"]:
             raise InputError(f"{lack}; what {' and '.join(formats)} tables do not time follows from it")
         notes.append(f"{lack}: its memory counts as that of {_STAND_IN}, and no row is held against its peaks")
-    part = Part(notes=tuple(notes)) + _combined(tables, spec, sheet, overhead_seconds, dtype)
+    part = ImportedRows(notes=tuple(notes)) + _combined(tables, spec, sheet, overhead_seconds, dtype)
     _check_complete(part.rows, spec, paths)
     described = _described(spec, sheet, dtype)
     findings = lint(part.rows, spec, dtype, described.device if known else None)
@@ -122,13 +122,15 @@ def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> Non
 
 def _combined(
     tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, overhead_seconds: float | None, dtype: str
-) -> Part:
+) -> ImportedRows:
     """Rows of all tables; of an op, phase and degree only those of the first source that has it."""
-    own = sum((Part(*read_csv(table.path)) for table in tables if table.kind == "csv"), start=Part())
+    own = sum((ImportedRows(*read_csv(table.path)) for table in tables if table.kind == "csv"), start=ImportedRows())
     refuse_falls(own.rows)
     layer = _layers(tables, spec, sheet, dtype)
     degrees = sorted({row.tensor_parallel_size for row in (own + layer).rows if row.op == "rest"}) or [1]
-    hosts = _overheads(tables, spec, sheet, degrees, overhead_seconds) if layer.rows or overhead_seconds else Part()
+    hosts = (
+        _overheads(tables, spec, sheet, degrees, overhead_seconds) if layer.rows or overhead_seconds else ImportedRows()
+    )
     kernels = [
         k
         for t in _of(tables, "attention", "attention_short")
@@ -143,16 +145,16 @@ def _combined(
         note = (
             "send: not in the tables; placements of several stages take the cluster's link, or add rows by a plain CSV"
         )
-        part += Part(notes=(note,))
+        part += ImportedRows(notes=(note,))
     return part
 
 
-def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: str) -> Part:
+def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: str) -> ImportedRows:
     layers, products = _of(tables, "layer"), _of(tables, "gemm")
     if layers:
         return vidur.layer_part(layers, spec, sheet=sheet)
     if not products:
-        return Part()
+        return ImportedRows()
     table_of = partial(
         aiconfigurator.gemm_table, products, flops=sheet.bfloat16_flops, bandwidth=sheet.memory_bandwidth
     )
@@ -163,7 +165,7 @@ def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: s
 
 def _overheads(
     tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, degrees: Sequence[int], seconds: float | None
-) -> Part:
+) -> ImportedRows:
     """As the option says, else as the tables, else as the datasheet."""
     measured = vidur.overhead_part(_of(tables, "overheads"), spec, degrees)
     if seconds is None and measured.rows:
@@ -184,18 +186,20 @@ def _overheads(
         for n in (_OVERHEAD_SEQS if each else (1,))
     )
     if seconds is not None:
-        return Part(rows) + Part(tuple(row for row in measured.rows if row.op == "head"), measured.notes)
+        return ImportedRows(rows) + ImportedRows(
+            tuple(row for row in measured.rows if row.op == "head"), measured.notes
+        )
     note = (
         f"overhead: not in the tables; the datasheet's {fixed * 1e3:g} ms an iteration and {each * 1e6:g} us a sequence"
     )
-    return Part(rows, (f"{note} assumed, --overhead sets it",))
+    return ImportedRows(rows, (f"{note} assumed, --overhead sets it",))
 
 
 def _of(tables: Sequence[Table], *kinds: str) -> list[Table]:
     return [table for table in tables if table.kind in kinds]
 
 
-def _first(parts: Iterable[Part]) -> Part:
+def _first(parts: Iterable[ImportedRows]) -> ImportedRows:
     """Rows of each op, phase and degree from the first part that has any; notes begin with the op they are about."""
     rows: list[Measurement] = []
     notes: list[str] = []
@@ -205,10 +209,10 @@ def _first(parts: Iterable[Part]) -> Part:
         displaced = {row.op for row in part.rows} - {row.op for row in kept}
         notes += [note for note in part.notes if note.split(":")[0] not in displaced]
         rows += kept
-    return Part(tuple(rows), tuple(notes))
+    return ImportedRows(tuple(rows), tuple(notes))
 
 
-def _copied(rows: Sequence[Measurement], degrees: Sequence[int]) -> Part:
+def _copied(rows: Sequence[Measurement], degrees: Sequence[int]) -> ImportedRows:
     """Rows for the degrees that `embed`, `head` or `overhead` lack."""
     copies: list[Measurement] = []
     notes = []
@@ -224,7 +228,7 @@ def _copied(rows: Sequence[Measurement], degrees: Sequence[int]) -> Part:
             notes.append(
                 f"{op}: not timed at tensor_parallel_size {degrees_said}; the next smaller degree stands for it"
             )
-    return Part(tuple(copies), tuple(notes))
+    return ImportedRows(tuple(copies), tuple(notes))
 
 
 def _check_complete(rows: Sequence[Measurement], spec: ModelSpec, paths: Sequence[Path]) -> None:

@@ -26,7 +26,7 @@ from exeplan.errors import InputError
 from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing.attention import Kernels, shard_shape
 from exeplan.profiler.importing.gemm import Gemms, gemms
-from exeplan.profiler.importing.part import Part, rounded
+from exeplan.profiler.importing.imported_rows import ImportedRows, rounded
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
 from exeplan.profiler.importing.tables import Table, numbers
 
@@ -73,7 +73,7 @@ def possible_degrees(spec: ModelSpec) -> list[int]:
     ]
 
 
-def layer_part(table: Gemms, head: Gemms, spec: ModelSpec, degrees: Sequence[int], *, sheet: Datasheet) -> Part:
+def layer_part(table: Gemms, head: Gemms, spec: ModelSpec, degrees: Sequence[int], *, sheet: Datasheet) -> ImportedRows:
     """`rest`, `embed` and `head` of a decoder-only model's shards, at the measured numbers of tokens.
 
     The output head's product comes from a table of its own.
@@ -86,7 +86,7 @@ def layer_part(table: Gemms, head: Gemms, spec: ModelSpec, degrees: Sequence[int
         missing += [product for product, of in asked if product not in missing and not of.measured(*product)]
         rows += _rest_rows(table.m, spec, degree, sheet, np.sum([table.seconds(n, k) for n, k in products], axis=0))
         rows += _head_rows(head.m, spec, degree, sheet, head.seconds(*logits))
-    return Part(
+    return ImportedRows(
         tuple(rows),
         (
             "rest: a layer's four products from the table, and its norms, rotary embedding and activation by memory "
@@ -162,13 +162,13 @@ def attention_kernels(table: Table, dtype: str) -> list[Kernels]:
     return [Kernels("decode" if decode else "prefill", *(array[chosen] for array in arrays), notes=())]
 
 
-def all_reduce_part(tables: Iterable[Table]) -> Part:
+def all_reduce_part(tables: Iterable[Table]) -> ImportedRows:
     """`all_reduce` inside a node. CUDA graphs where the table has them, else the fastest kernel of each size."""
     import pandas
 
     found = [_all_reduce_times(table) for table in tables]
     if not found:
-        return Part()
+        return ImportedRows()
     times = pandas.concat(found, ignore_index=True)
     graphs = times[times["graph"]]
     note = "all_reduce: message sizes count elements of 2 bytes; "
@@ -183,7 +183,7 @@ def all_reduce_part(tables: Iterable[Table]) -> Part:
         )
         for (degree, size), seconds in fastest.items()
     )
-    return Part(rows, (note,))
+    return ImportedRows(rows, (note,))
 
 
 def _all_reduce_times(table: Table) -> Any:

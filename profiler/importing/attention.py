@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from exeplan.arrays import Floats
 from exeplan.core.model import ModelSpec
 from exeplan.core.profile import Measurement
-from exeplan.profiler.importing.part import Part, rounded, thinned
+from exeplan.profiler.importing.imported_rows import ImportedRows, rounded, thinned
 
 _AXES = ("num_seqs", "tokens", "cached", "seconds")
 Shape = tuple[int, int, int]
 """Query heads, key/value heads and head dimension of one device."""
 _LEAST_LENGTHS = 4
 _LEAST_REACH = 8.0
-"""A curve over lengths needs so many, the longest so many times the shortest."""
+"""A curve over lengths needs this many, and this ratio between the longest and the shortest."""
 _MOST_SEQS, _MOST_LENGTHS = 1.5, 1.18
 """Neighbours closer than this ratio are thinned out."""
 _FITTED_SEQS = tuple(2**i for i in range(12))
@@ -53,10 +53,10 @@ class Kernels:
     """What its reader has to say."""
 
 
-def attention_rows(tables: Iterable[Kernels], spec: ModelSpec, degrees: Sequence[int]) -> Part:
+def attention_rows(tables: Iterable[Kernels], spec: ModelSpec, degrees: Sequence[int]) -> ImportedRows:
     """Rows of both phases at every degree, and what was scaled or fitted."""
     tables = tuple(tables)
-    part = Part(notes=tuple(note for table in tables for note in table.notes))
+    part = ImportedRows(notes=tuple(note for table in tables for note in table.notes))
     for phase in ("prefill", "decode"):
         of_phase = [table for table in tables if table.phase == phase]
         if of_phase:
@@ -78,21 +78,21 @@ def _joined(phase: str, tables: Sequence[Kernels]) -> Kernels:
     )
 
 
-def _phase_rows(table: Kernels, spec: ModelSpec, degrees: Sequence[int]) -> Part:
+def _phase_rows(table: Kernels, spec: ModelSpec, degrees: Sequence[int]) -> ImportedRows:
     grids = {shape: grid for shape in _shapes(table) if (grid := _grid(table, shape))}
     if not grids:
         return _fitted(table, spec, degrees)
-    part = Part()
+    part = ImportedRows()
     sources: dict[Shape, list[Shape]] = defaultdict(list)
     for degree in degrees:
         shape = shard_shape(spec, degree)
         near = min(grids, key=lambda other: _distance(shape, other, table.phase))
         times = grids[near] if near == shape else _scaled(grids[near], _factor(shape, near, table.phase))
-        part += Part(tuple(_measurements(times, table.phase, degree, spec, measured=near == shape)))
+        part += ImportedRows(tuple(_measurements(times, table.phase, degree, spec, measured=near == shape)))
         if near != shape:
             sources[near].append(shape)
     what = "bytes of keys and values" if table.phase == "decode" else "operations"
-    return part + Part(
+    return part + ImportedRows(
         notes=tuple(
             f"{table.phase} attention of {_named(*shapes)} is not in the tables: scaled by {what} from {_named(near)}"
             for near, shapes in sources.items()
@@ -149,7 +149,7 @@ def _distance(shape: Shape, other: Shape, phase: str) -> tuple[float, ...]:
 
 
 def _scaled(grid: Grid, factor: float) -> Grid:
-    """Times of `factor` as many heads: those of so many times the sequences, as far as they were measured."""
+    """Times of `factor` times as many heads: those of `factor` times the sequences, within the measured range."""
     found: Grid = {}
     for n in grid:
         curve = {}
@@ -162,7 +162,7 @@ def _scaled(grid: Grid, factor: float) -> Grid:
     return found
 
 
-def _fitted(table: Kernels, spec: ModelSpec, degrees: Sequence[int]) -> Part:
+def _fitted(table: Kernels, spec: ModelSpec, degrees: Sequence[int]) -> ImportedRows:
     """Rows on a grid of the range that was measured, from a fit over all kernels of the phase."""
     from scipy.optimize import nnls
 
@@ -192,7 +192,7 @@ def _fitted(table: Kernels, spec: ModelSpec, degrees: Sequence[int]) -> Part:
         f"{table.phase} attention: {len(terms)} rows are too few lengths for a grid, so a fit stands for them; it "
         f"misses them by {np.median(misses):.1%} (median), {misses.max():.1%} at most"
     )
-    return Part(tuple(rows), (note,))
+    return ImportedRows(tuple(rows), (note,))
 
 
 def _terms(phase: str, work: Floats, num_seqs: Floats, tokens: Floats, cached: Floats) -> Floats:

@@ -1,13 +1,13 @@
-"""lint(): what in imported rows cannot be true, or hardly is. A pure function of rows, the model and the device.
+"""lint(): imported rows that are impossible or implausible. A pure function of rows, the model and the device.
 
     rates     no row computes, reads memory or sends faster than the device's peak
     growth    no time falls as the work grows, beyond noise
     gaps      neighbouring points of an axis are no more than four times apart where the time rises between them
 
-Published tables have single points that take several times as long as larger ones, as a disturbed clock gives them:
-`without_spikes` leaves these out and says so. In a plain CSV, where every row is meant, they are refused. Unlike
-`exeplan.profiler.measuring.lint`, which judges what this machine measured by ceilings measured beside it, ceilings are
-a datasheet's peaks here, noise is what other people's clocks had, and rows are of every tensor parallel degree.
+Published tables contain single points several times slower than larger ones: `without_spikes` drops these and reports
+it. In a plain CSV, where every row is intended, they are refused. Unlike `exeplan.profiler.measuring.lint`, which uses
+ceilings measured on the same machine, ceilings here are a datasheet's peaks, and rows are of every tensor-parallel
+degree.
 """
 
 import math
@@ -21,7 +21,7 @@ from exeplan.core.layer_costs import layer_kv_bytes_per_token, layer_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
-from exeplan.profiler.importing.part import Part
+from exeplan.profiler.importing.imported_rows import ImportedRows
 from exeplan.profiler.measuring.lint import row_name
 
 _FALL_TOLERANCE = 1.1
@@ -34,7 +34,7 @@ _NOISE_SECONDS = 20e-6
 _IMPOSSIBLE = 2.0
 """From this ratio on a time that falls is wrong rather than noisy."""
 _TOLD = 2
-"""Findings of one kind that are told in full."""
+"""Findings of one kind that are reported in full."""
 _SIZES = ("num_tokens", "context_tokens", "num_seqs", "bytes")
 
 
@@ -54,7 +54,7 @@ def lint(rows: Sequence[Measurement], spec: ModelSpec, dtype: str, device: Devic
 
 
 def told(findings: Iterable[Finding]) -> tuple[str, ...]:
-    """Sentences for people: the worst of each kind, and how many more there are."""
+    """Sentences: the worst of each kind, and the number of the others."""
     kinds: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         kinds[finding.kind].append(finding)
@@ -69,7 +69,7 @@ def told(findings: Iterable[Finding]) -> tuple[str, ...]:
 def refuse_falls(rows: Iterable[Measurement]) -> None:
     """Raises InputError with the worst row whose time falls by a factor of two or more as the work grows.
 
-    A row that beats the device's peak is told only: the device may be another one than it was called.
+    A row above the device's peak is only reported: the device may not be the one that was named.
     """
     wrong = [finding for finding in _falls(rows) if finding.ratio >= _IMPOSSIBLE]
     if wrong:
@@ -78,7 +78,7 @@ def refuse_falls(rows: Iterable[Measurement]) -> None:
         raise InputError(f"{worst.sentence}{more}; correct the row or leave it out")
 
 
-def without_spikes(part: Part) -> Part:
+def without_spikes(part: ImportedRows) -> ImportedRows:
     """Without the rows that take at least twice the median of the next three along their axis, and a sentence."""
     spikes: dict[Measurement, Measurement] = {}
     for curve in _curves(part.rows):
@@ -96,7 +96,7 @@ def without_spikes(part: Part) -> Part:
         f"left out for taking at least twice as long as larger ones ({len(spikes)} in all): {_name(worst)} with "
         f"{worst.seconds * 1e3:.4g} ms where {_name(spikes[worst])} takes {spikes[worst].seconds * 1e3:.4g} ms"
     )
-    return Part(tuple(row for row in part.rows if row not in spikes), (*part.notes, note))
+    return ImportedRows(tuple(row for row in part.rows if row not in spikes), (*part.notes, note))
 
 
 def _name(row: Measurement) -> str:
@@ -118,7 +118,7 @@ def _rates(rows: Iterable[Measurement], spec: ModelSpec, dtype: str, device: Dev
 
 
 def _operations(row: Measurement, spec: ModelSpec) -> float:
-    """That the row cannot do without, on one device."""
+    """Operations that the row must execute on one device."""
     if row.op == "rest":
         total = 2.0 * row.num_tokens * _layer_parameters(row, spec)
     elif row.op == "head":

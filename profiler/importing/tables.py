@@ -84,7 +84,7 @@ def read_tables(paths: Sequence[Path], *, device: str, format: str) -> tuple[lis
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A file, and the part of its path that may say which GPU it is about; `given` when the user named it himself."""
+    """A file, and the part of its path that may name its GPU; `given` when the user named the file itself."""
 
     path: Path
     label: str

@@ -19,7 +19,7 @@ from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.roofline import Datasheet
-from exeplan.profiler.importing.part import Part, rounded, thinned
+from exeplan.profiler.importing.imported_rows import ImportedRows, rounded, thinned
 from exeplan.profiler.importing.pointwise import sampling_seconds
 from exeplan.profiler.importing.tables import Table, numbers
 
@@ -31,7 +31,7 @@ _MOST_ROWS = 2048
 """Rows of the output head at most."""
 
 
-def layer_part(tables: Sequence[Table], spec: ModelSpec, *, sheet: Datasheet) -> Part:
+def layer_part(tables: Sequence[Table], spec: ModelSpec, *, sheet: Datasheet) -> ImportedRows:
     """`rest`, `embed` and `head`. Raises InputError when no table has the model's shape."""
     import pandas
 
@@ -51,7 +51,7 @@ def layer_part(tables: Sequence[Table], spec: ModelSpec, *, sheet: Datasheet) ->
         kept = kept.loc[thinned(kept.index, _TOKENS_RATIO)]
         rows += _layer_rows(kept, spec, int(degree), sheet)
     mlp = "gate, up and down" if spec.gated_mlp else "up and down"
-    return Part(
+    return ImportedRows(
         tuple(rows),
         (
             "rest: Vidur's operations of a layer summed, the residual sum counted twice where there are two norms",
@@ -115,13 +115,13 @@ def _layer_rows(times: Any, spec: ModelSpec, degree: int, sheet: Datasheet) -> l
     return rows
 
 
-def links_part(tables: Sequence[Table]) -> Part:
+def links_part(tables: Sequence[Table]) -> ImportedRows:
     """`all_reduce` and `send`: the median over ranks and repeats of each size, thinned."""
     import pandas
 
     found = [_link_times(table) for table in _of_one_machine(tables)]
     if not found:
-        return Part()
+        return ImportedRows()
     times = pandas.concat(found).groupby(["op", "phase", "degree", "bytes"])["seconds"].median()
     rows: list[Measurement] = []
     for (op, phase, degree), of_link in times.groupby(level=[0, 1, 2]):
@@ -136,7 +136,7 @@ def links_part(tables: Sequence[Table]) -> Part:
             )
             for size, seconds in sizes.loc[thinned(sizes.index, _BYTES_RATIO)].items()
         ]
-    return Part(
+    return ImportedRows(
         tuple(rows),
         ("links: timed eagerly from Python by Vidur, so that small messages take as long as their launch",),
     )
@@ -187,13 +187,13 @@ def _link_named(table: Table) -> str:
     raise InputError(f"{table.path} does not say which link it timed; have 'intra' or 'inter' in its name")
 
 
-def overhead_part(tables: Sequence[Table], spec: ModelSpec, degrees: Sequence[int]) -> Part:
+def overhead_part(tables: Sequence[Table], spec: ModelSpec, degrees: Sequence[int]) -> ImportedRows:
     """`overhead` of both phases and, where the model itself is in the table, `head`; degrees that are not there have
     the times of the nearest one."""
     import pandas
 
     if not tables:
-        return Part()
+        return ImportedRows()
     frame = pandas.concat([_host_times(table) for table in tables], ignore_index=True)
     own = frame[frame["model"] == _plain(spec.name)]
     times = (own if len(own) else frame).groupby(["degree", "batch_size"])[["overhead", "head"]].median()
@@ -207,9 +207,9 @@ def overhead_part(tables: Sequence[Table], spec: ModelSpec, degrees: Sequence[in
             if len(own):
                 rows.append(row(op="head", num_seqs=int(batch), seconds=rounded(head)))
     if len(own):
-        return Part(tuple(rows), ("head: Vidur's sampler time of the model, which holds its output head",))
+        return ImportedRows(tuple(rows), ("head: Vidur's sampler time of the model, which holds its output head",))
     models = ", ".join(sorted(set(frame["model"])))
-    return Part(tuple(rows), (f"overhead: {spec.name} is not among {models}; the median over them counts",))
+    return ImportedRows(tuple(rows), (f"overhead: {spec.name} is not among {models}; the median over them counts",))
 
 
 def _host_times(table: Table) -> Any:

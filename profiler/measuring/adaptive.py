@@ -35,7 +35,7 @@ def gaps(
     """The gaps between measured places, worst first.
 
     `scale(at)` are the seconds that an error there is a share of, `noise(at)` the seconds that its measurement may be
-    off by. Of two places nothing is known: their gap's error is 1 or so.
+    off by. With only two places the error of their gap is unknown and taken as about 1.
     """
     x = sorted(seconds)
     missed = {at: max(0.0, abs(_left_out(seconds, a, at, b)) - 2 * noise(at)) for a, at, b in _triples(x)}
@@ -51,9 +51,9 @@ def gaps(
 
 
 def splittable(found: list[Gap], *, target: float, ratio: float = 1.15) -> list[Gap]:
-    """The gaps above the target error that are wide enough to be worth a point, in the same order.
+    """The gaps above the target error that are wide enough for another point, in the same order.
 
-    A step in the function keeps its error however narrow its gap gets; at `ratio` of its ends the search stops.
+    The error at a step of the function does not shrink with its gap, so gaps narrower than `ratio` are left.
     """
     return [gap for gap in found if gap.error > target and gap.middle is not None and gap.high >= ratio * gap.low]
 

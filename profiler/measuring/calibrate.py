@@ -1,8 +1,8 @@
 """Calibration: what the engine takes over the sum of its parts, when it really runs.
 
-Parts are medians of undisturbed passes of one kind. A run has slow passes too, and mixes kinds: a prefill pushes
-the decode rows' keys and values out of the cache. Short bursts of real load, between the rounds in which the parts are
-measured, tell how much that is on average. One factor for all predictions: more would follow the noise.
+Parts are medians of undisturbed passes of one kind. A run also has slow passes and mixes kinds: a prefill evicts the
+decode rows' keys and values from the cache. Short bursts of real load between the measuring rounds give the mean ratio.
+One factor serves all predictions; more factors would fit noise.
 """
 
 import random
@@ -36,9 +36,9 @@ class BurstStep:
 
 
 def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
-    """A short load of ragged requests that join and leave; its first passes, which pay for the change, are left out.
+    """A short load of ragged requests that join and leave; the first passes, which warm up, are left out.
 
-    On a CPU with one thread a step that others disturbed counts with its CPU time.
+    On a CPU with one thread a step that was disturbed by other processes counts with its CPU time.
     """
     rig.probe.use_layers(rig.copies)
     steps = []
@@ -58,7 +58,7 @@ def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
 def calibration(bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int) -> float:
     """Measured over predicted seconds of bursts that ran `num_layers` layers; 1 without any.
 
-    The median over the bursts, as the parts are medians over the rounds: a burst in a slow minute says little.
+    The median over the bursts, as the parts are medians over the rounds.
     """
     encoder_layers = min(num_layers, profile.model.num_encoder_layers)
     model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)

@@ -25,16 +25,16 @@ from exeplan.progress import Progress
 from exeplan.runner.compute.precision import activation_dtype
 
 _GRID_SHARE = 0.6
-"""Of the budget, at most, for the coarse grid."""
+"""Largest share of the budget for the coarse grid."""
 _LEAST_VISITS, _MOST_VISITS = 3, 12
 _LONG_SHARE = 1 / 30
-"""A visit that takes more of the budget than this is long, and two of them are enough."""
+"""A visit above this share of the budget counts as long; two of them suffice."""
 _ADDING_SHARE = 0.7
-"""Of the budget, after which no points are added: those that are there must be visited a few times."""
+"""Share of the budget after which no points are added, so that each is visited a few times."""
 _ADDED = 6
-"""Gaps filled a round."""
+"""Gaps filled in a round."""
 _BURST_SHARE = 1 / 6
-"""Of the time, at most, for bursts of real load."""
+"""Largest share of the time for bursts of real load."""
 _CACHES_OF_WEIGHTS = 4
 
 
@@ -61,8 +61,8 @@ class Campaign:
         self.device = work.device
         known = before.measurements if before else ()
         own = [m for m in known if m.op in COMPUTE_OPS and m.tensor_parallel_size == 1]
-        self.of_several = tuple(m for m in known if m not in own)
-        """Rows that are about several devices: they stay as they are."""
+        self.multi_device_rows = tuple(m for m in known if m not in own)
+        """Rows of multi-device measurements, kept unchanged."""
         self.samples, self.visits = resumed(own), measured_points(own)
         self.costs: dict[Point, float] = {}
         self.num_disturbed = self.num_visits = 0
@@ -109,7 +109,7 @@ class Campaign:
                 return
 
     def _burst(self) -> None:
-        """Real load, for at most a sixth of the time."""
+        """Bursts of real load, for at most a sixth of the time."""
         if self.burst_seconds > self.goal.elapsed * _BURST_SHARE:
             return
         began = time.monotonic()
@@ -117,7 +117,7 @@ class Campaign:
         self.burst_seconds += time.monotonic() - began
 
     def _anchors(self) -> dict[Point, int]:
-        """Points that every round visits to tell how slow it is: three of each kind, none of them long."""
+        """Points that every round visits, so that its slowness is known: three short ones of each kind."""
         found = {}
         for kind in ("prefill", "decode", "engine"):
             points = sorted((p for p in self.costs if p.kind == kind), key=lambda point: self.costs[point])
@@ -127,7 +127,7 @@ class Campaign:
         return found
 
     def _measure_workspace(self) -> None:
-        """Activations of the largest prefill, which is also the first thing to run."""
+        """Activations of the largest prefill, which runs first."""
         if self.workspace_bytes:
             return
         point = Point("prefill", self.reach.max_prefill_seqs, self.reach.max_prompt)
@@ -184,7 +184,7 @@ class Campaign:
             device=self.device,
             weight_bytes=self.weight_bytes,
             workspace_bytes=self.workspace_bytes,
-            measurements=(*self.samples.measurements(), *self.of_several),
+            measurements=(*self.samples.measurements(), *self.multi_device_rows),
             versions=versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             complete=complete,
@@ -199,7 +199,7 @@ class Campaign:
             return "stopped before there was anything to keep"
         profile = self._save(complete=False)
         kept = len(profile.measurements)
-        return f"stopped; {self.output} keeps {kept} measurements, and the same command goes on from there"
+        return f"stopped; {self.output} keeps {kept} measurements, and the same command resumes from there"
 
     def _report(self, profile: Profile) -> None:
         error = worst_error(self.samples, self.reach, num_layers=self.work.spec.num_layers)
@@ -216,13 +216,13 @@ class Campaign:
 
 
 def visit_seconds(work: Work, point: Point, copies: int) -> float:
-    """How long a first visit takes, about."""
+    """Seconds of a first visit, roughly."""
     forecast = work.pass_seconds(point, copies)
     return min(9 * forecast, 0.2 + 2 * forecast)
 
 
 def num_copies(work: Work) -> int:
-    """Layers over which passes rotate, so that each is as cold as in the whole model."""
+    """Layers over which passes rotate, so that caches are as cold as in the whole model."""
     cold = -(-_CACHES_OF_WEIGHTS * work.device.cache_bytes // work.layer_bytes)
     return min(work.spec.num_layers, max(2, cold))
 

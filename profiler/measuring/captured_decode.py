@@ -1,12 +1,12 @@
-"""Decode iterations timed as a GPU's engine runs them: recorded, their parts told apart by recordings that lack one.
+"""Decode iterations timed as a GPU's engine runs them: captured graphs, whose parts are differences between captures.
 
-Four recordings over the same rows: the whole iteration, without the attention, without the layers, and the embedding
-alone. A part is the difference of two, so that parts add up to the whole as it is replayed, launch gaps and all; marks
-inside a recording would stretch it. Replays follow one another as closely as in the engine, and visit as many layers as
-it takes to find their weights, keys and values out of the cache.
+Four captures over the same rows: the whole iteration, without the attention, without the layers, and the embedding
+alone. A part is the difference of two, so parts add up to the replayed whole, launch gaps included; events inside a
+capture would slow it. Replays run back to back as in the engine, over enough layers that weights, keys and values are
+not cached.
 
-On a CPU the recordings are the stand-ins of `runner/compute/recording.py`. Not here: prefills, which run as they come
-and are timed by `probe.py`.
+On a CPU the captures are the stand-ins of `runner/compute/recording.py`. Not here: prefills, which are not captured and
+are timed by `probe.py`.
 """
 
 import statistics
@@ -30,18 +30,18 @@ from exeplan.runner.engine.engine import Engine
 
 _ROUNDS, _TIMED_SECONDS, _MOST_REPLAYS = 5, 0.02, 50
 _LEAST_SECONDS = 1e-7
-"""Of a part that drowns in the noise of the others."""
+"""Seconds of a part that is below the noise of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeParts:
-    """Seconds of one decode iteration: what stands around the layers, one layer, and the attention in it."""
+    """Seconds of one decode iteration: embedding, one layer, the attention in it, and the head."""
 
     embed: float
     layer: float
     attention: float
     head: float
-    """Output head and the choice of the most likely tokens."""
+    """Output head and greedy sampling."""
 
 
 def decode_parts(
@@ -66,7 +66,7 @@ def decode_parts(
 
 
 def recorded(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> DecodeGraphs:
-    """The decode iterations of a model in place of the runner's, of these sizes, rising."""
+    """Captured decode iterations of a model that replaces the runner's, for these batch sizes in rising order."""
     assert runner.kernels is not None
     encodes = runner.spec.is_encoder_decoder
     longest = runner.spec.max_context * (2 if encodes else 1)
@@ -101,7 +101,7 @@ def _embed_seconds(runner: ModelRunner, model: Model, batch: Batch) -> float:
 
 
 class _Stand:
-    """A model with other layers."""
+    """A model with some layers replaced."""
 
     def __init__(self, model: Model, layers: Sequence[Layer]) -> None:
         self._model, self.layers = model, list(layers)
@@ -147,9 +147,9 @@ def _mean_seconds(replay: Callable[[], object], repeats: int, place: torch.devic
 
 
 def overheads(engine: Engine, runner: ModelRunner, *, num_steps: int) -> tuple[float, float]:
-    """What a prefill and then each of some decode iterations take beyond the device's passes, in seconds.
+    """Seconds of a prefill, and of each decode iteration, beyond the device's passes.
 
-    The engine has requests that all fit one prefill. A stand-in on a CPU computes what a step launches in that step.
+    All requests of the engine fit one prefill. On a CPU a step computes what it launches within the step.
     """
     passes, walls = TimedPasses(runner.device), list[float]()
     with passes.of(runner):
@@ -164,7 +164,7 @@ def overheads(engine: Engine, runner: ModelRunner, *, num_steps: int) -> tuple[f
 
 
 class TimedPasses:
-    """How long the device takes for each pass of a runner, while an engine drives it."""
+    """Device seconds of each pass of a runner while an engine drives it."""
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
@@ -172,7 +172,7 @@ class TimedPasses:
 
     @contextmanager
     def of(self, runner: ModelRunner) -> Iterator[None]:
-        """Meanwhile passes of the runner are timed."""
+        """Times the runner's passes within the context."""
         forward = runner.forward
 
         def timed(*arguments: Any, **named: Any) -> Tensor:
@@ -188,7 +188,7 @@ class TimedPasses:
             runner.forward = forward  # type: ignore[method-assign] # as above
 
     def seconds(self) -> list[float]:
-        """Of each pass so far."""
+        """Seconds of each pass so far."""
         synchronize(self.place)
         if self.place.type != "cuda":
             return [end - start for start, end in self._marks]
@@ -203,8 +203,8 @@ class TimedPasses:
 
 
 @contextmanager
-def ahead(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> Iterator[Ahead]:
-    """The executor of a GPU over a runner, whose decode iterations of these sizes are recorded meanwhile."""
+def captured_executor(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> Iterator[Ahead]:
+    """The executor of a GPU over a runner, with decode graphs captured for these sizes within the context."""
     before, runner.model = runner.model, model
     runner.graphs = recorded(runner, model, sizes)
     try:

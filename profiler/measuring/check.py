@@ -77,7 +77,7 @@ def random_cases(profile: Profile, count: int, *, seed: int = 0) -> list[Case]:
 
 
 def check_steps(profile: Profile, cases: Iterable[Case], *, dummy_weights: bool = True, rounds: int = 3) -> list[Step]:
-    """Every case's steps as the whole engine takes them: medians of rounds, wall seconds, disturbed steps left out."""
+    """The steps of every case in the whole engine: medians over rounds, wall seconds, disturbed steps left out."""
     cases = list(cases)
     blocks = max(sum(num_blocks_for(n + 2 * _STEPS) for n in (*c.prompts, *c.joining)) for c in cases)
     runner = ModelRunner(

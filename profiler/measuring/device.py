@@ -1,4 +1,4 @@
-"""The device that is measured: its name, memory, caches, and the rates that no believable row can beat.
+"""The measured device: name, memory, caches, and the rates that no valid row can exceed.
 
 Ceilings are the best over several sizes and repeats, with the products the engine itself uses: a row of a profile that
 beats them is wrong. Not here: choosing a device.
@@ -26,13 +26,13 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _DEFAULT_CACHE = 32 * 2**20
 _MATRIX_SIZES = {"cpu": ((256, 1024), (1024, 1024), (512, 2048)), "cuda": ((4096, 4096), (8192, 8192))}
-"""Rows, and inputs and outputs, of the products; what is small does not fill a GPU."""
+"""Rows, and inputs and outputs, of the products; small ones do not saturate a GPU."""
 _LEAST_COPY = {"cpu": 0, "cuda": 2**30}
 _SECONDS_A_RATE = 0.1
 
 
 def raise_ceilings(device: Device, place: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> Device:
-    """The same device with its rates measured once more, and the better of both kept."""
+    """The same device with its rates measured again, the better of both kept."""
     copied, multiplied = copy_rate(place, device.cache_bytes), matrix_rate(place, dtype, fp8=fp8)
     return replace(
         device,
@@ -73,7 +73,7 @@ def check_device(device: str) -> torch.device:
 
 
 def device_name(place: torch.device) -> str:
-    """What the maker calls it."""
+    """The vendor's name of the device."""
     if place.type == "cuda":
         return torch.cuda.get_device_name(place)
     try:
@@ -95,7 +95,7 @@ def cache_bytes(place: torch.device) -> int:
 
 
 def available_memory(place: torch.device) -> int:
-    """Bytes that a process can use now: free memory, and no more than its control group allows."""
+    """Bytes that a process can use now: free memory, capped by its control group."""
     if place.type == "cuda":
         return int(torch.cuda.mem_get_info(place)[0])
     limits = [_meminfo("MemAvailable"), *(_integer(path) for path in _CGROUP_LIMITS)]
@@ -157,7 +157,7 @@ def _best_seconds(place: torch.device, work: Callable[[], object]) -> float:
 
 
 def synchronize(place: torch.device) -> None:
-    """Waits until the device has done all it was given."""
+    """Waits for all work queued on the device."""
     if place.type == "cuda":
         torch.cuda.synchronize(place)
 

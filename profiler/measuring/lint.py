@@ -1,6 +1,6 @@
-"""lint(): what in a profile cannot be true. Cheap and without torch, so that every load can do it.
+"""lint(): rows of a profile that cannot be true. Cheap and without torch, so every load runs it.
 
-    rates     no row moves its bytes, or does its operations, faster than the device was seen to
+    rates     no row exceeds the bandwidth or the FLOP/s measured on the device
     growth    no time falls as the work grows, beyond noise
     rows      no duplicates, nothing infinite or not above zero, no row that never settled
 
@@ -24,7 +24,7 @@ _FALL_TOLERANCE = 0.06
 _MAX_SPREAD = 0.25
 _LAYER_OPS = ("attention", "rest")
 _HOST_NOISE = 30e-6
-"""Seconds by which what happens once a pass may differ for no visible reason."""
+"""Seconds of noise allowed on work that happens once a pass."""
 
 
 def lint(profile: Profile) -> list[str]:
@@ -74,7 +74,7 @@ def _rates(profile: Profile, rows: Iterable[Measurement]) -> Iterator[str]:
 
 
 def _flops(profile: Profile, m: Measurement) -> float:
-    """Operations that the row cannot do without."""
+    """Operations that the row must execute."""
     spec, size = profile.model, DTYPE_BYTES[profile.dtype]
     if m.op == "rest":
         return 2.0 * m.num_tokens * _layer_bytes(profile, m.phase) / size
@@ -100,7 +100,7 @@ def _moved(profile: Profile, m: Measurement) -> float:
 
 
 def _layer_bytes(profile: Profile, phase: str) -> float:
-    """The weights of a layer that runs in a phase, from below."""
+    """A lower bound of the weight bytes of a layer that runs in a phase."""
     spec = profile.model
     tables = 2 * spec.vocab_size * spec.hidden_size * DTYPE_BYTES[profile.dtype]
     layer, encoder_layer = layer_parameters(spec), layer_parameters(spec, encoder=True)
@@ -110,7 +110,7 @@ def _layer_bytes(profile: Profile, phase: str) -> float:
 
 
 def _cold_share(profile: Profile, phase: str, kv_bytes: float) -> float:
-    """The share of a pass's bytes that the cache cannot have kept from the pass before.
+    """The share of a pass's bytes that cannot still be cached from the previous pass.
 
     The profiler rotates over four times the cache at least, so no more than a quarter was ever kept there.
     """

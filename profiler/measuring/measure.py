@@ -1,11 +1,10 @@
 """Rig: runs the real model runner and scheduler at one point and takes the times of their parts.
 
-A visit is a few passes at one point; its value for each part is their median. On a CPU with one thread a pass is
-believed when wall clock and the thread's CPU time agree; where none does, because something else is using the machine,
-the parts are taken from the CPU clock instead, and the visit says so. A long pass, of which there is no time for
-several, is scaled by the share of the CPU that it got.
+A visit is a few passes at one point; its value for each part is their median. On a CPU with one thread a pass is valid
+when wall time and the thread's CPU time agree. Where none is valid, because other processes use the machine, the parts
+come from the CPU clock and the visit is marked. A long pass that runs only once is scaled by its share of the CPU.
 
-Not here: which points, how often, and what to make of the values.
+Not here: which points, how often (`campaign.py`), and the use of the values (`samples.py`).
 """
 
 import random
@@ -25,7 +24,7 @@ from exeplan.core.batch import Sequence as SequenceState
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
-from exeplan.profiler.measuring.captured_decode import ahead, decode_parts, overheads
+from exeplan.profiler.measuring.captured_decode import captured_executor, decode_parts, overheads
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.profiler.measuring.points import Point, Work, powers, ragged
 from exeplan.profiler.measuring.probe import PassTimes, Probe
@@ -57,14 +56,14 @@ class Visit:
 
     values: dict[Key, float]
     seconds: float
-    """How long it took."""
+    """Seconds of the whole visit."""
     disturbed: bool
-    """Another process was using the machine all the while."""
+    """Other processes used the machine during all passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GreedyRow:
-    """A row that sampling takes the most likely token for."""
+    """A row sampled greedily."""
 
     sampling: SamplingParams = GREEDY
     plain: bool = True
@@ -90,7 +89,7 @@ class Rig:
         group: Group = ALONE,
         captured: bool | None = None,
     ) -> None:
-        """`captured` says that decode iterations are timed as they are recorded; by default they are on a GPU."""
+        """`captured` times decode iterations as captured graphs; the default on a GPU."""
         self.spec, self.copies = spec, copies
         copied = replace(spec, num_layers=copies, num_encoder_layers=min(copies, spec.num_encoder_layers))
         self.runner = ModelRunner(
@@ -139,7 +138,7 @@ class Rig:
 
     @torch.inference_mode()
     def _write(self, layers: int, point: Point) -> None:
-        """Gives the slots of a decode memory of their own; unwritten they are one page of zeros, always cached."""
+        """Writes the slots of a decode: unwritten pages would all be one cached page of zeros."""
         cache = self.runner.cache
         slots = min(cache.num_slots, point.num_seqs * BLOCK_SIZE * (num_blocks_for(point.tokens + 1) + 1))
         for layer in range(layers if point.kind == "decode" else 0):
@@ -156,7 +155,7 @@ class Rig:
         return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), token_ids
 
     def _row(self, request_id: str, length: int, *, decodes: bool) -> SequenceState:
-        """A sequence that has so many tokens in the cache, or to prefill.
+        """A sequence with that many tokens in the cache, or to prefill.
 
         Of an encoder-decoder model's cached tokens half are the decoder's; none of its prompt is its start token.
         """
@@ -245,7 +244,7 @@ class Rig:
         return times.encoder_layer(encoder_layers) + cross, times.encoder_attention(encoder_layers)
 
     def _engine(self, point: Point) -> dict[Key, list[float]]:
-        """What whole iterations take beyond the model and the sampling in them."""
+        """Seconds of whole iterations beyond the model and the sampling in them."""
         with self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs})) as engine:
             return self._iterations(engine, point)
 
@@ -268,7 +267,7 @@ class Rig:
         return found
 
     def _replays(self, point: Point) -> dict[Key, list[float]]:
-        """The parts of a decode iteration as it is recorded."""
+        """The parts of a captured decode iteration."""
         batch, token_ids = self.batch(point)
         self.runner.assume_cached(batch.decode)
         layers = len(self.probe.layers)
@@ -287,7 +286,7 @@ class Rig:
         }
 
     def _engine_ahead(self, point: Point) -> dict[Key, list[float]]:
-        """The same where the next iteration is launched ahead."""
+        """The same with asynchronous scheduling."""
         with self.engine(Schedule("orca", {"max_num_seqs": point.num_seqs})) as engine:
             for index in range(point.num_seqs):
                 prompt = self._prompts[index % _PROMPTS][: point.tokens]
@@ -307,7 +306,7 @@ class Rig:
         if not self.captured:
             yield Engine(Local(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=blocks)
             return
-        with ahead(self.runner, self.probe.model, tuple(sorted({*powers(1, slots, 2), slots}))) as executor:
+        with captured_executor(self.runner, self.probe.model, tuple(sorted({*powers(1, slots, 2), slots}))) as executor:
             yield Engine(executor, schedule, tokenizer=self._tokenizer, num_blocks=blocks)
 
     def request(self, request_id: str, prompt: list[int], max_tokens: int) -> Request:

@@ -57,7 +57,7 @@ class Work:
     kv_dtype: str | None = None
 
     def bytes_left_out(self, copies: int) -> int:
-        """Of the weights of all layers but so many of each kind."""
+        """Bytes of the weights of all layers except that many of each kind."""
         encoder_layers = max(0, self.spec.num_encoder_layers - copies)
         return (self.spec.num_layers - copies) * self.layer_bytes + encoder_layers * self.encoder_layer_bytes
 
@@ -66,7 +66,7 @@ class Work:
         return self.encoder_layer_bytes or self.layer_bytes if point.kind == "prefill" else self.layer_bytes
 
     def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens in one layer."""
+        """Bytes of the keys and values of that many tokens in one layer."""
         return tokens * self.spec.kv_bytes_per_token(self.kv_dtype or self.dtype) // self.spec.num_layers
 
     def layer_seconds(self, point: Point) -> float:
@@ -114,11 +114,11 @@ class Range:
         return num_blocks_for(self.kv_tokens) + self.max_seqs
 
     def engine_point(self, num_seqs: int) -> Point:
-        """Whole iterations over so many requests with short prompts."""
+        """Whole iterations over that many requests with short prompts."""
         return Point("engine", num_seqs, min(_ENGINE_PROMPT, (self.max_context + 1) // 2))
 
     def max_tokens(self, num_seqs: int) -> int:
-        """The longest context that so many sequences can have here."""
+        """The longest context that `num_seqs` sequences fit in the range."""
         each = self.kv_tokens // num_seqs // BLOCK_SIZE * BLOCK_SIZE - 1
         return max(1, min(self.max_context, each))
 
@@ -159,7 +159,7 @@ def _decodes_in(work: Work, copies: int, num_seqs: int, kv_tokens: int, pass_sec
 
 def first_rows(reach: Range) -> list[list[Point]]:
     """The coarse grid, in rows that are only of use whole; the first is what no profile can do without."""
-    # Powers of two are the best case of matrix products and attention, and real prompts are none.
+    # Powers of two are the best case of matrix products and attention, and real prompts are rarely that.
     longer = [n - 3 for n in powers(32, reach.max_prompt, 2)]
     prompts = sorted({*(n for n in _FIRST_TOKENS if n < reach.max_prompt), *longer, reach.max_prompt - 1})
     seqs = sorted({1, *powers(4, reach.max_seqs, 4), reach.max_seqs})
@@ -177,7 +177,7 @@ def first_rows(reach: Range) -> list[list[Point]]:
 
 
 def decode_row(num_seqs: int, reach: Range) -> list[Point]:
-    """So many sequences at a coarse row of contexts, up to the longest that they can have."""
+    """`num_seqs` sequences at a coarse row of contexts, up to the longest that fits."""
     longest = reach.max_tokens(num_seqs)
     contexts = sorted({min(_SHORT_CONTEXT, longest), *powers(64, longest, 4), longest})
     return [Point("decode", num_seqs, tokens) for tokens in contexts]
@@ -205,7 +205,7 @@ def powers(start: int, stop: int, factor: int) -> list[int]:
 
 
 def order(points: Mapping[Point, int], seed: int) -> list[Point]:
-    """Those measured least come first; among equals the order changes with the seed: drift then hits nobody twice."""
+    """Least measured points first; ties are shuffled by the seed, so that drift does not hit a point twice."""
     shuffled = sorted(points)
     random.Random(seed).shuffle(shuffled)
     return sorted(shuffled, key=lambda point: points[point])

@@ -1,4 +1,4 @@
-"""Probe: a model that notes the time at its seams while the engine runs it, so that each part is timed where it runs.
+"""Probe: wraps a model and timestamps the boundaries of its parts while the engine runs it.
 
 A pass visits every layer's own weights and its own keys and values once, as in the real engine: caches are as cold, or
 as hot, as there. The probe stands in for a runner's model; neither runner nor engine knows about it.

@@ -1,8 +1,8 @@
 """Samples: the value of every visit, and the measurements that they add up to.
 
-Attention is reported as what the whole layer takes beyond `rest` at the same number of tokens: the two then add up to
-the layer as it ran, also where many keys and values push a small model's weights out of the cache. Timed apart they
-miss a step by 4 %, whole layers by 1 %. Where that difference drowns in noise the time of the attention alone stands.
+Attention is reported as the whole layer minus `rest` at the same number of tokens, so that the two add up to the layer
+as it ran, even where many keys and values evict a small model's weights from the cache. Timed apart they miss a step by
+4 %, as whole layers by 1 %. Where the difference is below the noise, the time of the attention alone is used.
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""Together: how much slower a device computes while the others of its host do.
+"""Contention: how much slower a device computes while the other devices of its host compute.
 
-CPU devices share memory, caches and power: where all cores are busy a thread may run at 0.8 of the speed that it has
-alone. Everything else in a profile is measured by one process, so whole passes are timed once more: by one rank while
-the others wait, and by all of them at once. Their ratio is what a plan for several devices is slower by.
+CPU devices share memory, caches and power: with all cores busy a thread may run at 0.8 of its speed alone. All else in
+a profile is measured by one process, so whole passes are timed again: by one rank while the others wait (`alone`), and
+by all ranks at once (`together`). The ratio slows down every plan for several devices.
 """
 
 import statistics
@@ -17,18 +17,18 @@ from exeplan.core.batch import Batch, num_blocks_for
 from exeplan.core.batch import Sequence as SequenceState
 from exeplan.core.profile import Measurement
 from exeplan.profiler.measuring.device import synchronize
-from exeplan.profiler.multi_device.job import Job
+from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.shards import Silent
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import ALONE, Group, Shard
 
 ROUNDS = 5
 NUM_SEQS, CONTEXT = 32, 96
-"""Of the decode batch: it reads weights and cached keys in about equal parts."""
+"""Size of the decode batch: it reads weights and cached keys in about equal parts."""
 
 
-def pass_times(job: Job, rank: int, device: torch.device, _buffer: str | None) -> list[list[list[float]]]:
-    """Seconds of passes, by round: those of this rank alone, which only the first one has, and those of all at once."""
+def pass_times(job: RankJob, rank: int, device: torch.device, _buffer: str | None) -> list[list[list[float]]]:
+    """Seconds of passes by round: of this rank alone (rank 0 only), and of all ranks at once."""
     forward = _decode(_runner(job, rank, device), min(CONTEXT, job.spec.max_context - 1))
     each = job.seconds / ROUNDS / 2
     _timed(forward, device, each)
@@ -41,8 +41,8 @@ def pass_times(job: Job, rank: int, device: torch.device, _buffer: str | None) -
     return [alone, together]
 
 
-def pass_rows(job: Job, answers: Sequence[list[list[list[float]]]]) -> tuple[Measurement, ...]:
-    """Two rows, from what all ranks answered."""
+def contention_rows(job: RankJob, answers: Sequence[list[list[list[float]]]]) -> tuple[Measurement, ...]:
+    """The `alone` and `together` rows, from the answers of all ranks."""
     alone = [statistics.median(times) for times in answers[0][0]]
     together = [statistics.median(times) for answer in answers for times in answer[1]]
     return tuple(
@@ -59,8 +59,8 @@ def pass_rows(job: Job, answers: Sequence[list[list[list[float]]]]) -> tuple[Mea
     )
 
 
-def _runner(job: Job, rank: int, device: torch.device) -> ModelRunner:
-    """What a rank holds: a share of all layers where the job is split, else a stage's share of the layers."""
+def _runner(job: RankJob, rank: int, device: torch.device) -> ModelRunner:
+    """The runner of a rank: a shard of all layers where the job is split, else a stage's layers."""
     spec, parts = job.spec, 1 if job.split else job.size
     group: Group = Silent(job.size) if job.split else ALONE
     layers, encoder_layers = ((0, -(-count // parts)) for count in (spec.num_layers, spec.num_encoder_layers))

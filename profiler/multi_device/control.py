@@ -1,9 +1,8 @@
-"""Control: what an iteration takes beyond its parts where workers run it, from real engines over real workers.
+"""Control: the time of an iteration beyond its parts where worker processes run it, measured on real engines.
 
-With one batch in flight nothing computes between the end of its last stage and the start of the next one's first: the
-tokens go to the engine, it schedules, and its message goes to the workers. An engine in whose own process the model
-runs does the same but for the messages, and a profile's `overhead` has that already: here it is taken off again. Both
-are read from the timelines that engines write.
+With one batch in flight nothing computes between the end of its last stage and the start of the next batch: the tokens
+go to the engine, it schedules, and its message goes to the workers. An in-process engine does the same without
+messages, and a profile's `overhead` contains that, so it is subtracted here. Both are read from engine timelines.
 """
 
 import statistics
@@ -28,10 +27,10 @@ from exeplan.runner.engine.timeline import read_events
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 
 _LAYERS = 4
-"""Of a stage: after an iteration of so many the other processes are as far asleep as in a whole model."""
+"""Layers of a stage: enough that idle processes sleep as deeply as with a whole model."""
 _PROMPT, _STEPS = 8, 24
 _ROUNDS = 6
-"""If time allows."""
+"""Upper limit; fewer when the time is up."""
 _LEAST_SECONDS = 1e-7
 
 
@@ -83,14 +82,14 @@ def _row(num_seqs: int, together: Sequence[float], alone: Sequence[float]) -> Me
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """An engine and the file in which it notes what ran."""
+    """An engine and its timeline file."""
 
     engine: Engine
     timeline: Path
     num_stages: int
 
     def gaps(self, num_seqs: int) -> list[float]:
-        """Seconds between the passes of a batch of so many decode rows."""
+        """Seconds between consecutive passes of a batch of `num_seqs` decode rows."""
         before = len(self._passes(self.num_stages - 1))
         for index in range(num_seqs):
             sampling = SamplingParams(temperature=0.0, max_tokens=_STEPS, ignore_eos=True)
@@ -100,7 +99,7 @@ class _Watched:
         first, last = (self._passes(stage)[before:] for stage in (0, self.num_stages - 1))
         return [
             (after["ts"] - end["ts"] - end["dur"]) * 1e-6
-            # Each stage reports on its own: the latest pass of the first one may not be known yet.
+            # Stages report independently: the latest pass of the first stage may not have arrived.
             for (begin, end), (after, _) in pairwise(zip(first, last, strict=False))
             if len(begin["args"]["decode"]) == len(after["args"]["decode"]) == num_seqs
         ]

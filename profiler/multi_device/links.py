@@ -1,9 +1,9 @@
-"""Links: sums over a tensor-parallel group and sends to a next stage, timed between as many processes as a plan has.
+"""Links: all-reduces of a tensor-parallel group and sends to a next stage, timed between real processes.
 
-The processes are made and joined as workers are, and time what workers do: the sums of a shard's own layers, which end
-when the slowest rank is there, and hidden states that one rank waits for while another computes. So a time contains the
-wait for each other that a plan's ranks will have, and means count: of gloo's sums the median would be half of it.
-Not here: what a shard computes (`shards.py`), and what the engine adds (`control.py`).
+The processes start and join a group as workers do, and time what workers do: the all-reduces inside a shard's layers,
+which end when the slowest rank arrives, and hidden states that one rank awaits while another computes. A time therefore
+contains the skew between ranks, and means count: the median of gloo's all-reduces is half of their mean.
+Not here: the compute of a shard (`shards.py`), and the engine's part (`control.py`).
 """
 
 import os
@@ -32,8 +32,8 @@ from exeplan.core.layer_costs import activation_bytes
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Stage
 from exeplan.profiler.measuring.device import synchronize
-from exeplan.profiler.multi_device.contention import pass_rows, pass_times
-from exeplan.profiler.multi_device.job import Job
+from exeplan.profiler.multi_device.contention import contention_rows, pass_times
+from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import activation_dtype
 from exeplan.runner.compute.shard import Group, Shard
@@ -43,25 +43,25 @@ from exeplan.runner.ipc.collectives import SharedBuffer, group_bytes, shared_mem
 from exeplan.runner.ipc.frames import frame, read_frame
 
 _LAYERS = 2
-"""That the ranks of a sum compute: between two sums lies what lies there in any layer."""
+"""Layers that the ranks of an all-reduce compute, so that real work lies between two all-reduces."""
 _ROUNDS = 5
 _LEAST_PASSES, _SENDS = 3, 20
-"""Of one size, a round."""
+"""Of one size in a round."""
 _LEAST_OWN_SHARE = 0.95
-"""Of the time that a rank computes: where others had more of its core, the pass does not count."""
+"""Least share of its core that a rank must have had for a pass to count."""
 _COMPUTE_SECONDS = 1e-3
-"""A rank computes so long before it sends; the other one waits meanwhile, as the next stage does."""
+"""Seconds that a rank computes before it sends, while the receiver waits as the next stage does."""
 _TIMEOUT_SECONDS = 120.0
 
 clock = time.perf_counter
 
 
-def link_rows(job: Job) -> tuple[Measurement, ...]:
+def link_rows(job: RankJob) -> tuple[Measurement, ...]:
     """A row for each number of tokens. Raises ChildProcessError when a rank fails."""
     with _ranks(job) as channels:
         answers = _answers(channels, job)
     if job.op == "pass":
-        return pass_rows(job, answers)
+        return contention_rows(job, answers)
     rows = []
     for number, tokens in enumerate(job.num_tokens):
         means = [_mean([answer[number][turn] for answer in answers], job.op) for turn in range(_ROUNDS)]
@@ -81,9 +81,9 @@ def link_rows(job: Job) -> tuple[Measurement, ...]:
 
 
 def _mean(of_ranks: Sequence[Sequence[float]], op: str) -> float:
-    """Seconds of a sum over all ranks, or of a send from its begin on one to its end on the other.
+    """Mean seconds of an all-reduce over all ranks, or of a send from its start on one rank to its end on the other.
 
-    The slowest tenth is left out: on a machine that others use too, it is theirs.
+    The slowest tenth is left out: on a shared machine it is due to other processes.
     """
     if op == "send":
         each = [ended - began for began, ended in zip(*of_ranks, strict=True)]
@@ -93,8 +93,8 @@ def _mean(of_ranks: Sequence[Sequence[float]], op: str) -> float:
 
 
 @contextmanager
-def _ranks(job: Job) -> Iterator[list[socket.socket]]:
-    """A process for each rank and the channel to it; none is left in the end, nor when this process is killed."""
+def _ranks(job: RankJob) -> Iterator[list[socket.socket]]:
+    """A process per rank and the channel to it; all end with the context, and when this process is killed."""
     with ExitStack() as cleanup:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory())
         buffer = None
@@ -121,8 +121,8 @@ def _end(process: ForkServerProcess, channel: socket.socket) -> None:
     channel.close()
 
 
-def _answers(channels: Sequence[socket.socket], job: Job) -> list[list[list[list[float]]]]:
-    """What each rank says: by number of tokens and round, a list of times."""
+def _answers(channels: Sequence[socket.socket], job: RankJob) -> list[list[list[list[float]]]]:
+    """The answer of each rank: a list of times by number of tokens and round."""
     answers: dict[int, Any] = {}
     while len(answers) < len(channels):
         waiting = [channel for rank, channel in enumerate(channels) if rank not in answers]
@@ -136,9 +136,9 @@ def _answers(channels: Sequence[socket.socket], job: Job) -> list[list[list[list
     return [answers[rank] for rank in range(len(channels))]
 
 
-def _run(channel: socket.socket, rank: int, job: Job, folder: str, buffer: str | None) -> None:
-    """The process of a rank. It waits to be killed in the end, as a rank that leaves ends the group of the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, it is for the profiler.
+def _run(channel: socket.socket, rank: int, job: RankJob, folder: str, buffer: str | None) -> None:
+    """The process of a rank. At the end it waits to be killed: a rank that exits would end the group of the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the profiler.
     threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
     try:
         torch.set_num_threads(job.num_threads)
@@ -152,16 +152,16 @@ def _run(channel: socket.socket, rank: int, job: Job, folder: str, buffer: str |
 
 
 def _end_with(channel: socket.socket) -> None:
-    """Ends this process when the profiler's is gone: it never sends anything."""
+    """Ends this process when the profiler exits; the profiler never sends anything."""
     try:
         channel.recv(1)
     finally:
         os._exit(0)
 
 
-def _join(job: Job, rank: int, folder: str) -> torch.device:
-    """Makes the process group of all ranks; the device of this one."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Otherwise gloo may listen where others can reach it.
+def _join(job: RankJob, rank: int, folder: str) -> torch.device:
+    """Creates the process group of all ranks and returns this rank's device."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Otherwise gloo may listen on an interface that other hosts reach.
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -176,14 +176,14 @@ def _join(job: Job, rank: int, folder: str) -> torch.device:
 
 
 class _Timed:
-    """A group that notes how long its sums take, and how long the rank computes between them by both clocks."""
+    """A group that times its all-reduces, and the rank's compute between them by wall and CPU clock."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.size, self.rank, self.device = group, group.size, group.rank, device
         self.begin()
 
     def begin(self) -> None:
-        """A pass, of which nothing is noted yet."""
+        """Starts a pass."""
         self.seconds: list[float] = []
         self.wall = self.cpu = 0.0
         self._since = clock(), time.thread_time()
@@ -203,16 +203,16 @@ class _Timed:
 
     @property
     def disturbed(self) -> bool:
-        """Others used this rank's core in the pass, as far as can be seen: with one thread on a CPU."""
+        """Whether other processes used this rank's core in the pass; known only with one thread on a CPU."""
         return self.device.type == "cpu" and torch.get_num_threads() == 1 and self.cpu < _LEAST_OWN_SHARE * self.wall
 
     def agree(self, *mine: bool) -> list[bool]:
-        """For each of them whether any rank says so."""
+        """Element by element, whether it is true on any rank."""
         said = self.group.all_reduce(torch.tensor(mine, dtype=torch.float32, device=self.device))
         return [value > 0 for value in said.tolist()]
 
 
-def _sums(job: Job, rank: int, device: torch.device, buffer: str | None) -> list[list[list[float]]]:
+def _sums(job: RankJob, rank: int, device: torch.device, buffer: str | None) -> list[list[list[float]]]:
     spec = job.spec
     layers, encoder_layers = ((0, min(_LAYERS, count)) for count in (spec.num_layers, spec.num_encoder_layers))
     placement = (Stage(devices=tuple(range(job.size)), layers=layers, encoder_layers=encoder_layers),)
@@ -235,9 +235,9 @@ def _sums(job: Job, rank: int, device: torch.device, buffer: str | None) -> list
 
 
 def _pass_sums(group: _Timed, forward: Callable[[], object], seconds: float) -> list[float]:
-    """The mean of the sums of each of as many passes as there is time for: of the undisturbed ones, if there are any.
+    """The mean all-reduce of each pass, for as many passes as fit the time; undisturbed passes only, if there are any.
 
-    The first one finds cold caches and does not count.
+    The first pass finds cold caches and does not count.
     """
     forward()
     start = clock()
@@ -254,7 +254,7 @@ def _pass_sums(group: _Timed, forward: Callable[[], object], seconds: float) -> 
 
 
 def _prefill(runner: ModelRunner, num_tokens: int) -> Callable[[], object]:
-    """A pass over one prompt of so many tokens."""
+    """A pass over one prompt of `num_tokens` tokens."""
     length = num_tokens if runner.spec.first_token_from_prefill else num_tokens + 1
     row = SequenceState(
         request_id="0", num_prompt_tokens=length, max_output_tokens=1, num_blocks=num_blocks_for(length)
@@ -264,8 +264,8 @@ def _prefill(runner: ModelRunner, num_tokens: int) -> Callable[[], object]:
     return lambda: runner.forward(batch, {"0": [0] * length}, hidden_NE)
 
 
-def _sends(job: Job, rank: int, device: torch.device, buffer: str | None) -> list[list[list[float]]]:
-    """As `HiddenLinks` sends: through shared memory where there is some, by torch.distributed elsewhere."""
+def _sends(job: RankJob, rank: int, device: torch.device, buffer: str | None) -> list[list[list[float]]]:
+    """Sends as `HiddenLinks` does: through shared memory where it works, by torch.distributed elsewhere."""
     link = SharedMemoryLink(buffer, timeout=_TIMEOUT_SECONDS) if buffer else None
     found: list[list[list[float]]] = [[] for _ in job.num_tokens]
     for _ in range(_ROUNDS):

@@ -1,7 +1,7 @@
-"""What a plan for several devices needs to know beyond one device: shards of layers, links, and control.
+"""The measurements that a plan for several devices needs beyond one device: shards, links, contention and control.
 
-Each part is measured for its share of the time that is left and written at once, so that an interrupted run goes on
-with the parts that its file lacks.
+Each step gets its share of the remaining time and is written at once, so that an interrupted run resumes with the steps
+that its file lacks.
 """
 
 import os
@@ -20,33 +20,33 @@ from exeplan.profiler.measuring.campaign import Goal, measured_points, num_copie
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Range, Work, powers
 from exeplan.profiler.multi_device.control import control_rows
-from exeplan.profiler.multi_device.job import Job
 from exeplan.profiler.multi_device.links import link_rows
+from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
 from exeplan.progress import Progress
 
 ONE_DEVICE_SHARE = 0.5
-"""Of the budget, where there are several devices, for what one of them does alone."""
+"""Share of the budget for the single-device part of a multi-device profile."""
 
 
-class Part(NamedTuple):
+class MeasuringStep(NamedTuple):
     """Rows of one op at one tensor-parallel size."""
 
     name: str
     op: str
     size: int
     weight: float
-    """Its time over that of other parts."""
+    """Its share of the time, relative to the other steps."""
     measure: Callable[[Profile, float], tuple[Measurement, ...]]
-    """Given what is known so far, in about so many seconds."""
+    """Called with the profile so far and the seconds that it may take."""
 
     def is_in(self, profile: Profile) -> bool:
         return any(m.op == self.op and m.tensor_parallel_size == self.size for m in profile.measurements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Several:
-    """So many devices like the one that `work` and `reach` are about."""
+class MultiDeviceProfiler:
+    """Extends a single-device profile to `num_devices` devices of the same kind."""
 
     num_devices: int
     work: Work
@@ -54,10 +54,10 @@ class Several:
     device: str
     dummy_weights: bool
 
-    def added_to(self, profile: Profile, *, goal: Goal, output: Path, bar: Progress) -> Profile:
-        """The whole profile, which `output` holds as well.
+    def extend(self, profile: Profile, *, goal: Goal, output: Path, bar: Progress) -> Profile:
+        """The whole profile, also written to `output`.
 
-        Raises KeyboardInterrupt with a sentence when it is stopped by hand.
+        Raises KeyboardInterrupt with a sentence on interruption.
         """
         left = [part for part in self._parts() if not part.is_in(profile)]
         try:
@@ -72,19 +72,25 @@ class Several:
         except KeyboardInterrupt:
             names = ", ".join(part.name for part in left)
             raise KeyboardInterrupt(
-                f"stopped; {output} lacks {names}, and the same command goes on from there"
+                f"stopped; {output} lacks {names}, and the same command resumes from there"
             ) from None
         bar.note(f"{self.num_devices} devices: {len(profile.measurements)} measurements in {goal.elapsed:.0f} s")
         return profile
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[MeasuringStep]:
         degrees = shared_degrees(self.work.spec, self.num_devices)
         return [
-            *(Part(f"shards of {t}", "rest", t, 3.0, partial(self._shard, t)) for t in degrees),
-            *(Part(f"sums of {t}", "all_reduce", t, 1.0, partial(self._link, "all_reduce", t)) for t in degrees),
-            Part("sends", "send", 1, 0.5, partial(self._link, "send", 2)),
-            *(Part(f"passes at once, {t}", "pass", t, 1.0, partial(self._pass, t)) for t in self._shared(degrees)),
-            Part("control", "control", 1, 1.0, partial(self._control, degrees)),
+            *(MeasuringStep(f"shards of {t}", "rest", t, 3.0, partial(self._shard, t)) for t in degrees),
+            *(
+                MeasuringStep(f"sums of {t}", "all_reduce", t, 1.0, partial(self._link, "all_reduce", t))
+                for t in degrees
+            ),
+            MeasuringStep("sends", "send", 1, 0.5, partial(self._link, "send", 2)),
+            *(
+                MeasuringStep(f"passes at once, {t}", "pass", t, 1.0, partial(self._pass, t))
+                for t in self._shared(degrees)
+            ),
+            MeasuringStep("control", "control", 1, 1.0, partial(self._control, degrees)),
         ]
 
     def _shard(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
@@ -104,7 +110,7 @@ class Several:
     def _link(self, op: str, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
         longest = self.reach.max_prompt
         return link_rows(
-            Job(
+            RankJob(
                 op=op,
                 size=size,
                 spec=self.work.spec,
@@ -117,12 +123,12 @@ class Several:
         )
 
     def _shared(self, degrees: tuple[int, ...]) -> tuple[int, ...]:
-        """Degrees at which devices slow one another down: CPUs share their memory, GPUs do not."""
+        """Degrees at which devices contend: CPUs share their memory, GPUs do not."""
         return (1, *degrees) if torch.device(self.device).type == "cpu" else ()
 
     def _pass(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
         return link_rows(
-            Job(
+            RankJob(
                 op="pass",
                 size=size if size > 1 else self.num_devices,
                 spec=self.work.spec,
@@ -149,8 +155,8 @@ class Several:
         )
 
 
-def check_several(spec: ModelSpec, num_devices: int, place: torch.device, num_threads: int) -> str:
-    """What to know about so many devices, '' for nothing. Raises InputError when there are not so many."""
+def check_num_devices(spec: ModelSpec, num_devices: int, place: torch.device, num_threads: int) -> str:
+    """A remark on that number of devices, '' for none. Raises InputError where the machine or the model lacks them."""
     if num_devices < 1:
         raise InputError(f"a profile is of at least one device, found {num_devices}")
     if num_devices > 1 and spec.num_layers < 2 and not shared_degrees(spec, num_devices):
@@ -162,7 +168,7 @@ def check_several(spec: ModelSpec, num_devices: int, place: torch.device, num_th
     cores = os.cpu_count() or 1
     if num_devices > 1 and num_devices * num_threads > cores:
         return (
-            f"{num_devices} devices of {num_threads} threads share {cores} cores: they are slower together than alone, "
+            f"{num_devices} devices of {num_threads} threads share {cores} cores: they are slower at once than alone, "
             "and times between them say little"
         )
     return ""

@@ -1,8 +1,8 @@
-"""Shards: one rank's share of a layer, and of what stands around the layers, at each tensor-parallel degree.
+"""Shards: one rank's share of a layer, of the embedding and of the head, at each tensor-parallel degree.
 
-Timed on one device, in a group whose other ranks do not exist: what they would add is not waited for, so that no
-communication is in the times (`links.py` has that). Where a shard's times bend is not searched for again: where those
-of the whole model do. Not here: the host's part of an iteration, which is the same on every rank.
+Timed on one device in a group whose other ranks do not exist, so the times contain no communication (`links.py`). The
+points where a shard's times bend are taken from the whole model. Not here: the host's part of an iteration, which is
+the same on every rank.
 """
 
 import time
@@ -22,14 +22,14 @@ from exeplan.profiler.measuring.samples import Samples
 from exeplan.runner.compute.shard import head_parts, inner_part
 
 _VISITS = 5
-"""Of each point, if time allows."""
+"""Visits of each point, if time allows."""
 _GRID_SHARE = 0.5
-"""Of the time that is left, at most, for another row of points."""
+"""Largest share of the remaining time for another row of points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The group of a rank that nobody answers: its own summand is the sum, its part stands for every rank's."""
+    """A group with a single live rank: all-reduce returns its own input, all-gather repeats it for every rank."""
 
     size: int
     rank: int = 0
@@ -58,8 +58,9 @@ def _divides(spec: ModelSpec, group: Silent) -> bool:
 def shard_rows(
     rig: Rig, work: Work, reach: Range, *, more: Iterable[Point], size: int, seconds: float
 ) -> tuple[Measurement, ...]:
-    """Rows of a rig's shard: what no profile can do without, and as much as there is time for of a coarse grid and of
-    `more` points, those where the whole model's times turned out to bend."""
+    """Rows of a rig's shard: the required ones, then as much of a coarse grid and of `more` points as time allows.
+
+    `more` are the points where the whole model's times bend."""
     samples, visits, costs = Samples(), dict[Point, int](), dict[Point, float]()
     ended = time.monotonic() + seconds
 

@@ -5,8 +5,8 @@ import pytest
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
+from exeplan.profiler.importing.imported_rows import ImportedRows
 from exeplan.profiler.importing.lint import lint, refuse_falls, told, without_spikes
-from exeplan.profiler.importing.part import Part
 
 # 1 TFLOP/s and 100 GB/s; a layer of 12 * 512^2 = 3.1 million weights: 6.3 MB, 63 us at peak, 6.3 us a token.
 DEVICE = Device(name="test", kind="cuda", memory_bytes=2**34, copy_bytes_per_second=100e9, flops_per_second=1e12)
@@ -106,7 +106,7 @@ def test_a_time_that_falls_to_half_is_refused() -> None:
 
 def test_spikes_are_left_out_of_tables_and_said() -> None:
     rows = [rest(n, seconds) for n, seconds in zip((1, 2, 3, 4, 5), (9e-3, 9e-3, 1e-3, 1.1e-3, 0.9e-3), strict=True)]
-    part = without_spikes(Part(tuple(rows)))
+    part = without_spikes(ImportedRows(tuple(rows)))
     assert part.rows == tuple(rows[2:])
     assert part.notes == (
         "left out for taking at least twice as long as larger ones (2 in all): rest num_tokens=2 with 9 ms where rest "
@@ -116,4 +116,4 @@ def test_spikes_are_left_out_of_tables_and_said() -> None:
 
 def test_one_row_that_is_too_fast_does_not_take_the_others_with_it() -> None:
     rows = [rest(n, seconds) for n, seconds in zip((1, 2, 3, 4, 5), (1e-3, 1e-3, 1e-4, 1.1e-3, 1.2e-3), strict=True)]
-    assert without_spikes(Part(tuple(rows))) == Part(tuple(rows))
+    assert without_spikes(ImportedRows(tuple(rows))) == ImportedRows(tuple(rows))

@@ -12,7 +12,7 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Device, load_profile
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
-from exeplan.profiler.measuring.captured_decode import ahead, decode_parts, overheads, replay_seconds
+from exeplan.profiler.measuring.captured_decode import captured_executor, decode_parts, overheads, replay_seconds
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Work
 from exeplan.profiler.profile_model import profile_model
@@ -128,7 +128,7 @@ def test_a_sleep_is_not_timed_shorter():
 def test_overheads_are_what_steps_take_beyond_the_passes():
     runner = ModelRunner(tiny(), num_blocks=64, paged_with=REFERENCE)
     before = runner.model
-    with ahead(runner, runner.model, (1, 4)) as executor:
+    with captured_executor(runner, runner.model, (1, 4)) as executor:
         engine = Engine(executor, Schedule("orca", {"max_num_seqs": 4}), num_blocks=64)
         for number in range(4):
             sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from exeplan.core.model import model_spec
-from exeplan.profiler.multi_device.job import Job
 from exeplan.profiler.multi_device.links import link_rows
+from exeplan.profiler.multi_device.rank_job import RankJob
 
 CONFIG = {
     "model_type": "llama",
@@ -26,7 +26,7 @@ CONFIG = {
     "vocab_size": 50,
     "max_position_embeddings": 64,
 }
-SUMS = Job(
+SUMS = RankJob(
     op="all_reduce",
     size=2,
     spec=model_spec(CONFIG, name="tiny"),
@@ -38,10 +38,10 @@ SUMS = Job(
 )
 PROFILER = f"""
 from exeplan.core.model import model_spec
-from exeplan.profiler.multi_device.job import Job
+from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.links import link_rows
 if __name__ == "__main__":
-    job = Job(op="all_reduce", size=2, spec=model_spec({CONFIG!r}, name="tiny"), dtype="float32", device="cpu",
+    job = RankJob(op="all_reduce", size=2, spec=model_spec({CONFIG!r}, name="tiny"), dtype="float32", device="cpu",
               num_threads=1, num_tokens=(1,), seconds=600.0)
     link_rows(job)
 """

@@ -11,7 +11,7 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError
-from exeplan.profiler.multi_device.multi_device import check_several
+from exeplan.profiler.multi_device.multi_device import check_num_devices
 from exeplan.profiler.profile_model import profile_model
 from exeplan.simulator.cost import CostModel
 
@@ -36,7 +36,7 @@ def run(output: Path, *, budget_seconds: float = 4.0) -> Profile:
     return profile_model(tiny(), output=output, budget_seconds=budget_seconds, **options)
 
 
-def of_several(profile: Profile) -> list[Measurement]:
+def multi_device_rows(profile: Profile) -> list[Measurement]:
     """The rows that a profile of one device has not."""
     several = ("all_reduce", "send", "control", "pass")
     return [m for m in profile.measurements if m.op in several or m.tensor_parallel_size > 1]
@@ -55,7 +55,7 @@ def profile(output: Path) -> Profile:
 def test_the_file_holds_shards_links_and_control(profile: Profile, output: Path) -> None:
     assert profile.complete
     assert profile.tensor_parallel_sizes == (1, 2)
-    assert {(m.op, m.tensor_parallel_size) for m in of_several(profile)} == {
+    assert {(m.op, m.tensor_parallel_size) for m in multi_device_rows(profile)} == {
         *((op, 2) for op in ("attention", "rest", "embed", "head", "all_reduce")),
         ("send", 1),
         ("control", 1),
@@ -88,7 +88,7 @@ def test_an_unfinished_run_measures_what_is_left_and_keeps_the_rest(profile: Pro
     save_profile(replace(profile, measurements=tuple(half), complete=False), path)
     again = run(path, budget_seconds=2.0)
     assert again.complete
-    assert [m for m in of_several(again) if m.op not in ("send", "control", "pass")] == of_several(
+    assert [m for m in multi_device_rows(again) if m.op not in ("send", "control", "pass")] == multi_device_rows(
         replace(profile, measurements=tuple(half))
     )
     assert {m.op for m in again.measurements} == {m.op for m in profile.measurements}
@@ -98,13 +98,13 @@ def test_a_run_for_one_device_keeps_what_is_about_several(profile: Profile, tmp_
     path = tmp_path / "whole.json"
     save_profile(replace(profile, complete=False), path)
     alone = profile_model(tiny(), output=path, budget_seconds=1.0, max_num_seqs=4, dummy_weights=True, progress=False)
-    assert of_several(alone) == of_several(profile)
+    assert multi_device_rows(alone) == multi_device_rows(profile)
 
 
 def test_what_is_not_there_is_said() -> None:
     with pytest.raises(InputError, match="at least one device, found 0"):
-        check_several(tiny(), 0, CPU, 1)
+        check_num_devices(tiny(), 0, CPU, 1)
     with pytest.raises(InputError, match="tiny has one layer, whose heads cannot be shared by 2 devices"):
-        check_several(tiny(num_hidden_layers=1, num_attention_heads=1), 2, CPU, 1)
-    assert "share" in check_several(tiny(), 4, CPU, 1000)
-    assert check_several(tiny(), 1, CPU, 1000) == ""
+        check_num_devices(tiny(num_hidden_layers=1, num_attention_heads=1), 2, CPU, 1)
+    assert "share" in check_num_devices(tiny(), 4, CPU, 1000)
+    assert check_num_devices(tiny(), 1, CPU, 1000) == ""

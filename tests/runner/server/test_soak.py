@@ -5,7 +5,6 @@ import importlib
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +12,13 @@ import pytest
 from exeplan.planner.load_problem import read_plan
 from exeplan.runner.load import Load
 
-ROOT = Path(__file__).parents[3]
 KEY = "the key"
 
 
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmark(name)` is one of them as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT)
-        yield lambda name: importlib.import_module(f"benchmarks.service.{name}")
+    return lambda name: importlib.import_module(f"benchmarks.service.{name}")
 
 
 @pytest.fixture

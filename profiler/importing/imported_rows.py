@@ -1,4 +1,4 @@
-"""Part: rows that one reader made of a table, and what it has to say about them.
+"""Rows that a reader made of a table, with its remarks.
 
 `repeats` of a row is how often its point was measured; 0 means derived: scaled, fitted, or counted from constants.
 """
@@ -10,14 +10,14 @@ from exeplan.core.profile import Measurement
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Sentences are for the user, one each."""
+class ImportedRows:
+    """Notes are remarks for the user, a sentence each."""
 
     rows: tuple[Measurement, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(self.rows + other.rows, self.notes + other.notes)
+    def __add__(self, other: "ImportedRows") -> "ImportedRows":
+        return ImportedRows(self.rows + other.rows, self.notes + other.notes)
 
 
 def thinned(values: Iterable[float], ratio: float) -> list[float]:

@@ -244,7 +244,7 @@ def compare(
 
     `gpus` are numbers of GPUs to take of each cluster. A row without a plan says why; wrong input raises InputError.
     """
-    bounds = [Bound(seconds=seconds(str(value), "--latency-bound"), about=bound_on) for value in latency_bounds]
+    bounds = [Bound(seconds=seconds(str(value), "--latency-bound"), metric=bound_on) for value in latency_bounds]
     check_together(bounds[:1])
     resolve_policies(policy)  # A wrong name is refused before anything is searched.
     pairs = _pairs([load_profile(one) for one in profiles], [load_cluster(one) for one in clusters], gpus)
@@ -280,7 +280,7 @@ def _bounds(
     if isinstance(latency, Bound):
         if bound_on is not None:
             raise InputError(f"{latency} says what it is on; leave --bound-on out")
-        latency, bound_on = latency.seconds, latency.about
+        latency, bound_on = latency.seconds, latency.metric
     return parse_bounds(_text(latency), bound_on or "p99-length", ttft=_text(ttft), tpot=_text(tpot), due=due)
 
 

@@ -9,14 +9,14 @@ OnProgress = Callable[[str, float], None]
 """Is told what is being done, and the share of it that is."""
 
 
-def untold(title: str, share: float) -> None:
+def no_progress(title: str, share: float) -> None:
     """For who has nobody to tell."""
 
 
 class Progress:
     """Shows how far a run is; silent when not `shown`. As a context manager it leaves no half-drawn bar behind."""
 
-    def __init__(self, title: str, *, shown: bool, on_progress: OnProgress = untold) -> None:
+    def __init__(self, title: str, *, shown: bool, on_progress: OnProgress = no_progress) -> None:
         self.title, self.shown, self._on_progress = title, shown, on_progress
         self._bar = shown and sys.stderr.isatty()
         self._drawn = False

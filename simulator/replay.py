@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import BLOCK_SIZE, Batch, Sequence
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.metrics import RequestRecord
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _Request(Sequence):
+class _Request(SequenceState):
     arrival: float
     patience: float | None = None
     """Seconds from arrival to deadline."""

@@ -8,7 +8,7 @@ weight of the layers and token, and those of causal attention.
 import torch
 
 from benchmarks.gpu.setting import Clock, Section, Setting, seconds_as_it_comes
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.layer_costs import layer_parameters
 from exeplan.profiler.measuring.captured_decode import recorded, replay_seconds
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -70,9 +70,11 @@ def _decodes(runner: ModelRunner, setting: Setting, section: Section, batch: int
         section.add((*cells, f"{100 * share:.0f} %"), case=name, seconds=seconds, bytes=num_bytes, share=share)
 
 
-def _rows(batch: int, context: int) -> tuple[tuple[Sequence, ...], dict[str, list[int]]]:
+def _rows(batch: int, context: int) -> tuple[tuple[SequenceState, ...], dict[str, list[int]]]:
     rows = tuple(
-        Sequence(request_id=str(n), num_prompt_tokens=context, max_output_tokens=1, num_blocks=num_blocks_for(context))
+        SequenceState(
+            request_id=str(n), num_prompt_tokens=context, max_output_tokens=1, num_blocks=num_blocks_for(context)
+        )
         for n in range(batch)
     )
     return rows, {row.request_id: [7] * context for row in rows}

@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
+class SequenceState:
     """One request as the scheduler sees it. Identity, not value: two sequences of equal lengths are not equal."""
 
     request_id: str
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class Place(NamedTuple):
+class PackedPrompt(NamedTuple):
     """Where a prompt lies in a packed batch: its first token is token `start` of a row."""
 
     row: int
@@ -83,7 +83,7 @@ class Packing:
 
     row_tokens: int
     slot_tokens: int
-    places: tuple[Place, ...]
+    places: tuple[PackedPrompt, ...]
     """One for each prefilled row of the batch, in its order."""
 
     @property
@@ -119,8 +119,8 @@ class Batch:
     and attends to `num_tokens`.
     """
 
-    prefill: tuple[Sequence, ...] = ()
-    decode: tuple[Sequence, ...] = ()
+    prefill: tuple[SequenceState, ...] = ()
+    decode: tuple[SequenceState, ...] = ()
     pad_to: int = 0
     chunks: tuple[Chunk, ...] = ()
     group: int = 0
@@ -130,7 +130,7 @@ class Batch:
     packing: Packing | None = None
 
     @property
-    def whole_prefills(self) -> tuple[Sequence, ...]:
+    def whole_prefills(self) -> tuple[SequenceState, ...]:
         """Prefilled rows of which nothing is left to prefill after this pass."""
         if not self.chunks:
             return self.prefill
@@ -156,11 +156,11 @@ def num_blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...]:
+def balanced_part(rows: tuple[SequenceState, ...], parts: int) -> tuple[SequenceState, ...]:
     """The fullest of `parts` nearly equal shares of the rows by tokens: longest first, each to the emptiest share."""
     if parts == 1:
         return rows
-    shares: list[tuple[int, int, list[Sequence]]] = [(0, number, []) for number in range(parts)]
+    shares: list[tuple[int, int, list[SequenceState]]] = [(0, number, []) for number in range(parts)]
     for row in sorted(rows, key=lambda s: -s.num_tokens):
         tokens, number, share = shares[0]
         heapreplace(shares, (tokens + row.num_tokens, number, [*share, row]))

@@ -71,7 +71,7 @@ def summarize(
     records: Sequence[RequestRecord],
     *,
     p99_output: int,
-    bound_about: str = "p99-length",
+    bound_metric: str = "p99-length",
     backlog: bool = True,
     waiting: bool = False,
     kv_tokens: float = 0.0,
@@ -82,17 +82,17 @@ def summarize(
     everybody = records
     records = [r for r in everybody if not r.expired]
     if not records:
-        return _nothing(everybody, bound_about, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
+        return _nothing(everybody, bound_metric, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
     if waiting:
         records = [replace(r, start=r.arrival) for r in records]
     opens, closes = _arrival_window(records) if waiting else window(records, backlog)
     inside = [r for r in records if opens <= r.start < closes] or records
     e2e = np.array([r.token_times[-1] - r.start for r in inside])
-    share = share_of_requests(bound_about)
+    share = share_of_requests(bound_metric)
     rate = _token_rate(records, opens, closes)
     came = [r for r in everybody if opens <= r.arrival < closes] if waiting else list(everybody)
     latency: float | None
-    if is_deadline(bound_about) and share is not None:
+    if is_deadline(bound_metric) and share is not None:
         latency = _deadline_latency(came, share)
     elif share is None:
         latency = _length_latency(records, p99_output, opens, math.inf if waiting else closes)
@@ -113,13 +113,13 @@ def summarize(
     )
 
 
-def _nothing(records: Sequence[RequestRecord], about: str, *, kv_tokens: float, memory_bytes: float) -> Estimate:
+def _nothing(records: Sequence[RequestRecord], metric: str, *, kv_tokens: float, memory_bytes: float) -> Estimate:
     """Of a run in which everybody expired."""
     times = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency_p50", "latency_p99"), 0.0)
-    share = share_of_requests(about)
+    share = share_of_requests(metric)
     return Estimate(
         **times,
-        latency=_deadline_latency(records, share) if share is not None and is_deadline(about) else None,
+        latency=_deadline_latency(records, share) if share is not None and is_deadline(metric) else None,
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=0.0,

@@ -105,8 +105,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
         if (found := getattr(plan, name)) is not None:
             body[name] = found.to_dict()
     body["placement"] = [stage_json(stage) for stage in plan.placement]
-    body["more_bounds"] = list(body["more_bounds"])
+    body["bound"] = bound_json(plan.bound) if plan.bound else None
+    body["more_bounds"] = [bound_json(bound) for bound in plan.more_bounds]
     return body
+
+
+def bound_json(bound: Bound) -> dict[str, Any]:
+    """A bound as plain values; its metric is called `about` in files."""
+    return {"seconds": bound.seconds, "about": bound.metric}
 
 
 def stage_json(stage: Stage) -> dict[str, Any]:
@@ -235,12 +241,12 @@ def _counts(values: Any) -> bool:
 def _bound(body: Any) -> Bound:
     if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about"}:
         raise InputError(f"a bound has seconds and about, found {body!r}")
-    return Bound(**body)
+    return Bound(seconds=body["seconds"], metric=body.get("about", "p99-length"))
 
 
 def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
-    if bound and is_deadline(bound.about) and "deadline" not in body:
-        raise InputError(f"a bound on {bound.about} needs a deadline beside it, such as deadline: 2s")
+    if bound and is_deadline(bound.metric) and "deadline" not in body:
+        raise InputError(f"a bound on {bound.metric} needs a deadline beside it, such as deadline: 2s")
 
 
 def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:

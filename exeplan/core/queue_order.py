@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Packing, Place, Sequence
+from exeplan.core.batch import PackedPrompt, Packing, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import Ints
 
@@ -85,7 +85,7 @@ class Packed:
         bins = rows * self.bins_a_row if rows > 1 else 1 + max(pick.bin for pick in picks)
         size, lying = _laid([(pick.bin, pick.offset) for pick in picks], tokens, bins, alike=self.bins_a_row > 1)
         per_row = bins // rows
-        places = (Place(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
+        places = (PackedPrompt(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
         return Packing(per_row * size, size, tuple(places))
 
 
@@ -98,7 +98,7 @@ def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[i
 
     Like ones lie together where that needs hardly more: slots leave when all of theirs are done.
     """
-    even = dealt(tokens, bins)
+    even = evenly_spread(tokens, bins)
     size, best = min((_longest(where, tokens), where) for where in (lying, even))
     if alike:
         lengths = np.array(tokens)
@@ -112,7 +112,7 @@ def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[i
     return size, best
 
 
-def dealt(tokens: list[int], bins: int) -> Lying:
+def evenly_spread(tokens: list[int], bins: int) -> Lying:
     """Bin and offset of each, longest first, each into the emptiest bin."""
     fill = [(0, number) for number in range(bins)]
     where = [(0, 0)] * len(tokens)
@@ -127,7 +127,7 @@ def _longest(where: Lying, tokens: list[int]) -> int:
     return max(offset + length for (_, offset), length in zip(where, tokens, strict=True))
 
 
-def queue_of(sequences: Iterable[Sequence]) -> QueueArrays:
+def queue_of(sequences: Iterable[SequenceState]) -> QueueArrays:
     """The queue of these sequences."""
     rows = [(s.num_packed_tokens, math.inf if s.deadline is None else s.deadline, s.weight) for s in sequences]
     tokens, deadlines, weights = np.array(rows, dtype=float).reshape(-1, 3).T

@@ -20,6 +20,21 @@ class Schedule:
     order: str = "fcfs"
     """Who of those that wait goes first (see `exeplan.core.queue_order`)."""
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Batches in flight on a pipeline, each with its own requests; the variable `micro_batches` of any policy."""
+        return self.variables.get("micro_batches", 1)
+
+    @property
+    def prefill_batch(self) -> int | None:
+        """Requests of one prefill, where the schedule plans them; the variable `prefill_batch` of some policies."""
+        return self.variables.get("prefill_batch")
+
+    @property
+    def lead_seconds(self) -> float:
+        """How long before its deadline a request must have started; the variable `lead_ms` of any order."""
+        return self.variables.get("lead_ms", 0) / 1000
+
     def __getitem__(self, name: str) -> int:
         return self.variables[name]
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.core.bounds import fullest, scaled
+from exeplan.core.bounds import binding, scaled
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.drift.best_plan import STEP, best_plan
@@ -281,7 +281,7 @@ def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float |
 
 def _share(problem: Problem, estimate: Estimate) -> float:
     """How full the fullest bound is; 0 where nothing is bounded."""
-    full = fullest(problem.bounds, estimate)
+    full = binding(problem.bounds, estimate)
     return full[1] if full else 0.0
 
 

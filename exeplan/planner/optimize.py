@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from exeplan.core.bounds import fullest, scaled, shares
+from exeplan.core.bounds import binding, scaled, utilizations
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
 from exeplan.core.plan import as_json as plan_json
@@ -34,7 +34,7 @@ from exeplan.units import show_bytes
 
 _RETRIES = 8
 _MISJUDGED, _GIVEN_UP = 1.1, 2
-"""Latency of a replay over the closed form's from which its placement and filling are given up, so many at most."""
+"""Latency of a replay over the closed form's from which its variant is given up, so many at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +127,17 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
     assert winner.estimate is not None
     if problem.cluster is None or problem.arrivals:
         return False
-    pairs = zip(shares(problem.bounds, replayed), shares(problem.bounds, winner.estimate), strict=True)
+    pairs = zip(utilizations(problem.bounds, replayed), utilizations(problem.bounds, winner.estimate), strict=True)
     return any(full > _MISJUDGED * predicted for full, predicted in pairs)
 
 
 def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
     """How full each bound is: by the replay and, with a margin, by the closed form with it."""
     assert winner.estimate is not None
-    filled = shares(problem.bounds, replayed)
+    filled = utilizations(problem.bounds, replayed)
     if margin is None:
         return filled
-    predicted = shares(problem.bounds, winner.estimate)
+    predicted = utilizations(problem.bounds, winner.estimate)
     return [max(full, share * (1 + value)) for full, share, value in zip(filled, predicted, margin.values, strict=True)]
 
 
@@ -151,8 +151,8 @@ def _refuse_rate(
 ) -> None:
     """Raises Infeasible for a rate that nothing sustains; returns where the bounds alone are what nothing keeps."""
     if problem.arrivals and replays:
-        schedule, replayed = min(replays, key=lambda pair: max(shares(problem.bounds, pair[1])))
-        bound, share = fullest(problem.bounds, replayed) or (problem.bound, 0.0)
+        schedule, replayed = min(replays, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
+        bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
         if share > 1:
             raise burst(problem, schedule, bound, share * bound.seconds)
     most = max(candidates.values(), key=_sustained)
@@ -189,7 +189,7 @@ def _last_resort(
     estimate = placed.estimate(schedule)  # Refuses a rate beyond it, which takes long to replay.
     run, replayed = replay_estimate(placed, schedule, seed=seed)
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
-    predicted = shares(problem.bounds, estimate)
+    predicted = utilizations(problem.bounds, estimate)
     filled = [max(pair) for pair in zip(predicted, _filled(problem, winner, replayed, margin), strict=True)]
     if max(filled) > 1:
         bound = problem.bounds[filled.index(max(filled))]
@@ -247,7 +247,7 @@ def _optimum(
 def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
     if margin is None:
         return {}
-    kept = {bound.about: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
+    kept = {bound.metric: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
     return {"risk": margin.risk, "margin": kept, "source": margin.source}
 
 

@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exeplan.core.bounds import Bound, fullest
+from exeplan.core.bounds import Bound, binding
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.schedule import Estimate
 from exeplan.errors import InputError
@@ -51,7 +51,7 @@ class Simulation:
     @property
     def broken_bound(self) -> Bound | None:
         """The binding bound, where the replay breaks it."""
-        found = fullest(self.problem.bounds, self.replay)
+        found = binding(self.problem.bounds, self.replay)
         return found[0] if found is not None and found[1] > 1 else None
 
     @property

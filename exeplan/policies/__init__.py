@@ -13,7 +13,7 @@ from typing import cast
 
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.policies.interface import Policy
+from exeplan.policies.interface import PassLimits, Policy
 
 
 @cache
@@ -29,6 +29,11 @@ def policy_names() -> tuple[str, ...]:
     """All policies, sorted."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return tuple(sorted(name.replace("_", "-") for name in names if not name.startswith("_") and name != "interface"))
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """The largest pass that the schedule allows, as its policy says."""
+    return load_policy(schedule.policy).pass_limits(schedule)
 
 
 def check_schedule(schedule: Schedule) -> None:

@@ -29,7 +29,7 @@ Seconds = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GroupGate:
     """Opens `openings` times, `gap` seconds apart, and again every `round` seconds."""
 
     round: float
@@ -66,7 +66,7 @@ class Prefills:
     """Variance over squared mean of the seconds of a batch."""
 
 
-def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: Gate | None = None) -> Circulation:
+def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: GroupGate | None = None) -> Circulation:
     """The batches one after the other, over and over.
 
     A place is free `delay` seconds after its batch has left the last stage, or when the gate opens after that.

@@ -14,7 +14,7 @@ from exeplan.core.batch import Batch
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
 from exeplan.policies._variables import require, slot_share
-from exeplan.policies.interface import Knob, Queue
+from exeplan.policies.interface import Knob, PassLimits, Queue, Stateless
 from exeplan.workload.workload import Workload
 
 
@@ -38,11 +38,19 @@ def completed(variables: Mapping[str, int], workload: Workload) -> dict[str, int
     return {"prefill_batch": max(1, round(variables["decode_batch"] / workload.mean_output)), **variables}
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["decode_batch"], prompts=schedule["prefill_batch"])
+
+
 def starts_together(schedule: Schedule) -> int:
     return schedule["prefill_batch"]
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """Prefill while the limit lets a whole batch in; decode with the group that has been back longest."""
     return _prefill(schedule, queue) if phase == "prefill" else _decode(schedule, queue)
 
@@ -69,10 +77,10 @@ def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
 
 def _decode(schedule: Schedule, queue: Queue) -> Batch | None:
     groups = len(queue.groups)
-    for number in queue.turns:
+    for number in queue.group_order:
         if number not in queue.busy:
             rows = queue.groups[number]
-            queue.join_ready(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
+            queue.add_ready_to_group(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
             if rows:
                 return Batch(decode=tuple(rows), group=number, phase="decode")
     return None

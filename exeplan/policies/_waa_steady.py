@@ -24,8 +24,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.policies._circulation import Gate, Prefills, circulate, prefills
-from exeplan.policies._variables import micro_batches
+from exeplan.policies._circulation import GroupGate, Prefills, circulate, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
@@ -72,7 +71,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
 def _passes(schedule: Schedule, workload: Workload, law: DecodeLaw, places: int) -> Cycle:
     """One prefill, and decode iterations of groups from one row to as many as there are slots."""
     batch, slots, comb = schedule["prefill_batch"], schedule["decode_batch"], law.comb(1)
-    rows = 1.0 + (slots / min(micro_batches(schedule), slots) - 1.0) * np.linspace(0.0, 1.0, _SIZES) ** 2
+    rows = 1.0 + (slots / min(schedule.num_micro_batches, slots) - 1.0) * np.linspace(0.0, 1.0, _SIZES) ** 2
     return Cycle(
         num_prefill=np.concatenate([[batch], 0.0 * rows]),
         num_decode=np.concatenate([[0.0], rows]),
@@ -106,7 +105,7 @@ class _Decodes:
     @classmethod
     def of(cls, schedule: Schedule, law: DecodeLaw, rows: Floats, seconds: Floats) -> "_Decodes":
         slots = schedule["decode_batch"]
-        groups = min(micro_batches(schedule), slots)
+        groups = min(schedule.num_micro_batches, slots)
         return cls(
             slots=slots,
             groups=groups,
@@ -187,7 +186,7 @@ def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, handover
     balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
     probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
     gates = [
-        Gate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
+        GroupGate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
     ]
     runs = [circulate(line.batches, places, handover, gate) for gate in gates]
     rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))

@@ -22,9 +22,8 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings as plain_fillings
-from exeplan.policies._variables import micro_batches, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies._variables import micro_batchings, require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -43,7 +42,7 @@ _LENGTHS = 16
 def check(schedule: Schedule) -> None:
     optional = ("micro_batches", "max_num_prefills")
     require(schedule, "max_num_seqs", "max_num_batched_tokens", optional=optional)
-    groups, budget = micro_batches(schedule), schedule["max_num_batched_tokens"]
+    groups, budget = schedule.num_micro_batches, schedule["max_num_batched_tokens"]
     slots = slot_share(schedule["max_num_seqs"], groups, 0)
     if slots > budget:
         raise InputError(
@@ -57,10 +56,10 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """Micro-batches, and tokens a pass: which number of them is best hangs on the device, not on the bound alone."""
     return tuple(
-        {**filling, "max_num_batched_tokens": budget} for filling in plain_fillings(num_stages) for budget in _BUDGETS
+        {**values, "max_num_batched_tokens": budget} for values in micro_batchings(num_stages) for budget in _BUDGETS
     )
 
 
@@ -68,6 +67,14 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     """No more slots than a pass has tokens."""
     most = variables["max_num_batched_tokens"] * variables.get("micro_batches", 1)
     return Schedule("chunked", {**variables, "max_num_seqs": min(variables["max_num_seqs"], most)})
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(
+        decode_rows=schedule["max_num_seqs"],
+        prompts=schedule["max_num_seqs"],
+        tokens=schedule["max_num_batched_tokens"],
+    )
 
 
 def starts_together(schedule: Schedule) -> int:
@@ -83,7 +90,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     """
     shift = 1.0 if clock.first_token_from_prefill else 0.0
     steps = workload.mean_output + 1.0 - shift
-    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots, budget = schedule["max_num_seqs"] / groups, float(schedule["max_num_batched_tokens"])
     if cap := schedule.variables.get("max_num_prefills"):
         budget = min(budget, slots + cap * workload.mean_input)
@@ -107,7 +114,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=own.completed * groups / round_,
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
-        turn=round_ / groups,
+        admission_interval=round_ / groups,
     )
 
 
@@ -183,9 +190,13 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
     return np.maximum(1 + np.outer(_SPREAD, deviation), 0.0).ravel()
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
-    for number in queue.turns:
+    for number in queue.group_order:
         if number not in queue.busy and (batch := _pass_of(schedule, queue, number)):
             return batch
     return None

@@ -34,7 +34,7 @@ from exeplan.core.queue_order import (
     Pick,
     QueueArrays,
     das_of,
-    dealt,
+    evenly_spread,
     in_rows,
     in_slots,
     in_slots_of_their_own,
@@ -44,7 +44,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -77,7 +77,7 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """What a row is made of: which slot is best hangs on the lengths, not on the bound alone."""
     return tuple({"slots": slots, "slot_prompts": prompts} for slots in _SLOTS for prompts in _SLOT_PROMPTS)
 
@@ -94,6 +94,12 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
         given["rows"] = math.ceil(given["max_num_seqs"] / _capacity(workload.input_law, 1, row, slot))
     names = ("max_num_seqs", "rows", "row_tokens", "slot_tokens", *ORDER_VARIABLES)
     return Schedule("concat", {name: given[name] for name in names if name in given})
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """Rows limit tokens, not requests, and a request longer than a row runs alone."""
+    most = schedule.variables.get("max_num_seqs")
+    return PassLimits(decode_rows=most, prompts=most)
 
 
 def starts_together(schedule: Schedule) -> int:
@@ -137,7 +143,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=throughput,
         latency=partial(latency, through[0], np.cumsum(through)[1:], first_tokens),
-        turn=batch / throughput,
+        admission_interval=batch / throughput,
     )
 
 
@@ -173,7 +179,7 @@ def _held(prompts: LengthLaw, batch: float, slots: int) -> _Held:
     """Of a batch of even draws that is dealt out to the slots; of a few of them where there are many."""
     some = min(slots, _COUNTED_SLOTS)
     tokens = _drawn(prompts, max(round(batch * some / slots), 1))
-    where = dealt(tokens.tolist(), some)
+    where = evenly_spread(tokens.tolist(), some)
     fullest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
     longest = prompts.longest_of(batch)
     counts, times = np.unique(np.bincount([slot for slot, _ in where], minlength=some), return_counts=True)
@@ -207,7 +213,11 @@ def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -
     return np.minimum(rows, batch), np.minimum(context, batch * tokens)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The running batch to its end, then whoever the order packs into the rows."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))

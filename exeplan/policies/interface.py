@@ -1,16 +1,16 @@
-"""What a policy module offers, and what it sees: Policy, Knob, Cycle, Steady; Clock and Queue.
+"""What a policy module offers, and what it sees: Policy, State, Knob, Cycle, Steady; Clock and Queue.
 
 Not here: the lookup by name (`exeplan/policies/__init__.py`), and the scheduler behind `Queue`
 (`exeplan/scheduling/scheduler.py`).
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import abc
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
@@ -87,54 +87,113 @@ class Steady:
     """Requests a second."""
     latency: Callable[[Floats], Floats]
     """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
-    turn: float | None = None
+    admission_interval: float | None = None
     """Seconds between two admissions; None where that is the time it takes to serve those who start together."""
 
 
 class Queue(Protocol):
-    """What a policy sees of the scheduler: requests by state, and room in the KV cache."""
+    """What a policy sees of the scheduler: requests by state, and room in the KV cache. Nothing here can be set.
 
-    waiting: deque[Sequence]
-    """In order of arrival, preempted requests first."""
-    running: list[Sequence]
-    """Admitted, oldest first."""
-    groups: list[list[Sequence]]
-    """Running requests by the micro-batch in which they decode, oldest first."""
-    ready: list[Sequence]
-    """Prefilled on stages of their own and in no group yet, oldest first."""
-    busy: set[int]
-    """Groups in flight."""
-    turns: list[int]
-    """All groups, the least recently scheduled first."""
-    entered: list[int]
-    prefills_in_row: int
-    admitted_in_row: int
-    row_size: int | None
-    num_prefills_in_flight: int
-    num_handing_over: int
-    num_prefill_stages: int
-    whole_prompts: bool
-    pass_tokens: int | None
+    `rebalance` and `add_ready_to_group` are all that a policy may do to it.
+    """
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    @property
+    def waiting(self) -> Collection[SequenceState]:
+        """In order of arrival, preempted requests first."""
+
+    @property
+    def running(self) -> abc.Sequence[SequenceState]:
+        """Admitted, oldest first."""
+
+    @property
+    def groups(self) -> abc.Sequence[abc.Sequence[SequenceState]]:
+        """Running requests by the micro-batch in which they decode, oldest first."""
+
+    @property
+    def ready(self) -> abc.Sequence[SequenceState]:
+        """Prefilled on stages of their own and in no group yet, oldest first."""
+
+    @property
+    def busy(self) -> abc.Set[int]:
+        """Groups in flight."""
+
+    @property
+    def group_order(self) -> abc.Sequence[int]:
+        """All groups, the least recently scheduled first."""
+
+    @property
+    def num_prefills_in_flight(self) -> int:
+        """Batches in flight that prefill."""
+
+    @property
+    def num_handing_over(self) -> int:
+        """Requests admitted to the stages that prefill, and not ready yet."""
+
+    @property
+    def num_prefill_stages(self) -> int:
+        """Stages that prefill."""
+
+    @property
+    def whole_prompts(self) -> bool:
+        """No prompt can be cut, because an encoder attends to all of it at once."""
+
+    @property
+    def pass_tokens(self) -> int | None:
+        """Tokens that the device's memory can prefill at once; None where nothing limits them."""
+
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting requests, in the schedule's order, that fit into the free blocks: at most `limit`."""
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+    def first_waiting(self, limit: int) -> tuple[SequenceState, ...]:
         """The first `limit` waiting requests in the schedule's order, whether they fit or not."""
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first of these waiting requests that fit into the free blocks: at most `limit`."""
 
-    def turn(self) -> int | None:
-        """The group that has begun the fewest decode iterations; None when no group has requests."""
-
-    def deal(self) -> None:
+    def rebalance(self) -> None:
         """Splits the running requests into groups of nearly equal size; none may be in flight."""
 
-    def join_ready(self, group: int, limit: int) -> None:
+    def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest `ready` requests into a group, at most `limit`."""
+
+
+class State(Protocol):
+    """What a policy remembers between two batches. The scheduler keeps it, reads nothing of it, and tells it this.
+
+    A scheduler has one from `Policy.start`, and a plan switch begins with a new one.
+    """
+
+    def began(self, batch: Batch, times: int) -> None:
+        """The batch was scheduled so often in a row: this batch first, or once more."""
+
+    def drained(self) -> None:
+        """The last running request has left."""
+
+
+class Stateless:
+    """The State of a policy that remembers nothing: the Queue says all that it needs."""
+
+    def began(self, batch: Batch, times: int) -> None:
+        pass
+
+    def drained(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassLimits:
+    """The largest pass that a schedule allows; None where the schedule sets no limit."""
+
+    decode_rows: int | None
+    """Rows that decode in one pass, over all micro-batches."""
+    prompts: int | None
+    """Prompts prefilled in one pass."""
+    tokens: int | None = None
+    """Tokens of one pass, where the scheduling itself keeps to them."""
 
 
 class Policy(Protocol):
@@ -161,11 +220,14 @@ class Policy(Protocol):
         The first one says how large the batches may become: where requests come at a rate, it is what stays unfilled.
         """
 
-    def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
+    def enumerated(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
         """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
 
     def schedule(self, variables: Mapping[str, int], workload: Workload) -> Schedule:
         """The schedule of a point of the search: variables that follow from the others filled in."""
+
+    def pass_limits(self, schedule: Schedule) -> PassLimits:
+        """The largest pass that the schedule allows: what an engine measures, captures and keeps memory for."""
 
     def starts_together(self, schedule: Schedule) -> int:
         """Requests whose prefills belong together; a run holds many times that to say something about the mean."""
@@ -173,5 +235,8 @@ class Policy(Protocol):
     def steady_state(self, schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
         """The steady state under a backlog, on the clock's stages."""
 
-    def next_batch(self, schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+    def start(self, schedule: Schedule, num_groups: int) -> State:
+        """The state before the first batch; `Stateless()` for a policy that has none."""
+
+    def next_batch(self, schedule: Schedule, queue: Queue, state: State, phase: str) -> Batch | None:
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""

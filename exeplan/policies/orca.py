@@ -19,9 +19,10 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.schedule import Schedule
+from exeplan.policies import _variables
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings, micro_batches, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies._variables import require, slot_share
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -32,7 +33,7 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+enumerated = _variables.micro_batchings
 
 
 def check(schedule: Schedule) -> None:
@@ -48,6 +49,10 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("orca", variables)
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["max_num_seqs"], prompts=schedule["max_num_seqs"])
+
+
 def starts_together(schedule: Schedule) -> int:
     return 1
 
@@ -59,7 +64,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     decodes, beside k ~ Binomial(b - 1, 1/mu) prefills of the others.
     """
     steps = workload.mean_output + (0.0 if clock.first_token_from_prefill else 1.0)  # Iterations of a request.
-    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots = schedule["max_num_seqs"] / groups
     prefills, probability = _binomial(slots, 1.0 / steps)
     others, seen = _binomial(slots - 1, 1.0 / steps)
@@ -94,7 +99,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=slots * groups / (steps * round_),
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
-        turn=round_ / groups,
+        admission_interval=round_ / groups,
     )
 
 
@@ -108,10 +113,14 @@ def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
     return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: fill its free slots from the queue and run everybody in it."""
     groups = len(queue.groups)
-    for number in queue.turns:
+    for number in queue.group_order:
         if number in queue.busy:
             continue
         running = queue.groups[number]

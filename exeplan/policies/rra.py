@@ -24,11 +24,12 @@ from functools import lru_cache, partial
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence, balanced_part
+from exeplan.core.batch import Batch, SequenceState, balanced_part
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _adjustment
-from exeplan.policies._variables import fillings, micro_batches, require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies import _adjustment, _rounds, _variables
+from exeplan.policies._rounds import Rounds
+from exeplan.policies._variables import require
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -39,7 +40,8 @@ FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+enumerated = _variables.micro_batchings
+start = _rounds.start
 
 
 def check(schedule: Schedule) -> None:
@@ -60,6 +62,15 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("rra", variables)
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """Requests stay for as many cycles as their outputs take: only a planned `decode_batch` says how many decode."""
+    return PassLimits(
+        decode_rows=schedule.variables.get("decode_batch"),
+        prompts=schedule["prefill_batch"],
+        tokens=schedule.variables.get("max_num_batched_tokens"),
+    )
+
+
 def starts_together(schedule: Schedule) -> int:
     return schedule["prefill_batch"]
 
@@ -70,7 +81,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     The passes: the mean and the fullest prefill, the N_D iterations, and the same N_D as a request on board sees them,
     for latency only.
     """
-    batch, steps, groups = schedule["prefill_batch"], schedule["decode_steps"], micro_batches(schedule)
+    batch, steps, groups = schedule["prefill_batch"], schedule["decode_steps"], schedule.num_micro_batches
     shares = _shares(workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill), steps)
     comb = shares.comb
     somebody = -np.expm1(batch * comb.log_empty)
@@ -177,37 +188,42 @@ def _latency(timeline: _Timeline, first_tokens: float, output_tokens: Floats) ->
     return np.where(decodes > 0, timeline.until_decode + full * cycle + rest, timeline.own_prefill)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
-    """Prefill when every group has begun its N_D decode iterations, or when nobody is left to decode."""
-    groups, under_way = micro_batches(schedule), queue.prefills_in_row > 0
-    turn = queue.turn()
-    if queue.waiting and (under_way or turn is None or queue.entered[turn] >= schedule["decode_steps"]):
-        limit = schedule.variables.get("max_num_batched_tokens")
-        parts = max(groups - queue.prefills_in_row, 1 if limit else 0)
-        if parts > 0 and (admitted := _admitted(schedule, queue)):
+def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> Batch | None:
+    """Prefill when every group has begun its N_D decode iterations, or when no request is left to decode."""
+    limit = schedule.variables.get("max_num_batched_tokens")
+    if queue.waiting and _prefills_now(schedule, queue, state):
+        parts = max(schedule.num_micro_batches - state.consecutive_prefills, 1 if limit else 0)
+        if parts > 0 and (admitted := _admitted(schedule, queue, state)):
             part = balanced_part(admitted, min(parts, len(admitted)))
             return Batch(prefill=_within(part, limit) if limit else part)
     if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
-    if under_way:
-        queue.deal()
-        turn = queue.turn()
-    if turn is None or turn in queue.busy:
+    if state.consecutive_prefills:
+        queue.rebalance()
+    group = state.next_group(queue)
+    if group is None or group in queue.busy:
         return None
-    return Batch(decode=tuple(queue.groups[turn]), group=turn)
+    return Batch(decode=tuple(queue.groups[group]), group=group)
 
 
-def _admitted(schedule: Schedule, queue: Queue) -> tuple[Sequence, ...]:
-    """Who is still to be prefilled before decoding goes on."""
+def _prefills_now(schedule: Schedule, queue: Queue, state: Rounds) -> bool:
+    group = state.next_group(queue)
+    if state.consecutive_prefills or group is None:
+        return True
+    return state.iterations_since_prefill[group] >= schedule["decode_steps"]
+
+
+def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[SequenceState, ...]:
+    """The requests that are still to be prefilled before decoding goes on."""
     size = schedule["prefill_batch"]
     if "adjust_percent" in schedule.variables:
-        if queue.row_size is None:
-            queue.row_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
-        size = queue.row_size
-    return queue.admissible(size - queue.admitted_in_row)
+        if state.phase_size is None:
+            state.phase_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
+        size = state.phase_size
+    return queue.admissible(size - state.num_admitted)
 
 
-def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:
+def _within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:
     """The first rows that have at most so many tokens together; one at least."""
     tokens = np.cumsum([row.num_tokens for row in rows])
     return rows[: max(1, int(np.searchsorted(tokens, limit, side="right")))]

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
 from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -48,13 +48,17 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("batch_size", tuple(size for size in _SIZES if size <= max_seqs)),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """What a batch costs beside its prompts: which figure is best hangs on the device and on the outputs."""
     return tuple({"overhead_tokens": tokens} for tokens in _OVERHEADS)
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("turbo", variables)
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
 
 
 def starts_together(schedule: Schedule) -> int:
@@ -83,7 +87,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds[fullest],
         throughput=int(counts.sum()) / sum(times),
         latency=lambda tokens: np.asarray(sum(w * own(tokens) for w, own in zip(weights, latencies, strict=True))),
-        turn=float(np.mean(times)),
+        admission_interval=float(np.mean(times)),
     )
 
 
@@ -130,11 +134,15 @@ def _cycle(group: _Group, timed: Ints) -> Cycle:
     )
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The running batch to its end, then that of the lengths of whoever is first."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))
-    ahead = queue.ahead(_ahead(schedule["batch_size"]))
+    ahead = queue.first_waiting(_ahead(schedule["batch_size"]))
     if not ahead:
         return None
     alike = queue.fitting(_alike(ahead, schedule), limit=schedule["batch_size"], reserve=True)
@@ -149,7 +157,7 @@ def _overhead(schedule: Schedule) -> int:
     return schedule.variables.get("overhead_tokens", _OVERHEADS[0])
 
 
-def _alike(ahead: tuple[Sequence, ...], schedule: Schedule) -> list[Sequence]:
+def _alike(ahead: tuple[SequenceState, ...], schedule: Schedule) -> list[SequenceState]:
     """The batch that holds the first, with it in front."""
     by_length = sorted(range(len(ahead)), key=lambda number: (ahead[number].num_prompt_tokens, number))
     lengths = np.array([ahead[number].num_prompt_tokens for number in by_length])

@@ -7,9 +7,7 @@ many GPUs that the memories of both kinds of stages are equally full. What both 
 from collections.abc import Mapping
 
 from exeplan.core.schedule import Schedule
-from exeplan.policies._variables import fillings
-from exeplan.policies._waa import check, completed, knobs, next_batch, starts_together
-from exeplan.policies._waa_steady import steady_state
+from exeplan.policies import _variables, _waa, _waa_steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -18,9 +16,16 @@ PADS_PROMPTS = False
 FOR_DEADLINES = False
 SPLIT_BY = "memory"
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+check = _waa.check
+knobs = _waa.knobs
+enumerated = _variables.micro_batchings
+pass_limits = _waa.pass_limits
+starts_together = _waa.starts_together
+steady_state = _waa_steady.steady_state
+start = _waa.start
+next_batch = _waa.next_batch
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     """The schedule with these control variables; the prefill batch follows from the decode batch."""
-    return Schedule("waa-m", completed(variables, workload))
+    return Schedule("waa-m", _waa.completed(variables, workload))

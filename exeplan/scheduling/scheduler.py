@@ -27,12 +27,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, Sequence, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, SequenceState, num_blocks_for
 from exeplan.core.queue_order import das_of, queue_of, ranking
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
-from exeplan.policies.interface import Policy
+from exeplan.policies.interface import Policy, State
 
 
 class Scheduler:
@@ -64,30 +64,24 @@ class Scheduler:
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
         self.pass_tokens = pass_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[SequenceState] = deque()
         """In order of arrival, those that were preempted before them."""
         self._next_deadline = math.inf
         """No waiting sequence that has not begun has an earlier one."""
-        self.running: list[Sequence] = []
+        self.running: list[SequenceState] = []
         """Admitted sequences, oldest first."""
-        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
+        self.groups: list[list[SequenceState]] = [[] for _ in range(schedule.num_micro_batches)]
         """Running sequences by the micro-batch in which they decode, oldest first."""
-        self.ready: list[Sequence] = []
+        self.ready: list[SequenceState] = []
         """Handed over to the stages that decode, and in no group yet; oldest first."""
         self.num_handing_over = 0
         """Admitted to the stages that prefill, and not ready yet."""
         self.busy: set[int] = set()
         """Groups that are under way."""
-        self.turns = list(range(len(self.groups)))
+        self.group_order = list(range(len(self.groups)))
         """All groups, the one that was scheduled longest ago first."""
-        self.entered = [0] * len(self.groups)
-        """Decode iterations that each group has begun since the last prefill was."""
-        self.prefills_in_row = 0
-        """Batches with prefills since the last one without."""
-        self.admitted_in_row = 0
-        """Sequences in them."""
-        self.row_size: int | None = None
-        """How many there shall be, where a policy has decided that when the row began."""
+        self.state: State = self.policy.start(schedule, len(self.groups))
+        """The policy's own; it is told what was scheduled, and read by the policy alone."""
         self.num_prefills_in_flight = 0
         """Batches with prefills that are under way."""
         self.num_admissions = 0
@@ -98,7 +92,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Something that runs, or is handed over, will come back without anything being scheduled."""
         return bool(self.busy or self.num_handing_over)
 
@@ -108,7 +102,7 @@ class Scheduler:
         needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
         return needed > self.free_blocks
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         self.check(sequence)
         self.waiting.append(sequence)
@@ -120,12 +114,12 @@ class Scheduler:
         """Whether anybody who waits may expire."""
         return math.isfinite(self._next_deadline)
 
-    def expire(self, now: float) -> list[Sequence]:
+    def expire(self, now: float) -> list[SequenceState]:
         """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
 
         The time left ends at the deadline, or `lead_ms` before it where the schedule says so: what a request needs.
         """
-        latest = now + self.schedule.variables.get("lead_ms", 0) / 1000
+        latest = now + self.schedule.lead_seconds
         if latest <= self._next_deadline:
             return []
         due = [(s.deadline, s) for s in self.waiting if s.deadline is not None and not s.begun]
@@ -134,14 +128,14 @@ class Scheduler:
         self._leave_queue(expired)
         return expired
 
-    def _leave_queue(self, sequences: Iterable[Sequence]) -> None:
+    def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
         gone = {id(s) for s in sequences}
         while self.waiting and id(self.waiting[0]) in gone:
             gone.discard(id(self.waiting.popleft()))
         if gone:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: SequenceState) -> None:
         """Raises InputError when cache or device could not hold the sequence even alone."""
         needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         if needed > self.num_blocks:
@@ -156,14 +150,16 @@ class Scheduler:
                 f"{self.pass_tokens} that the device's memory can prefill at once"
             )
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Drops a sequence wherever it is and frees its blocks at once."""
         if sequence in self.running:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting sequences, in the schedule's order, that fit into the free blocks: at most `limit`.
 
         With `max_tokens` no more follow once those chosen have so many tokens, be the last of them cut.
@@ -174,18 +170,18 @@ class Scheduler:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+    def first_waiting(self, limit: int) -> tuple[SequenceState, ...]:
         """The first so many waiting sequences in the schedule's order, whether they fit or not."""
         return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first of these waiting sequences as `admissible` counts them, who come in the order that is wanted."""
         room = self.free_blocks
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
-        chosen: list[Sequence] = []
+        chosen: list[SequenceState] = []
         longest = total = 0
         for sequence in sequences:
             longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
@@ -200,7 +196,7 @@ class Scheduler:
                 max_tokens -= sequence.num_tokens
         return tuple(chosen)
 
-    def _ranked(self, limit: int) -> Iterable[Sequence]:
+    def _ranked(self, limit: int) -> Iterable[SequenceState]:
         """The waiting sequences in the schedule's order, behind those that have begun already."""
         if self.schedule.order == "fcfs":
             return self.waiting
@@ -215,28 +211,23 @@ class Scheduler:
         )
         return chain(begun, (fresh[number] for number in rank))
 
-    def deal(self) -> None:
-        """Deals the running sequences out into groups of nearly equal size; none may be under way."""
+    def rebalance(self) -> None:
+        """Splits the running sequences into groups of nearly equal size; none may be in flight."""
         assert not self.busy
         for number in range(len(self.groups)):
             self.groups[number] = self.running[number :: len(self.groups)]
             for sequence in self.groups[number]:
                 sequence.group = number
 
-    def turn(self) -> int | None:
-        """The group with sequences that has begun the fewest decode iterations; None when there is none."""
-        turns = [(entered, number) for number, entered in enumerate(self.entered) if self.groups[number]]
-        return min(turns)[1] if turns else None
-
     def next_batch(self, phase: str = "") -> Batch | None:
         """What to run now, with its blocks taken; None when nothing can run before a batch under way is complete."""
-        batch: Batch | None = self.policy.next_batch(self.schedule, self, phase)
+        batch: Batch | None = self.policy.next_batch(self.schedule, self, self.state, phase)
         if batch is None:
             return None
         decode = self._grow(batch.decode)
         admitted = self._admit(batch)
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
-            return self.next_batch(phase) if self.has_work and not self.under_way else None
+            return self.next_batch(phase) if self.has_work and not self.in_flight else None
         chunks = batch.chunks[: len(admitted)]
         batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
         if batch.packing:
@@ -262,7 +253,7 @@ class Scheduler:
         for row in batch.decode:
             if not row.finished:
                 row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens + count - 1))
-        self.entered[batch.group] += count - 1
+        self.state.began(batch, count - 1)
 
     def _growth(self, batch: Batch, count: int) -> int:
         """Blocks that the rows need beyond those they have, to be scheduled so many times in a row."""
@@ -272,7 +263,7 @@ class Scheduler:
             if not row.finished
         )
 
-    def complete(self, batch: Batch) -> list[Sequence]:
+    def complete(self, batch: Batch) -> list[SequenceState]:
         """Books a batch that has run. Returns the sequences that left and freed their blocks."""
         for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
             row.num_computed_tokens = 0 if chunk.last else chunk.end
@@ -305,20 +296,15 @@ class Scheduler:
     def _begin(self, batch: Batch) -> None:
         if batch.phase != "prefill":
             self.busy.add(batch.group)
-            self.turns.remove(batch.group)
-            self.turns.append(batch.group)
+            self.group_order.remove(batch.group)
+            self.group_order.append(batch.group)
         for row in batch.prefill + batch.decode:
             row.in_flight = True
         if batch.prefill:
             self.num_prefills_in_flight += 1
-            self.prefills_in_row += 1
-            self.admitted_in_row += len(batch.prefill)
-            self.entered = [0] * len(self.groups)
-        else:
-            self.end_row()
-            self.entered[batch.group] += 1
+        self.state.began(batch, 1)
 
-    def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+    def _grow(self, rows: tuple[SequenceState, ...]) -> tuple[SequenceState, ...]:
         """The rows that have room for one more token; younger ones are preempted for it."""
         short = [s for s in rows if s.num_prompt_tokens + s.num_output_tokens > s.num_blocks * BLOCK_SIZE]
         if not short:
@@ -337,13 +323,13 @@ class Scheduler:
             if needed <= self.free_blocks:
                 sequence.num_blocks += max(needed, 0)
                 self.free_blocks -= max(needed, 0)
-            elif not self.under_way:
+            elif not self.in_flight:
                 self._preempt(sequence)
         return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
 
-    def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
-        admitted: list[Sequence] = []
-        fresh: list[Sequence] = []
+    def _admit(self, batch: Batch) -> tuple[SequenceState, ...]:
+        admitted: list[SequenceState] = []
+        fresh: list[SequenceState] = []
         begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
         for sequence in batch.prefill:
             if id(sequence) in begun:
@@ -362,34 +348,34 @@ class Scheduler:
             if self.policy.SEPARATE_STAGES:
                 self.num_handing_over += 1
             else:
-                self.join(sequence, batch.group)
+                self.add_to_group(sequence, batch.group)
             admitted.append(sequence)
             fresh.append(sequence)
         self._leave_queue(fresh)
         return tuple(admitted)
 
-    def join(self, sequence: Sequence, group: int) -> None:
+    def add_to_group(self, sequence: SequenceState, group: int) -> None:
         """Puts a running sequence into a group."""
         sequence.group = group
         self.groups[group].append(sequence)
 
-    def join_ready(self, group: int, limit: int) -> None:
+    def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest that are ready into a group, at most `limit`."""
         for sequence in self.ready[:limit]:
-            self.join(sequence, group)
+            self.add_to_group(sequence, group)
         del self.ready[:limit]
 
-    def _youngest_idle(self) -> Sequence | None:
+    def _youngest_idle(self) -> SequenceState | None:
         return next((s for s in reversed(self.running) if not s.in_flight), None)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._leave(sequence)
         sequence.num_computed_tokens = 0
         sequence.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         if sequence in self.groups[sequence.group]:
             self.groups[sequence.group].remove(sequence)
@@ -400,15 +386,10 @@ class Scheduler:
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
         if not self.running:
-            self.end_row()
-
-    def end_row(self) -> None:
-        """The next prefill is the first of a new row."""
-        self.prefills_in_row = self.admitted_in_row = 0
-        self.row_size = None
+            self.state.drained()
 
 
-def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
+def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
     """The packing of those who were admitted, who learn their slots."""
     packing = replace(packing, places=packing.places[: len(admitted)])
     for sequence, slot in zip(admitted, packing.slots, strict=True):
@@ -416,5 +397,5 @@ def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
     return packing
 
 
-def _reserved(sequence: Sequence) -> int:
+def _reserved(sequence: SequenceState) -> int:
     return num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)

@@ -1,6 +1,6 @@
 """Requests that come at a rate instead of waiting in a backlog: when they come, and how many are there at a time.
 
-    turn        seconds between two admissions, over which arrivals are evenly spread: a cycle, an iteration
+    admission_interval  seconds between two admissions, over which arrivals are evenly spread
     residents   how many are there at a time: a birth-and-death chain; `simulator/at_rate.py` makes times of it
 
 The search asks which schedule carries the highest rate within the bounds with its batches full, turn included, as that
@@ -57,14 +57,14 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Between arrival and the start of the prefill: `queue` seconds, and evenly spread up to `turn` more."""
+    """From arrival to the start of the prefill: `queue` seconds, and uniformly up to `admission_interval` more."""
 
     queue: float = 0.0
-    turn: float = 0.0
+    admission_interval: float = 0.0
 
     @property
     def mean(self) -> float:
-        return self.queue + self.turn / 2
+        return self.queue + self.admission_interval / 2
 
 
 def check_rate(rate: object) -> float:

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner

@@ -19,8 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE

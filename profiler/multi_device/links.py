@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined] # it is not in their __all__
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.layer_costs import activation_bytes
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Stage

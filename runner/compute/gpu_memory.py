@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Sequence, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -114,9 +114,9 @@ def run_passes(runner: ModelRunner, num_tokens: int, num_rows: int) -> None:
             runner.free(row.request_id)
 
 
-def _row(spec: ModelSpec, request_id: str, num_tokens: int, *, decodes: bool = False) -> Sequence:
+def _row(spec: ModelSpec, request_id: str, num_tokens: int, *, decodes: bool = False) -> SequenceState:
     begin = 1 if decodes or spec.is_encoder_decoder else 0
-    row = Sequence(request_id=request_id, num_prompt_tokens=num_tokens + begin, max_output_tokens=1)
+    row = SequenceState(request_id=request_id, num_prompt_tokens=num_tokens + begin, max_output_tokens=1)
     row.num_blocks = num_blocks_for(row.num_tokens)
     return row
 

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from exeplan.core.batch import Batch, Chunk, Packing, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, Chunk, Packing, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.kernels.linear import packs
 from exeplan.kernels.select import Kernels, kernels_for

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, SequenceState, num_blocks_for
+from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.units import show_bytes
 
@@ -32,7 +31,7 @@ def make_ready(
     *,
     phase: str = "",
     shown: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> None:
     """Tunes the kernels for the passes of a phase, and records the decode iterations of up to so many rows.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
-from exeplan.core.batch import Batch, Chunk, Packing, Place
+from exeplan.core.batch import Batch, Chunk, PackedPrompt, Packing
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.kv_regions import Parcel
 from exeplan.runner.engine.requests import Row, as_rows
@@ -138,7 +138,7 @@ def _packing(fields: Sequence[Any] | None) -> Packing | None:
     if fields is None:
         return None
     row_tokens, slot_tokens, places = fields
-    return Packing(row_tokens, slot_tokens, tuple(Place(*place) for place in places))
+    return Packing(row_tokens, slot_tokens, tuple(PackedPrompt(*place) for place in places))
 
 
 def sampling_from(fields: Mapping[str, Any]) -> SamplingParams:

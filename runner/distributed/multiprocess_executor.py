@@ -17,7 +17,7 @@ from typing import Any
 from exeplan.core.batch import Batch
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Placement
-from exeplan.progress import OnProgress, untold
+from exeplan.progress import OnProgress, no_progress
 from exeplan.runner.compute.kv_budget import Room
 from exeplan.runner.compute.loading_bar import LoadingBar
 from exeplan.runner.distributed.batch_messages import batch_message, beginning, parcel_message, row_message, tokens_from
@@ -64,7 +64,7 @@ class Workers:
         deadline_seconds: float,
         timeline: TimelineFile | None = None,
         on_loss: Callable[[], None] = lambda: None,
-        on_progress: OnProgress = untold,
+        on_progress: OnProgress = no_progress,
         hosts: Hosts | None = None,
     ) -> None:
         """`on_loss` is called, in some thread, when a worker has died: `results` raises then.

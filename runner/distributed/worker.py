@@ -174,7 +174,7 @@ class Worker:
                 self._receiver.start(self._arrived, reports.fail)
         if self._runner.kernels is not None:
             schedule = schedule_of(setup)
-            rows = -(-most_rows(schedule) // schedule.variables.get("micro_batches", 1))
+            rows = -(-most_rows(schedule) // schedule.num_micro_batches)
             make_ready(self._runner, rows, phase=stage.phase)
 
     @torch.inference_mode()

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from exeplan.core.batch import BLOCK_SIZE, Batch
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.drift.length_monitor import MOST_KEPT, Seen
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
@@ -33,7 +33,7 @@ from exeplan.runner.engine.requests import Output, Request, Row, as_rows
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
 from exeplan.scheduling.scheduler import Scheduler
-from exeplan.scheduling.takeover import keepable, take_over
+from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 MAX_CRASHES = 2
 """A request that was running when workers died so often is not tried again: it may be the reason."""
@@ -186,7 +186,7 @@ class Engine:
         after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
         for row in (*before.running, *before.waiting):
             after.check(row)
-        kept = _rows(keepable(after, before))
+        kept = _rows(can_keep_blocks(after, before))
         if executor is not None:
             with contextlib.closing(Carried()) as carried:
                 if kv_dtype:
@@ -195,7 +195,7 @@ class Engine:
                 self._exchange(executor, restore, carried)
                 room = self._executor.room
                 after = self._new_scheduler(schedule, room.num_blocks if room else after.num_blocks)
-                kept = carried.restore(self._executor, _rows(keepable(after, before)))
+                kept = carried.restore(self._executor, _rows(can_keep_blocks(after, before)))
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
         left = take_over(after, before, keep=kept)
         self._dismiss(left)
@@ -206,7 +206,7 @@ class Engine:
     def has_room_for(self, schedule: Schedule) -> bool:
         """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
         room = self._executor.room
-        return room is None or schedule.variables.get("max_num_batched_tokens", 0) <= room.pass_tokens
+        return room is None or (pass_limits(schedule).tokens or 0) <= room.pass_tokens
 
     def census(self) -> Census:
         """What is known of lengths; who left is told once."""
@@ -307,7 +307,7 @@ class Engine:
         except BaseException:
             self._executor = restore()
             before, self._scheduler = self._scheduler, self._same_scheduler()
-            kept = carried.restore(self._executor, _rows(keepable(self._scheduler, before)))
+            kept = carried.restore(self._executor, _rows(can_keep_blocks(self._scheduler, before)))
             self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 

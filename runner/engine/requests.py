@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import SequenceState
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.text_stream import TextStream
 

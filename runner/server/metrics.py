@@ -173,7 +173,7 @@ class ServeMetrics:
         if bounds and bounds[0].on_latency:
             yield from self._one("plan_latency_bound_seconds", "gauge", bounds[0].seconds)
         rows = {
-            "plan_bound_seconds": {bound.about: bound.seconds for bound in bounds},
+            "plan_bound_seconds": {bound.metric: bound.seconds for bound in bounds},
             "observed_share_within_bound": snapshot.within,
         }
         for name, values in rows.items():

@@ -42,7 +42,7 @@ def test_a_length_that_nobody_reached_has_no_latency() -> None:
 
 def test_the_p99_requests_latency_is_the_99th_percentile_of_all() -> None:
     records = [request(0.0, float(i)) for i in range(1, 102)]
-    estimate = summarize(records, p99_output=1, bound_about="p99-requests", backlog=False)
+    estimate = summarize(records, p99_output=1, bound_metric="p99-requests", backlog=False)
     assert estimate.latency == estimate.latency_p99 == pytest.approx(100.0)
     assert estimate.latency_p50 == pytest.approx(51.0)
 

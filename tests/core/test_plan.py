@@ -53,7 +53,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         workload="normal:in=128,81,256;out=128,68,320",
         fit_context=True,
         profile="demo.json",
-        bound=Bound(seconds=2.0, about="p99-requests"),
+        bound=Bound(seconds=2.0, metric="p99-requests"),
         dtype="float32",
         device="cpu",
         num_threads=2,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import kernels_for
@@ -106,7 +106,7 @@ def logits(runner: ModelRunner) -> torch.Tensor:
     sizes = (30, 47, 120)
     token_ids = {str(n): [(11 * n + 3 * place) % 199 for place in range(n + 1)] for n in sizes}
     rows = tuple(
-        Sequence(request_id=str(n), num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
+        SequenceState(request_id=str(n), num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
         for n in sizes
     )
     found = [runner.forward(Batch(prefill=rows), token_ids).clone()]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
@@ -17,8 +17,8 @@ PURE = Schedule("concat", {"rows": 2, "row_tokens": 12})
 SLOTTED = Schedule("concat", {"rows": 2, "row_tokens": 12, "slot_tokens": 4})
 
 
-def sequence(name: str, tokens: int, *, outputs: int = 2, deadline: float | None = None) -> Sequence:
-    return Sequence(request_id=name, num_prompt_tokens=tokens, max_output_tokens=outputs, deadline=deadline)
+def sequence(name: str, tokens: int, *, outputs: int = 2, deadline: float | None = None) -> SequenceState:
+    return SequenceState(request_id=name, num_prompt_tokens=tokens, max_output_tokens=outputs, deadline=deadline)
 
 
 def waiting(schedule: Schedule, *tokens: int, num_blocks: int = 1000) -> Scheduler:
@@ -28,7 +28,7 @@ def waiting(schedule: Schedule, *tokens: int, num_blocks: int = 1000) -> Schedul
     return scheduler
 
 
-def run(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
+def run(scheduler: Scheduler, batch: Batch) -> list[SequenceState]:
     """The batch yields its tokens. Returns who left."""
     for row in (*batch.prefill, *batch.decode):
         if not row.finished:

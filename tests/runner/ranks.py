@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as Row
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import ALONE, Group, Shard
@@ -32,9 +31,9 @@ def batches() -> Iterator[Batch]:
         yield Batch(prefill=rows(prefill), decode=rows(decode))
 
 
-def rows(outputs: dict[str, int]) -> tuple[Row, ...]:
+def rows(outputs: dict[str, int]) -> tuple[SequenceState, ...]:
     return tuple(
-        Row(
+        SequenceState(
             request_id=name,
             num_prompt_tokens=PROMPTS[name],
             max_output_tokens=3,

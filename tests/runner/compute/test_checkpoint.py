@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import load_model_spec
 from exeplan.errors import InputError
 from exeplan.runner.compute.checkpoint import INDEX, Checkpoint, RandomWeights
@@ -37,7 +37,7 @@ def read(directory, **options) -> Checkpoint:
 
 
 def logits(directory) -> torch.Tensor:
-    sequence = Sequence(request_id="a", num_prompt_tokens=4, max_output_tokens=1, num_blocks=1)
+    sequence = SequenceState(request_id="a", num_prompt_tokens=4, max_output_tokens=1, num_blocks=1)
     runner = ModelRunner(load_model_spec(str(directory)), dtype="float32", device="cpu", num_blocks=1)
     return runner.forward(Batch(prefill=(sequence,)), {"a": [5, 6, 7, 8]})
 

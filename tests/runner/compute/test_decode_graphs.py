@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exeplan.core.batch import Batch, Chunk, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, Chunk, SequenceState, num_blocks_for
 from exeplan.core.model import model_spec
 from exeplan.kernels.select import REFERENCE, Kernels
 from exeplan.runner.compute.checkpoint import RandomWeights
@@ -57,12 +57,12 @@ def runner_of(family: str, kernels: Kernels = REFERENCE, **options) -> ModelRunn
     return ModelRunner(spec, num_blocks=24, dummy_weights=True, paged_with=kernels, **options)
 
 
-def prefilled(runner: ModelRunner, lengths: list[int]) -> tuple[list[Sequence], dict[str, list[int]]]:
+def prefilled(runner: ModelRunner, lengths: list[int]) -> tuple[list[SequenceState], dict[str, list[int]]]:
     """Sequences in the cache that are about to decode, and their tokens."""
     begin = 0 if runner.spec.first_token_from_prefill else 1
     rows, texts = [], {}
     for number, length in enumerate(lengths):
-        row = Sequence(request_id=str(number), num_prompt_tokens=length + begin, max_output_tokens=8)
+        row = SequenceState(request_id=str(number), num_prompt_tokens=length + begin, max_output_tokens=8)
         row.num_blocks = num_blocks_for(row.num_tokens + 1)
         rows.append(row)
         texts[row.request_id] = [(5 * number + 3 * place) % VOCAB for place in range(length)] + [0] * begin
@@ -148,7 +148,9 @@ def test_every_tensor_of_a_pass_is_on_the_device(family, monkeypatch):
     monkeypatch.setattr(RandomWeights, "_draw", lambda self, name, sizes: torch.zeros(sizes, device=self.device))
     runner = runner_of(family, device="meta", kernels=SHAPES)
     begin = 0 if runner.spec.first_token_from_prefill else 1
-    rows = [Sequence(request_id=str(n), num_prompt_tokens=9 + begin, max_output_tokens=4, num_blocks=2) for n in (0, 1)]
+    rows = [
+        SequenceState(request_id=str(n), num_prompt_tokens=9 + begin, max_output_tokens=4, num_blocks=2) for n in (0, 1)
+    ]
     texts = {row.request_id: [1] * 12 for row in rows}
     logits = [runner.forward(Batch(prefill=tuple(rows)), texts)]
     if not begin:

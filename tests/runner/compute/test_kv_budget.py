@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.gpu_memory import fit_cache, run_passes
 from exeplan.runner.compute.kv_budget import (
     Memory,
     Room,
     largest_pass,
     least_room,
+    most_rows,
     num_blocks_in,
     pass_limit,
     warn_of_shortage,
@@ -136,6 +138,13 @@ def test_the_largest_pass_holds_a_request_of_full_length():
     assert with_finite_context(SPEC) is SPEC
 
 
+def test_a_schedule_without_a_limit_on_its_decode_rows_gets_a_stated_number():
+    assert most_rows(ORCA) == most_rows(CHUNKED) == 4
+    assert most_rows(Schedule("waa-c", {"decode_batch": 7, "prefill_batch": 2, "micro_batches": 3})) == 7
+    unlimited = Schedule("rra", {"prefill_batch": 4, "decode_steps": 2})
+    assert (pass_limits(unlimited).decode_rows, most_rows(unlimited)) == (None, 256)
+
+
 def test_devices_agree_on_what_all_have_room_for():
     assert least_room([Room(10, 900), Room(12, 800)]) == Room(10, 800)
     assert least_room([]) is None
@@ -158,17 +167,17 @@ def test_the_measured_passes_leave_nothing_behind(model):
 def test_padding_counts_where_prompts_are_padded():
     scheduler = Scheduler(Schedule("static", {"batch_size": 8}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30)):
-        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
     assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1"]
 
 
 def test_no_prefill_outgrows_the_memory_that_was_measured():
     scheduler = Scheduler(Schedule("rra", {"prefill_batch": 8, "decode_steps": 1}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30, 20)):
-        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
     assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1", "2"]
     with pytest.raises(InputError, match="more than the 100 that the device's memory can prefill at once"):
-        scheduler.add(Sequence(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
 
 
 @pytest.mark.parametrize("policy", ["static", "rra", "orca"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile, save_profile
@@ -27,7 +27,7 @@ def logits(**precision: str) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
     token_ids = {name: torch.randint(SPEC.vocab_size, (n + 1,), generator=draw).tolist() for name, n in SIZES.items()}
     rows = [
-        Sequence(request_id=name, num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
+        SequenceState(request_id=name, num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
         for name, n in SIZES.items()
     ]
     found = [runner.forward(Batch(prefill=tuple(rows)), token_ids)]

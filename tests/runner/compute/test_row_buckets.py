@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.kernels.linear import packs, rounded_rows
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -64,7 +64,7 @@ def runner():
 def _logits(runner: ModelRunner, num_tokens: int, seen: set[int]) -> torch.Tensor:
     """Of a prompt; the layers' numbers of rows are added to `seen`."""
     layers = runner.model.layers
-    row = Sequence(request_id="a", num_prompt_tokens=num_tokens, max_output_tokens=1)
+    row = SequenceState(request_id="a", num_prompt_tokens=num_tokens, max_output_tokens=1)
     row.num_blocks = num_blocks_for(num_tokens)
     runner.model.layers = [_Counting(layer, seen) for layer in layers]
     try:

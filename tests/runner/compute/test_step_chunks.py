@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Chunk, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, Chunk, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
@@ -80,8 +80,8 @@ def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, paged_with, che
     """Also where a chunk has one token, and where another request decodes beside it."""
     runner = runner_of(checkpoint(case)[1], dtype=dtype, paged_with=paged_with)
     token_ids = {"cut": prompt(45, seed=1), "other": prompt(20, seed=2)}
-    cut = Sequence(request_id="cut", num_prompt_tokens=45, max_output_tokens=1, num_blocks=num_blocks_for(45))
-    other = Sequence(request_id="other", num_prompt_tokens=19, max_output_tokens=2, num_blocks=2)
+    cut = SequenceState(request_id="cut", num_prompt_tokens=45, max_output_tokens=1, num_blocks=num_blocks_for(45))
+    other = SequenceState(request_id="other", num_prompt_tokens=19, max_output_tokens=2, num_blocks=2)
     whole = runner.forward(Batch(prefill=(cut,)), token_ids)
     runner.forward(Batch(prefill=(other,)), token_ids)
     other.num_output_tokens = 1
@@ -100,7 +100,7 @@ def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, paged_with, che
 def test_a_prefill_that_begins_again_forgets_its_chunks(checkpoint):
     runner = runner_of(checkpoint("llama")[1], num_blocks=8)
     token_ids = {"a": prompt(40, seed=1)}
-    row = Sequence(request_id="a", num_prompt_tokens=40, max_output_tokens=1, num_blocks=3)
+    row = SequenceState(request_id="a", num_prompt_tokens=40, max_output_tokens=1, num_blocks=3)
     expected = runner.forward(Batch(prefill=(row,)), token_ids)
     for start, end in [(0, 20), (20, 30), (0, 20), (20, 40)]:
         logits = runner.forward(Batch(prefill=(row,), chunks=(Chunk(start, end, end == 40),)), token_ids)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -108,7 +108,7 @@ def serve(runner: ModelRunner, schedule: Schedule, requests: list[tuple[list[int
     scheduler = Scheduler(schedule, num_blocks)
     texts = {str(number): list(ids) for number, (ids, _) in enumerate(requests)}
     arrivals = [
-        Sequence(request_id=str(number), num_prompt_tokens=len(ids), max_output_tokens=count)
+        SequenceState(request_id=str(number), num_prompt_tokens=len(ids), max_output_tokens=count)
         for number, (ids, count) in enumerate(requests)
     ]
     iteration = 0
@@ -184,7 +184,7 @@ def test_short_dtypes_stay_close_to_float32(case, dtype, checkpoint):
     reference, short = (ModelRunner(spec, dtype=kind, device="cpu", num_blocks=4) for kind in ("float32", dtype))
     token_ids = {"a": prompt(20, seed=3)}
     for step in range(3):
-        sequence = Sequence(request_id="a", num_prompt_tokens=17, max_output_tokens=3, num_output_tokens=step)
+        sequence = SequenceState(request_id="a", num_prompt_tokens=17, max_output_tokens=3, num_output_tokens=step)
         sequence.num_blocks = num_blocks_for(sequence.num_tokens)
         batch = Batch(decode=(sequence,)) if step else Batch(prefill=(sequence,))
         expected, logits = reference.forward(batch, token_ids), short.forward(batch, token_ids)
@@ -198,7 +198,7 @@ def test_old_and_new_spelling_of_rotary_settings_mean_the_same(case):
     scaling = dict(new["rope_parameters"])
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
-    sequence = Sequence(request_id="a", num_prompt_tokens=50, max_output_tokens=1, num_blocks=4)
+    sequence = SequenceState(request_id="a", num_prompt_tokens=50, max_output_tokens=1, num_blocks=4)
     logits = [
         ModelRunner(
             model_spec(config, name="tiny"), dtype="float32", device="cpu", num_blocks=4, dummy_weights=True
@@ -210,7 +210,7 @@ def test_old_and_new_spelling_of_rotary_settings_mean_the_same(case):
 
 def test_random_weights_of_one_seed_are_equal():
     spec = model_spec({**CASES["llama"], "model_type": "llama"}, name="tiny")
-    sequence = Sequence(request_id="a", num_prompt_tokens=5, max_output_tokens=3, num_blocks=1)
+    sequence = SequenceState(request_id="a", num_prompt_tokens=5, max_output_tokens=3, num_blocks=1)
     one, same, other = (
         ModelRunner(spec, dtype="float32", device="cpu", num_blocks=1, dummy_weights=True, seed=seed).forward(
             Batch(prefill=(sequence,)), {"a": [1, 2, 3, 4, 5]}

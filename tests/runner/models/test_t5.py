@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -270,7 +270,7 @@ def test_a_decoder_takes_prompts_from_an_encoder_elsewhere(checkpoint):
     expected = {name: generate(model, token_ids, 5) for name, token_ids in prompts.items()}
     texts = {name: [*token_ids, 0] for name, token_ids in prompts.items()}
     rows = [
-        Sequence(request_id=name, num_prompt_tokens=len(text), max_output_tokens=5, num_blocks=2)
+        SequenceState(request_id=name, num_prompt_tokens=len(text), max_output_tokens=5, num_blocks=2)
         for name, text in texts.items()
     ]
     assert encoder.forward(Batch(prefill=tuple(rows)), texts).shape == (0, VOCAB)
@@ -331,7 +331,7 @@ def test_bfloat16_stays_close_to_float32():
     texts, found = {"a": [*prompt(20, seed=3), 0, 5, 6]}, []
     for dtype in ("float32", "bfloat16"):
         runner = ModelRunner(spec, dtype=dtype, num_blocks=2)
-        row = Sequence(request_id="a", num_prompt_tokens=21, max_output_tokens=3, num_blocks=2)
+        row = SequenceState(request_id="a", num_prompt_tokens=21, max_output_tokens=3, num_blocks=2)
         runner.forward(Batch(prefill=(row,)), texts)
         for row.num_output_tokens in (0, 1, 2):
             last = runner.forward(Batch(decode=(row,)), texts)

@@ -1,4 +1,4 @@
-"""play a workload against a plan or a server, predicted beside measured
+"""play a workload against a plan or a server, predicted against measured
 
 Without --url the plan's engine runs in this process. The load is a backlog (everything at once) unless --concurrency
 (closed loop), --rate (Poisson) or --trace-arrivals (the trace's own times) says otherwise.
@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="default: what the plan does in --duration")
     parser.add_argument("--duration", default="30s", metavar="TIME", help="aim for a run of this length (default 30s)")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: so many requests under way")
+    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop with N requests at a time")
     load.add_argument("--rate", type=float, metavar="R", help="open loop: Poisson arrivals, requests/s")
     load.add_argument("--trace-arrivals", action="store_true", help="open loop: the trace's own arrival times")
     parser.add_argument("--api-key", metavar="KEY")
     parser.add_argument(
-        "--no-stream", action="store_true", help="with --url: whole answers, their tokens not timed singly"
+        "--no-stream", action="store_true", help="with --url: whole answers, without times of single tokens"
     )
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
@@ -216,5 +216,7 @@ def _print(
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
         share = measured.throughput / on_cpu_clock.throughput
-        print(f"\nothers used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n")
+        print(
+            f"\nother processes used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n"
+        )
         print(predicted_and_measured(predicted=predicted, replay=replayed, measured=on_cpu_clock))

@@ -13,7 +13,7 @@ POSITION = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", required=True, nargs="+", metavar="FILE", help="profiles, one a model and device")
     parser.add_argument("--cluster", nargs="+", default=[], metavar="C", help="cluster files or shipped names")
-    parser.add_argument("--gpus", metavar="N,N", help="only so many GPUs of each cluster, such as 2,4,8")
+    parser.add_argument("--gpus", metavar="N,N", help="numbers of GPUs to take of each cluster, such as 2,4,8")
     parser.add_argument("--workload", required=True, nargs="+", metavar="W", help="trace files, shipped names, or laws")
     parser.add_argument("--latency-bound", required=True, metavar="T,T", help="such as 5s,10s,inf")
     parser.add_argument("--bound-on", default="p99-length", metavar="WHAT", help="p99-length (default) or p99-requests")

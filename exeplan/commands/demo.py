@@ -1,7 +1,7 @@
 """profile, optimize, serve and bench a small model on this machine: predicted against measured
 
 Profiles the demo model on the CPU, plans it for each policy under one latency bound and one workload, serves each plan,
-plays the workload against the server, and prints predicted beside measured. About two minutes on two cores.
+plays the workload against the server, and prints predicted against measured. About two minutes on two cores.
 """
 
 import argparse
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 POSITION = 90
 POLICIES = ("static", "orca", "rra")
 _BOUND_FACTOR = 4.0
-"""The demo's bound over what one request alone needs, so that there is something to trade on any machine."""
+"""The demo's bound over what one request alone needs, so that there is a trade-off on any machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""say what a new plan changes, what it gains and what moving to it costs
+"""show what a new plan changes, what it gains and what moving to it costs
 
 Both plans must be for models of one shape. Gains are those of the plans' estimates.
 """

@@ -59,22 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline",
         metavar="TIME",
-        help="after its arrival a request's answer is of use so long, 2s or 1s,4s (evenly)",
+        help="from the arrival of a request to its deadline, 2s or 1s,4s (evenly spread)",
     )
-    parser.add_argument("--deadline-share", metavar="SHARE", help="of the requests that meet it (default 99%%)")
+    parser.add_argument("--deadline-share", metavar="SHARE", help="share of requests that must meet it (default 99%%)")
     parser.add_argument(
         "--order",
         metavar="ORDER",
-        help="who goes first of those that wait: fcfs, sjf, edf, das (default: das with --deadline, else fcfs)",
+        help="queue order: fcfs, sjf, edf, das (default: das with --deadline, else fcfs)",
     )
-    parser.add_argument("--ttft", metavar="TIME", help="bound on the mean time to the first token, beside the others")
-    parser.add_argument("--tpot", metavar="TIME", help="bound on the mean time per later token, beside the others")
+    parser.add_argument("--ttft", metavar="TIME", help="further bound: mean time to the first token")
+    parser.add_argument("--tpot", metavar="TIME", help="further bound: mean time per later token")
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
-        "--arrival-rate", metavar="R", help="requests/s that come, Poisson; waiting counts in all bounds on times"
+        "--arrival-rate", metavar="R", help="requests/s that arrive, Poisson; waiting then counts in all bounds"
     )
-    load.add_argument("--arrivals", choices=("trace",), help="requests come at the times of the workload's trace")
-    load.add_argument("--min-throughput", metavar="R", help="requests/s that are wanted at least, under a backlog")
+    load.add_argument("--arrivals", choices=("trace",), help="requests arrive at the times of the workload's trace")
+    load.add_argument("--min-throughput", metavar="R", help="requests/s that are required, under a backlog")
     parser.add_argument(
         "--risk", metavar="SHARE", help="chance of breaking a bound, such as 1%%: keeps a margin for it"
     )
@@ -87,10 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         metavar="N",
-        help="only so many GPUs of the cluster, without one so many of the profiled host; auto for the fewest that "
-        "meet rate and bounds",
+        help="number of GPUs of the cluster, or of the profiled host without one; auto for the fewest that meet rate "
+        "and bounds",
     )
-    parser.add_argument("--across-nodes", action="store_true", help="let tensor parallelism span nodes")
+    parser.add_argument("--across-nodes", action="store_true", help="allow tensor parallelism across nodes")
     parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
@@ -102,12 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="the same as a share of each GPU (default 0.9)"
     )
     parser.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="residents at once (default: as many as were profiled)"
+        "--max-num-seqs", type=int, metavar="N", help="requests that run at once (default: as many as were profiled)"
     )
     parser.add_argument("--model", help="the model directory, if it moved since it was profiled")
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan as YAML")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the frontier (.png, .svg, .pdf)")
-    parser.add_argument("--explain", action="store_true", help="say why the winner wins and what more would buy")
+    parser.add_argument(
+        "--explain", action="store_true", help="explain why the winner wins and what more GPUs or latency would gain"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 

@@ -1,9 +1,9 @@
 """time single layers of a model on this device, derive the times from a datasheet, or import them
 
 MODEL is a Hugging Face model directory or a shipped name (plans/models). An interrupted run resumes from its file.
-With --devices N also what N of them take together. With --datasheet nothing is run: a roofline of the device
+With --devices N also shards and links of N devices. With --datasheet nothing is measured: a roofline of the device
 (plans/devices) gives the times.
-`exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings that were taken elsewhere.
+`exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings from other tools.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-error", type=float, default=0.03, metavar="SHARE", help="stop at this interpolation error"
     )
     measuring.add_argument(
-        "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, as timing needs no others"
+        "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, which suffice for timing"
     )
     measuring.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads on a CPU (default 1)")
     measuring.add_argument(
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
-    """Raises InputError for an option that would say nothing here."""
+    """Raises InputError for an option that has no meaning here."""
     from exeplan.errors import InputError
 
     spelled = {"files": "a second argument", "of_model": "--model"}
@@ -108,7 +108,7 @@ def _measure(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
-    from exeplan.profiler.profile_model import profile_model  # Imports torch: seconds that a mistake need not wait.
+    from exeplan.profiler.profile_model import profile_model  # Imports torch, which takes seconds.
 
     device = _device(args.device)
     profile_model(
@@ -209,7 +209,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _only(profile: "Profile", sizes: Sequence[int]) -> "Profile":
-    """Its rows at these tensor parallel sizes, and those that have none. Raises InputError when one is not there."""
+    """Its rows at these tensor parallel sizes, and those that have none. Raises InputError when one is missing."""
     from exeplan.errors import InputError
 
     if absent := sorted(set(sizes) - set(profile.tensor_parallel_sizes)):

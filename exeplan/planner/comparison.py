@@ -1,6 +1,6 @@
 """Many optimizations in one table: every profile on every cluster of its device, under every workload and bound.
 
-Not here: what a single optimization can be asked beyond that (`exeplan optimize`).
+Not here: further options of a single optimization (`exeplan optimize`).
 """
 
 import csv
@@ -45,7 +45,7 @@ class ComparisonRow:
 
     model: str
     cluster: str
-    """The device where there is no cluster."""
+    """The device where there is none."""
     gpus: int
     workload: str
     bound: Bound
@@ -56,7 +56,7 @@ class ComparisonRow:
     replay: Estimate | None = None
     refusal: str = ""
     nearest: str = ""
-    """What would be possible, in a few words."""
+    """The nearest feasible request, in a few words."""
 
     @property
     def throughput_per_gpu(self) -> float | None:
@@ -65,7 +65,7 @@ class ComparisonRow:
 
 
 def matched(profiles: Sequence[Profile], clusters: Sequence[Cluster]) -> list[tuple[Profile, Cluster]]:
-    """Every profile with every cluster of its device. Raises InputError for one that has no partner."""
+    """Every profile with every cluster of its device. Raises InputError for one without a match."""
     devices = {cluster.device for cluster in clusters}
     for profile in profiles:
         if profile.device.name not in devices:
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def compare_row(request: PlanRequest) -> ComparisonRow:
-    """The row of a request under one bound. Raises InputError where something is wrong, rather than out of reach."""
+    """The row of a request under one bound. Raises InputError for wrong input, not for an infeasible bound."""
     row = ComparisonRow(
         model=request.profile.model.name,
         cluster=request.cluster.name if request.cluster else request.profile.device.name,
@@ -167,7 +167,7 @@ def as_json(row: ComparisonRow) -> dict[str, Any]:
 
 
 def csv_text(rows: Sequence[ComparisonRow]) -> str:
-    """The rows as CSV: seconds, requests/s, tokens/s; an endless bound is `inf`, what a row has not is empty."""
+    """The rows as CSV: seconds, requests/s, tokens/s; an infinite bound is `inf`, a missing value is empty."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [*_flat(rows[0])], lineterminator="\n")
     writer.writeheader()

@@ -1,4 +1,4 @@
-"""The files that commands name, turned into a Problem: references in a plan are relative to the plan's own folder."""
+"""Reads plans and the files that they name. References in a plan are relative to the plan's own folder."""
 
 import math
 import os
@@ -45,7 +45,7 @@ def plan_from(body: Mapping[str, Any]) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan with its references to files made good from here."""
+    """The plan with its references to files as seen from the working directory."""
     plan = load_plan(path)
     return replace(
         plan,
@@ -57,7 +57,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def refer(reference: str, plan: Path) -> str:
-    """How a plan at that path names a file: relative to its folder. Names that are no files stay as they are."""
+    """How a plan at that path names a file: relative to its folder. Other names stay as they are."""
     if not Path(reference).expanduser().exists():
         return reference
     return os.path.relpath(Path(reference).expanduser(), plan.resolve().parent)
@@ -107,7 +107,7 @@ def fitted(workload: Workload, spec: ModelSpec, *, fit: bool) -> Workload:
 
 
 def plan_cluster(plan: Plan, profile: Profile, override: Cluster | str | None = None) -> Cluster | None:
-    """The GPUs that a plan is for, or another cluster; None where it names none: its devices stand in one node then.
+    """The GPUs of a plan, or another cluster; None where it names none, which means that its devices are in one node.
 
     Raises InputError when the cluster is of other devices than the profile, or lacks one that the plan uses.
     """
@@ -135,7 +135,7 @@ def cluster_for(profile: Profile, reference: Cluster | str, num_gpus: int | None
 
 
 def profiled_host(profile: Profile, num_gpus: int) -> Cluster:
-    """So many devices of the host that was profiled, with the links that were measured there.
+    """`num_gpus` devices of the profiled host, with the links that were measured there.
 
     CPU devices share its memory. Raises InputError when the profile is of one device alone.
     """
@@ -219,10 +219,10 @@ def profile_for(spec: ModelSpec, profile: Profile) -> Profile:
 
 
 def _from(plan: Path, reference: str) -> str:
-    beside = plan.resolve().parent / Path(reference).expanduser()
-    return str(beside) if beside.exists() else reference
+    path = plan.resolve().parent / Path(reference).expanduser()
+    return str(path) if path.exists() else reference
 
 
 def engine_blocks(plan: Plan, spec: ModelSpec) -> int:
-    """KV blocks for the engine: the plan's, or room for a few full contexts where a plan by hand says nothing."""
+    """KV blocks for the engine: the plan's, or enough for 8 full contexts where a plan by hand sets none."""
     return (plan.kv_cache_tokens or 8 * spec.max_context) // BLOCK_SIZE

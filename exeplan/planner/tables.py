@@ -1,4 +1,4 @@
-"""Plain-text tables for people. Programs get `--json`."""
+"""Tables as plain text and for notebooks, and strict JSON."""
 
 import json
 import math
@@ -19,7 +19,7 @@ ESTIMATE_ROWS = (
     "latency p99",
     "KV cache",
     "memory",
-    "met their deadline",
+    "deadlines met",
     "utility",
 )
 
@@ -86,7 +86,7 @@ def html(*parts: str) -> str:
 
 
 def json_line(body: Any) -> str:
-    """One line of strict JSON: null for what is no finite number, such as a bound that is no limit."""
+    """One line of strict JSON: null for numbers that are not finite, such as an infinite bound."""
     return json.dumps(_finite(body), allow_nan=False, default=str)
 
 
@@ -99,14 +99,14 @@ def _finite(value: Any) -> Any:
 
 
 def error_percent(predicted: float | None, measured: float | None) -> str:
-    """How far the prediction is off, in percent of the measurement."""
+    """The error of the prediction in percent of the measurement."""
     if predicted is None or measured is None or measured == 0:
         return "-"
     return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
 def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | None, measured: Estimate) -> str:
-    """Plan, replay of the very requests, and measurement, each prediction with its error in percent."""
+    """Plan, replay of the same requests, and measurement, each prediction with its error in percent."""
     present = [(name, e) for name, e in (("plan", predicted), ("replay", replay)) if e is not None]
     header = ["", *(cell for name, _ in present for cell in (name, "error")), "measured"]
     rows = []
@@ -130,8 +130,8 @@ _COMPARED = (
 )
 
 
-_DUE = (("met their deadline", "deadline_share"), ("utility", "utility"))
-"""Where requests had one."""
+_DUE = (("deadlines met", "deadline_share"), ("utility", "utility"))
+"""Where requests had deadlines."""
 
 
 def _show(key: str, value: float | None) -> str:

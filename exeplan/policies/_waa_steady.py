@@ -186,7 +186,8 @@ def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, handover
     balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
     probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
     gates = [
-        GroupGate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
+        GroupGate(float(round_), float(gap), decodes.groups)
+        for round_, gap in zip(*decodes.timing(probes), strict=True)
     ]
     runs = [circulate(line.batches, places, handover, gate) for gate in gates]
     rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.bounds import Bound, check_together, is_deadline
+from exeplan.core.contract import check_types, is_number
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.schedule import DEADLINE_FIGURES, Estimate, Placement, Schedule, Stage
 from exeplan.errors import InputError
@@ -18,19 +19,6 @@ from exeplan.extras import frame
 from exeplan.files import write_text
 from exeplan.workload.arrivals import check_rate
 from exeplan.workload.deadlines import parse_deadlines
-
-_TEXTS = (
-    "model",
-    "workload",
-    "profile",
-    "cluster",
-    "device",
-    "dtype",
-    "kv_dtype",
-    "deadline",
-    *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
-)
-_COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,41 +152,21 @@ def check_utilization(value: object, name: str) -> None:
         raise InputError(f"{name} is a share of the GPU's memory above 0 and at most 1, found {value!r}")
 
 
-def is_number(value: object) -> bool:
-    """Whether the value is a number; Python counts booleans among them, a plan does not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _check_values(body: Mapping[str, Any]) -> None:
-    for name in _TEXTS:
-        if not isinstance(body.get(name, ""), str):
-            raise InputError(f"{name} must be text, found {body[name]!r}")
-    for name in _COUNTS:
-        value = body.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a positive integer, found {value!r}")
+    if "gpu_memory_utilization" in body:
+        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
+    if "arrival_rate" in body:
+        check_rate(body["arrival_rate"])
+    check_types(body, Plan)
     for name in ("dtype", "kv_dtype"):
         if body.get(name, "float32") not in DTYPE_BYTES:
             raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
-    for name in ("fit_context", "trace_arrivals"):
-        if not isinstance(body.get(name, False), bool):
-            raise InputError(f"{name} must be true or false, found {body[name]!r}")
-    for name in ("drift_headroom", "rate_headroom"):
-        if not is_number(body.get(name, 0.0)):
-            raise InputError(f"{name} must be a number, found {body[name]!r}")
-    for name in ("search", "promise"):
-        if not isinstance(body.get(name, {}), Mapping):
-            raise InputError(f"{name} must be a mapping, found {body[name]!r}")
-    if "gpu_memory_utilization" in body:
-        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):
             raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
-    if "arrival_rate" in body:
-        check_rate(body["arrival_rate"])
-        if body.get("trace_arrivals"):
-            raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
+    if "arrival_rate" in body and body.get("trace_arrivals"):
+        raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
 
 
 def _schedule(body: Any) -> Schedule:

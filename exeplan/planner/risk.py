@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -34,6 +34,13 @@ _DEMO_RATIOS = {
     "ttft": "1.001 1.000 1.029 .991 .955 .945 1.011 1.025 .943 .992 .869 .869 .934 1.056 .978 .947 .913 1.008",
     "tpot": "1.033 1.034 .985 .969 1.007 1.006 1.029 1.069 1.021 1.045 .968 1.051 .960 1.093 1.020 1.005 .954 1.076",
 }
+
+
+class ErrorPair(TypedDict):
+    """An entry of an error file: seconds by quantity, null where there is no value."""
+
+    predicted: Mapping[str, float | None]
+    measured: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +132,7 @@ def parse_risk(text: str) -> float:
     return value
 
 
-def _pairs(body: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+def _pairs(body: Any, path: Path) -> Iterator[ErrorPair]:
     if isinstance(body, Mapping) and isinstance(body.get("rows"), list):
         runs = [run for row in body["rows"] if isinstance(row, Mapping) for run in row.get("runs", ())]
         body = [
@@ -143,10 +150,10 @@ def _pairs(body: Any, path: Path) -> Iterator[Mapping[str, Any]]:
                 f'{path}: pair {number} is not of the form {{"predicted": {{"latency": 1.9}}, "measured": '
                 f'{{"latency": 2.0}}}}'
             )
-        yield pair
+        yield ErrorPair(predicted=pair["predicted"], measured=pair["measured"])
 
 
-def _ratio(pair: Mapping[str, Any], name: str, where: str) -> float | None:
+def _ratio(pair: ErrorPair, name: str, where: str) -> float | None:
     predicted, measured = pair["predicted"].get(name), pair["measured"].get(name)
     if predicted is None or measured is None:
         return None

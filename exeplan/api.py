@@ -150,7 +150,7 @@ def optimize(
     cluster: Cluster | File | None = None,
     gpus: int | str | None = None,
     across_nodes: bool = False,
-    policy: str = "auto",
+    policy: File = "auto",
     method: str = "branch-and-bound",
     fit_context: bool = False,
     memory: Quantity | None = None,
@@ -192,7 +192,7 @@ def optimize(
             whole=whole,
             fewest_gpus=gpus == "auto",
             across_nodes=across_nodes,
-            policy=policy,
+            policy=fspath(policy),
             method=method,
             order=order or ("das" if deadlines else "fcfs"),
             risk=margin,
@@ -237,7 +237,7 @@ def compare(
     bound_on: str = "p99-length",
     clusters: Iterable[Cluster | File] = (),
     gpus: Sequence[int] = (),
-    policy: str = "auto",
+    policy: File = "auto",
     fit_context: bool = False,
 ) -> Comparison:
     """Optimizes every profile under every workload and bound, on one device or on every cluster of its device.
@@ -246,6 +246,7 @@ def compare(
     """
     bounds = [Bound(seconds=seconds(str(value), "--latency-bound"), metric=bound_on) for value in latency_bounds]
     check_together(bounds[:1])
+    policy = fspath(policy)
     resolve_policies(policy)  # A wrong name is refused before anything is searched.
     pairs = _pairs([load_profile(one) for one in profiles], [load_cluster(one) for one in clusters], gpus)
     asked = product(pairs, [load_workload(one) for one in workloads], bounds)

@@ -6,11 +6,11 @@ from types import TracebackType
 
 _WIDTH = 24
 OnProgress = Callable[[str, float], None]
-"""Is told what is being done, and the share of it that is."""
+"""Called with the title of the work and the share of it that is done."""
 
 
 def no_progress(title: str, share: float) -> None:
-    """For who has nobody to tell."""
+    """Used where no progress sink is set."""
 
 
 class Progress:
@@ -30,7 +30,7 @@ class Progress:
         self._end_line()
 
     def update(self, share: float, seconds_left: float, text: str) -> None:
-        """Redraws the bar, which there is on a terminal only; `on_progress` is told everywhere."""
+        """Redraws the bar, on a terminal only; calls `on_progress` everywhere."""
         self._on_progress(self.title, min(share, 1.0))
         if not self._bar:
             return

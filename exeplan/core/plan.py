@@ -5,6 +5,7 @@ rest.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -37,10 +38,10 @@ class Plan:
     cluster: str | None = None
     """A cluster file or a shipped name; None for one device."""
     gpus: int | None = None
-    """So many GPUs of the cluster; None for all."""
+    """Number of GPUs of the cluster; None for all."""
     bound: Bound | None = None
     more_bounds: tuple[Bound, ...] = ()
-    """Bounds that hold beside it."""
+    """Bounds that hold together with `bound`."""
     arrival_rate: float | None = None
     """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
     deadline: str | None = None
@@ -77,15 +78,18 @@ class Plan:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Writes the plan as YAML, unset fields left out."""
+    """Writes the plan as YAML, unset fields left out; a policy file is named from the plan's folder."""
     import yaml
 
     body = {name: value for name, value in as_json(plan).items() if value not in (None, {}, [])}
+    if plan.schedule.has_policy_file:
+        relative = os.path.relpath(plan.schedule.policy, path.resolve().parent)
+        body["schedule"]["policy"] = relative if relative.startswith("..") else f"./{relative}"
     write_text(path, yaml.safe_dump({"exeplan": 1, **body}, sort_keys=False, default_flow_style=None, width=110))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: `schedule` is flat, its policy beside its variables."""
+    """The plan as plain values: `schedule` is flat, with policy, order and control variables."""
     body = asdict(plan)
     order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
     body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
@@ -115,8 +119,11 @@ def stage_json(stage: Stage) -> dict[str, Any]:
     return {**body, "phase": stage.phase} if stage.phase else body
 
 
-def parse_plan(body: Mapping[str, Any]) -> Plan:
-    """The plan of `as_json` values, its policy unchecked. Raises InputError naming the field that is wrong."""
+def parse_plan(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
+    """The plan of `as_json` values, its policy unchecked. Raises InputError naming the field that is wrong.
+
+    A policy file is taken from `folder`; without a folder, as for a plan from the network, none may be named.
+    """
     known = {f.name for f in fields(Plan)}
     if unknown := sorted({str(name) for name in body} - known):
         raise InputError(f"unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
@@ -126,7 +133,7 @@ def parse_plan(body: Mapping[str, Any]) -> Plan:
             raise InputError(f"a plan needs '{name}'")
     _check_values(given)
     given.update(
-        schedule=_schedule(given["schedule"]),
+        schedule=_schedule(given["schedule"], folder),
         placement=placement_from(given["placement"]),
         bound=_bound(given["bound"]) if "bound" in given else None,
         more_bounds=_more_bounds(given),
@@ -164,16 +171,21 @@ def _check_values(body: Mapping[str, Any]) -> None:
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):
-            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
+            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals too")
     if "arrival_rate" in body and body.get("trace_arrivals"):
         raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
 
 
-def _schedule(body: Any) -> Schedule:
+def _schedule(body: Any, folder: Path | None) -> Schedule:
     if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
         raise InputError("schedule must name a policy and its control variables")
     variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}
-    return Schedule(body["policy"], variables, body.get("order", "fcfs"))
+    schedule = Schedule(body["policy"], variables, body.get("order", "fcfs"))
+    if not schedule.has_policy_file:
+        return schedule
+    if folder is None:
+        raise InputError("this plan cannot name a policy file, which is code; save it as a file where the policy is")
+    return replace(schedule, policy=str((folder / Path(schedule.policy).expanduser()).resolve()))
 
 
 def placement_from(body: Any) -> Placement:
@@ -214,7 +226,7 @@ def _bound(body: Any) -> Bound:
 
 def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
     if bound and is_deadline(bound.metric) and "deadline" not in body:
-        raise InputError(f"a bound on {bound.metric} needs a deadline beside it, such as deadline: 2s")
+        raise InputError(f"a bound on {bound.metric} needs a deadline too, such as deadline: 2s")
 
 
 def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:

@@ -90,7 +90,7 @@ class Watch:
         self.rules = rules or Rules()
         self.plan, self.monitor = plan, monitor or LengthMonitor()
         self._problem = _without_trace(problem)
-        self.policies = policies or _policies(problem)
+        self.policies = policies or _policies(problem, plan)
         self._basis = _Basis.of(problem.workload)
         self._planned = self._basis
         self._agreeing, self._told, self._last_replan = 0, 0, -math.inf
@@ -268,11 +268,15 @@ class Watch:
         return float(np.clip(took[first:].sum() / max(predicted[first:].sum(), 1e-9), 1.0, _MOST_SLOWDOWN))
 
 
-def _policies(problem: Problem) -> tuple[str, ...]:
-    """The policies of `auto`; on a fixed placement with separate stages, those that need separate stages."""
+def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """The policies of `auto`, and the plan's own where it is from outside the package.
+
+    On a fixed placement with separate stages, those that need separate stages.
+    """
+    own = () if plan.schedule.policy in policy_names() else (plan.schedule.policy,)
     if problem.cluster is None and any(stage.phase for stage in problem.cost.placement):
-        return tuple(name for name in policy_names() if load_policy(name).SEPARATE_STAGES)
-    return resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None)
+        return (*own, *(name for name in policy_names() if load_policy(name).SEPARATE_STAGES))
+    return (*own, *resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None))
 
 
 def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:

@@ -19,7 +19,7 @@ def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
     """Why one policy has no schedule."""
     if result.best is not None:
         return f"{policy} sustains {_rate(result.best.outcome.throughput)} within the bounds"
-    outcome = result.gentlest.outcome
+    outcome = result.lowest_latency.outcome
     if "memory" in result.what_binds:
         return f"{policy} needs at least {show_bytes(outcome.memory * problem.memory)}"
     return f"{policy} needs at least {show_seconds(outcome.latency)}"

@@ -26,7 +26,7 @@ from exeplan.planner.infeasible import burst, policy_refusal, too_slow, too_tigh
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
 from exeplan.planner.search_space import pareto, search_variants
-from exeplan.policies import load_policy, policy_names
+from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import Run
@@ -177,7 +177,7 @@ def _last_resort(
     margin: Margins | None,
 ) -> Optimum:
     """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
-    lowest = {c.policy: c.search.gentlest for c in candidates.values() if c.search}
+    lowest = {c.policy: c.search.lowest_latency for c in candidates.values() if c.search}
     fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
     if not fitting:
         refusals = "; ".join(c.refusal for c in candidates.values())
@@ -258,7 +258,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
     """
     assert candidate.search is not None
     assert candidate.placement is not None
-    lowest = candidate.search.gentlest.outcome.latency
+    lowest = candidate.search.lowest_latency.outcome.latency
     widest = min(3 * problem.limit, 100 * lowest)
     if widest <= lowest:
         return candidate.search
@@ -272,7 +272,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
-    """The named policy; for `auto` every policy that applies.
+    """The named policy; for `auto` every policy of the package that applies.
 
     On one device that leaves out policies with separate stages, without deadlines those made for deadlines.
     """
@@ -283,8 +283,7 @@ def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bo
             for name, policy in policies.items()
             if (cluster or not policy.SEPARATE_STAGES) and (deadlines or not policy.FOR_DEADLINES)
         )
-    load_policy(text)
-    return (text,)
+    return (policy_reference(text),)
 
 
 def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _chosen(results: Mapping[int, Result]) -> int:
     won = {n: result.best.outcome for n, result in results.items() if result.best is not None}
     if won:
         return min(won, key=lambda n: (-won[n].throughput, won[n].latency, n))
-    return min(results, key=lambda n: ("memory" in results[n].what_binds, results[n].gentlest.outcome.latency))
+    return min(results, key=lambda n: ("memory" in results[n].what_binds, results[n].lowest_latency.outcome.latency))
 
 
 def _with_enumerated(result: Result, enumerated: Mapping[str, int]) -> Result:
@@ -182,7 +182,7 @@ def _with_enumerated(result: Result, enumerated: Mapping[str, int]) -> Result:
     def full(trial: Trial) -> Trial:
         return replace(trial, point={**trial.point, **enumerated})
 
-    return replace(result, best=full(result.best) if result.best else None, gentlest=full(result.gentlest))
+    return replace(result, best=full(result.best) if result.best else None, lowest_latency=full(result.lowest_latency))
 
 
 def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:

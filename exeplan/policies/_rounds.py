@@ -1,7 +1,7 @@
-"""Prefill phases and decode rounds in turn: the state that static and rra share.
+"""Alternating prefill phases and decode rounds: the state that static and rra share.
 
-A prefill phase is one batch with prefills, or several in a row; it ends with the first batch without. The groups then
-decode in rounds, the one behind the others first.
+A prefill phase is one batch with prefills or several consecutive ones; it ends with the first batch without. The groups
+then decode in rounds, the one with the fewest iterations first.
 
 Not here: when a prefill phase begins, and how large it is.
 """
@@ -15,7 +15,7 @@ from exeplan.policies.interface import Queue
 
 @dataclass(slots=True)
 class Rounds:
-    """Counts since the last batch with prefills, and in the prefill phase that goes on."""
+    """Counts since the last batch with prefills, and in the current prefill phase."""
 
     iterations_since_prefill: list[int]
     """Decode iterations that each group has begun."""

@@ -1,7 +1,7 @@
 """Static batching: prefill a batch padded to its longest prompt, decode until its longest output; then the next one.
 
-Source: FasterTransformer as ExeGPT section 2 describes it: batch sizes are fixed and nobody leaves early, so a finished
-request's row is computed until the whole batch is done. A request's own tokens are delivered as they come. On a
+Source: FasterTransformer as ExeGPT section 2 describes it: batch sizes are fixed and no request leaves early, so a
+finished request's row is computed until the whole batch is done. Tokens are delivered as they are computed. On a
 pipeline the batch is cut into `micro_batches` to decode and `prefill_micro_batches` to prefill; FasterTransformer has
 as many of both, DeepSpeed's hybrid schedule more of the latter.
 """
@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import micro_batch_counts, require
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _rounds
 from exeplan.policies._rounds import Rounds
 from exeplan.policies._together import generated, latency
-from exeplan.policies._variables import micro_batch_counts, require
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.workload import Workload
 

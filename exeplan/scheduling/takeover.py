@@ -1,11 +1,11 @@
-"""Switching: one scheduler takes over what another has begun, and keeps the blocks of everybody it can.
+"""Plan switch: a new scheduler takes over the sequences of another, and their KV blocks where it can.
 
-A row keeps its keys and values if the new policy could have brought it where it is: prefilled whole, and handed over
-where stages are set apart. What was cut into chunks, or is between the stages, goes back to the queue with its tokens;
-what is finished and only kept leaves. Nothing may be under way.
+A sequence keeps its keys and values if the new policy could have brought it to the same point: prefilled whole, and
+transferred where stages are separate. A sequence in the middle of a chunked prefill or a KV transfer goes back to the
+queue with its tokens; a finished one that was only kept leaves. No batch may be in flight.
 
-Not here: what a policy does next (`exeplan/policies`), and how keys and values come to devices that hold other layers
-afterwards (the engine's).
+Not here: the policy's next batch (`exeplan/policies`), and the migration of keys and values to devices that hold other
+layers afterwards (`runner/engine`).
 """
 
 from collections.abc import Iterable

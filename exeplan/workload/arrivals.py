@@ -3,9 +3,9 @@
     admission_interval  seconds between two admissions, over which arrivals are evenly spread
     residents   how many are there at a time: a birth-and-death chain; `simulator/at_rate.py` makes times of it
 
-The search asks which schedule carries the highest rate within the bounds with its batches full, turn included, as that
-rises with every knob. With fewer requests coming batches are smaller, which is gentler; how much they and the queue
-vary the Estimate says, and the replay with arrivals, which has the final word.
+The search asks which schedule carries the highest rate within the bounds with full batches, the admission interval
+included, as that rises with every knob. With fewer requests batches are smaller, at lower latency; how much they
+and the queue vary the Estimate says, and the replay with arrivals, which has the final word.
 """
 
 import math
@@ -40,7 +40,7 @@ class Arrivals:
         check_rate(self.rate)
 
     def draw(self, workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints, Floats]:
-        """Input tokens, output tokens and arrival seconds of so many requests, or of the trace's first ones."""
+        """Input tokens, output tokens and arrival seconds of `count` requests, or of the first ones of the trace."""
         if self.of_trace:
             trace = workload.trace
             assert trace is not None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DENSE_CELLS = 1 << 22
-"""Up to so many cells equal points are merged by counting, above by sorting."""
+"""Up to this many cells equal points are merged by counting, above it by sorting."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -279,7 +279,7 @@ class Engine:
         outputs: list[Output] = []
         for result in self._executor.results():
             if isinstance(result, Arrived):
-                self._scheduler.hand_over(result.batch)
+                self._scheduler.kv_arrived(result.batch)
             else:
                 outputs += self._finish(result)
         return outputs

@@ -45,7 +45,7 @@ class Advisor:
     def __init__(self, start: Mapping[str, Any]) -> None:
         """Raises InputError where profile or workload of the plan are not at hand."""
         self._fixed, self._file = start["fixed"], start["file"] and Path(start["file"])
-        plan = plan_from(start["plan"])
+        plan = plan_from(start["plan"], folder=Path("/"))
         self._watch = Watch(plan, self._problem(plan), rules=Rules(**start["rules"]))
         self._last: Proposal | None = None
 
@@ -87,7 +87,7 @@ class Advisor:
             assert self._last is not None
             self._watch.adopted(self._last, now=message["now"])
         else:
-            plan = plan_from(message["plan"])
+            plan = plan_from(message["plan"], folder=Path("/"))
             self._watch.adopted(plan, now=message["now"], problem=self._problem(plan))
         return _READY
 

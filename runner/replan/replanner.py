@@ -250,7 +250,7 @@ class Replanner:
 
     async def _take_proposal(self, found: Mapping[str, Any]) -> None:
         estimates = {name: found[name] and Estimate(**found[name]) for name in ("old", "new")}
-        replanned = self._replanned(plan_from(found["plan"]), "drift", found["reason"], **estimates)
+        replanned = self._replanned(plan_from(found["plan"], folder=Path("/")), "drift", found["reason"], **estimates)
         replanned = replace(replanned, file=found["file"])
         self._set(proposed=replanned)
         log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)

@@ -1,4 +1,4 @@
-"""All bounds hold together, the search sees the fullest one, and every wrong bound is answered with one sentence."""
+"""All bounds hold together, the search uses the binding one, and every wrong bound is refused with one sentence."""
 
 import json
 import math
@@ -46,13 +46,13 @@ def asked(profile: Profile, *given: Bound, law: str = SKEWED) -> Problem:
     return replace(problem, more_bounds=given[1:])
 
 
-def test_the_fullest_bound_is_the_one_with_the_largest_share() -> None:
+def test_the_binding_bound_has_the_largest_utilization() -> None:
     assert utilizations(bounds(2.0, ttft=0.25, tpot=0.06), ESTIMATE) == pytest.approx([0.5, 0.8, 0.5])
     assert binding(bounds(2.0, ttft=0.25, tpot=0.06), ESTIMATE) == (Bound(seconds=0.25, metric="ttft"), 0.8)
     assert binding(bounds(), ESTIMATE) is None
 
 
-def test_the_percentiles_of_an_estimate_can_be_bounded_beside_the_first() -> None:
+def test_the_percentiles_of_an_estimate_can_be_bounded_in_addition() -> None:
     several = bounds(2.0, **{"p50-requests": 1.0, "p99-requests": 2.2})
     assert utilizations(several, ESTIMATE) == pytest.approx([0.5, 0.5, 0.5])
 
@@ -138,7 +138,7 @@ def test_the_refusal_names_the_bound_that_binds(profile: Profile) -> None:
 
 
 def test_only_the_tightened_bound_is_tightened(profile: Profile) -> None:
-    # The winner under a tight ttft is the same whether another, loose, bound stands beside it or not.
+    # The winner under a tight ttft is the same with and without another, loose bound.
     one = optimize(asked(profile, *bounds(ttft=0.02)), policies=("rra",)).plan
     two = optimize(asked(profile, *bounds(ttft=0.02, tpot=10.0)), policies=("rra",)).plan
     assert one.schedule == two.schedule

@@ -102,7 +102,7 @@ def tight(problem):
     return tight, optimize(tight, policies=POLICIES).plan
 
 
-def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_one_does(tight):
+def test_where_no_plan_keeps_the_bound_the_lowest_latency_plan_takes_over_and_stays_until_one_does(tight):
     problem, plan = tight
     parts = [draw(1500, 1), draw(2000, 2, scale=2.5), draw(2000, 3)]
     looks, found = replans(plan, problem, joined(*parts), Rules(every=4.0, dwell=20.0))
@@ -125,7 +125,7 @@ def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_o
     assert looks[-1].state.missed is None
 
 
-def test_the_gentlest_plan_is_left_alone_while_the_law_stays(tight):
+def test_the_lowest_latency_plan_stays_while_the_law_stays(tight):
     problem, _ = tight
     drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=2.5)))
     lowest = tightest(drifted, lambda wider: optimize(wider, policies=POLICIES).plan)

@@ -14,7 +14,7 @@ WAA = Schedule("waa-c", {"prefill_batch": 4, **LOADS})
 
 
 def scheduler(schedule: Schedule, prompts: list[int], *, output: int = 50, decoding: int = 8) -> Scheduler:
-    """One in which so many are decoding already, of one token each, and these prompts wait."""
+    """A scheduler with `decoding` requests of one token each in decode, and these prompts waiting."""
     state = Scheduler(schedule, num_blocks=10_000)
     for number, length in enumerate([1] * decoding + prompts):
         state.add(SequenceState(request_id=str(number), num_prompt_tokens=length, max_output_tokens=output))

@@ -40,8 +40,8 @@ def passes(schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: int =
     return found
 
 
-def told(batch: Batch) -> tuple[list[tuple[str, int, int]], str]:
-    """What is prefilled as (request, from, to), and who decodes."""
+def summary(batch: Batch) -> tuple[list[tuple[str, int, int]], str]:
+    """What is prefilled as (request, from, to), and the requests that decode."""
     chunks = zip(batch.prefill, batch.chunks, strict=True)
     return [(row.request_id, c.start, c.end) for row, c in chunks], "".join(row.request_id for row in batch.decode)
 
@@ -57,7 +57,7 @@ def lognormal(rng: np.random.Generator, mean: float, sigma: float, longest: int)
 
 def test_a_prompt_goes_on_where_the_pass_before_cut_it() -> None:
     found = passes(made(2, 4), [(6, 2), (3, 2)])
-    assert [told(batch) for batch in found] == [
+    assert [summary(batch) for batch in found] == [
         ([("0", 0, 4)], ""),
         ([("0", 4, 6), ("1", 0, 2)], ""),
         ([("1", 2, 3)], "0"),
@@ -67,7 +67,7 @@ def test_a_prompt_goes_on_where_the_pass_before_cut_it() -> None:
 
 def test_decodes_come_first_and_prompts_take_the_rest() -> None:
     found = passes(made(3, 5), [(3, 9), (2, 9), (10, 1)])
-    assert told(found[1]) == ([("2", 0, 3)], "01")
+    assert summary(found[1]) == ([("2", 0, 3)], "01")
     assert [batch.num_new_tokens for batch in found[:4]] == [5, 5, 5, 5]
 
 

@@ -53,7 +53,7 @@ def test_rra_prefills_every_decode_steps_iterations() -> None:
     ]  # fmt: skip
 
 
-def test_rra_prefills_at_once_when_nobody_is_left_to_decode() -> None:
+def test_rra_prefills_at_once_when_no_request_is_left_to_decode() -> None:
     batches = run_batches(SCHEDULES["rra"], [(5, 1)] * 4)
     assert [shape(b) for b in batches] == [("01", ""), ("23", "")]
 
@@ -131,9 +131,7 @@ def test_closed_form_agrees_with_the_replay(name: str, cost: CostModel) -> None:
 
 
 def test_unknown_policies_and_variables_are_named() -> None:
-    with pytest.raises(
-        InputError, match="no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"
-    ):
+    with pytest.raises(InputError, match=f"no policy 'best'; there are {', '.join(policy_names())}"):
         load_policy("best")
     with pytest.raises(
         InputError, match="rra takes the control variables prefill_batch, decode_steps; found batch_size"
@@ -141,3 +139,14 @@ def test_unknown_policies_and_variables_are_named() -> None:
         load_policy("rra").check(Schedule("rra", {"batch_size": 1}))
     with pytest.raises(InputError, match="decode_steps must be a positive integer, found 0"):
         load_policy("rra").check(Schedule("rra", {"prefill_batch": 1, "decode_steps": 0}))
+
+
+@pytest.mark.parametrize(("trials", "chance"), [(0, 0.3), (1, 0.5), (24, 1 / 90), (300, 0.02), (7, 1.0)])
+def test_the_prefills_of_an_orca_iteration_are_binomial(trials: int, chance: float) -> None:
+    from scipy.stats import binom
+
+    from exeplan.policies.orca import _whole_binomial
+
+    number, probability = _whole_binomial(trials, chance)
+    expected = binom.pmf(number, trials, chance)
+    assert probability == pytest.approx(expected / expected.sum(), rel=1e-9)

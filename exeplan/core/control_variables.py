@@ -48,5 +48,5 @@ def micro_batchings(num_stages: int) -> tuple[Mapping[str, int], ...]:
 
 
 def slot_share(total: int, parts: int, part: int) -> int:
-    """The part's share of slots dealt out one by one."""
+    """The share of one part where `total` slots are split into nearly equal `parts`."""
     return total // parts + (part < total % parts)

@@ -281,7 +281,7 @@ def _bounds(
     if isinstance(latency, Bound):
         if bound_on is not None:
             raise InputError(f"{latency} says what it is on; leave --bound-on out")
-        latency, bound_on = latency.seconds, latency.metric
+        bound_on, latency = latency.metric, latency.seconds
     return parse_bounds(_text(latency), bound_on or "p99-length", ttft=_text(ttft), tpot=_text(tpot), due=due)
 
 

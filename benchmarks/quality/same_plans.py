@@ -41,7 +41,6 @@ from typing import Any
 
 import yaml
 
-
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 _SHOWN, _FIELDS = 20, 3
 """Commands whose results differ or whose sentences have other words, and fields of each, that are printed."""

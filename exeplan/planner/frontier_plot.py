@@ -4,6 +4,7 @@ Only points that the search tried are drawn, so that curves are dense around the
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from exeplan.units import show_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_LABEL_WIDTH = 40
+"""Characters in a line of the winner's schedule: about half the picture."""
 WIDEST = 4.0
 """Latency is drawn up to this many bounds."""
 
@@ -83,8 +86,9 @@ def _mark(axes: "Axes", winner: FrontierRow) -> None:
     at = (winner.latency, winner.throughput)
     axes.plot(*at, marker="*", markersize=16, color="black", linestyle="none", zorder=5)
     across, _ = axes.transAxes.inverted().transform(axes.transData.transform(at))
+    schedule = textwrap.fill(f"{winner.policy}: {winner.label}", _LABEL_WIDTH)
     axes.annotate(
-        f"{winner.policy}: {winner.label}\n{winner.throughput:.3g} requests/s, {show_seconds(winner.latency)}",
+        f"{schedule}\n{winner.throughput:.3g} requests/s, {show_seconds(winner.latency)}",
         at,
         xytext=(winner.latency, 0.97),
         textcoords=axes.get_xaxis_transform(),

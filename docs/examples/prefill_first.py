@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
-from exeplan.policies._variables import require
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
@@ -27,7 +27,7 @@ FOR_DEADLINES = False
 
 def check(schedule: Schedule) -> None:
     """Raises InputError unless `max_num_seqs` is a positive integer and the only variable."""
-    require(schedule, "max_num_seqs")
+    require(schedule, "max_num_seqs", optional=())
 
 
 def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:

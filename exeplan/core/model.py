@@ -72,7 +72,7 @@ class ModelSpec:
     head_dim: int
     intermediate_size: int
     gated_mlp: bool
-    """The MLP has a gate beside its up projection (SwiGLU)."""
+    """The MLP has a gate projection in addition to its up projection (SwiGLU)."""
     tied_head: bool
     """The output head is the embedding."""
     vocab_size: int

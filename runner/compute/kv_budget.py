@@ -17,6 +17,7 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.units import show_bytes
 
 log = logging.getLogger(__name__)
@@ -24,10 +25,8 @@ PASS_TOKENS = 65_536
 """Tokens of one prefill, several times those of plans; a single long request may have more."""
 _RELATIVE_CONTEXT = 16_384
 """Longest request of a model without a limit on positions (T5): its prefill must fit."""
-_ROW_LIMITS = ("max_num_seqs", "batch_size", "decode_batch")
-_PROMPT_LIMITS = ("max_num_seqs", "batch_size", "prefill_batch")
-_DECODE_ROWS = 256
-"""Of the largest decode pass where no variable of the schedule limits it."""
+_UNLIMITED_DECODE_ROWS = 256
+"""Decode rows that are measured and captured where the policy says that the schedule does not limit them."""
 
 
 class KVBudget(NamedTuple):
@@ -68,21 +67,22 @@ def largest_pass(spec: ModelSpec, schedule: Schedule) -> int:
     Otherwise its largest number of prompts at full length, up to `PASS_TOKENS`, and at least one of them. No prefill of
     a plan comes near that, so this limit does not bind where the replay did not apply it.
     """
-    if limit := schedule.variables.get("max_num_batched_tokens"):
-        return limit
-    prompts = max((schedule[name] for name in _PROMPT_LIMITS if name in schedule.variables), default=PASS_TOKENS)
-    return max(spec.max_context, min(prompts * spec.max_context, PASS_TOKENS))
+    limits = pass_limits(schedule)
+    if limits.tokens is not None:
+        return limits.tokens
+    tokens = PASS_TOKENS if limits.prompts is None else limits.prompts * spec.max_context
+    return max(spec.max_context, min(tokens, PASS_TOKENS))
 
 
 def pass_limit(schedule: Schedule, budget: KVBudget | None) -> int | None:
     """The scheduler's limit on the tokens of a prefill; None where nothing, or the schedule itself, limits them."""
-    return None if budget is None or "max_num_batched_tokens" in schedule.variables else budget.pass_tokens
+    return None if budget is None or pass_limits(schedule).tokens is not None else budget.pass_tokens
 
 
 def most_rows(schedule: Schedule) -> int:
     """Sequences of the largest decode pass."""
-    limits = [schedule[name] for name in _ROW_LIMITS if name in schedule.variables]
-    return max(limits, default=_DECODE_ROWS)
+    rows = pass_limits(schedule).decode_rows
+    return _UNLIMITED_DECODE_ROWS if rows is None else rows
 
 
 def smallest_budget(budgets: Iterable[KVBudget]) -> KVBudget | None:

@@ -6,14 +6,16 @@ import time
 from exeplan.core.layer_costs import model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.schedule import Placement
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.units import show_bytes
 
 
 class LoadingBar:
     """Shows the bytes that all ranks together have read; a context manager, which clears the bar at the end."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, dtype: str, *, on_progress: OnProgress = untold) -> None:
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, dtype: str, *, on_progress: OnProgress = no_progress
+    ) -> None:
         # A decoder-only model is loaded twice where some stages prefill and others decode.
         copies = 2 if any(stage.phase for stage in placement) and not spec.is_encoder_decoder else 1
         self._total = copies * model_parameters(spec) * DTYPE_BYTES[dtype]

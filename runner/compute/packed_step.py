@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exeplan.core.batch import Packing, Place
+from exeplan.core.batch import PackedPrompt, Packing
 from exeplan.kernels.attention import slot_attention
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.slot_attention import Slots
@@ -35,7 +35,7 @@ from exeplan.runner.compute.step import Step, StepSequence
 
 def one_a_row(num_rows: int, row_tokens: int) -> Packing:
     """Naive batching: each prompt in its own row, padded to the same length."""
-    return Packing(row_tokens, row_tokens, tuple(Place(row, 0) for row in range(num_rows)))
+    return Packing(row_tokens, row_tokens, tuple(PackedPrompt(row, 0) for row in range(num_rows)))
 
 
 class PackedRows:

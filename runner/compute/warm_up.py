@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, SequenceState, num_blocks_for
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.units import show_bytes
 
@@ -31,7 +31,7 @@ def warm_up_runner(
     *,
     phase: str = "",
     shown: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> None:
     """Tunes the kernels for the passes of a phase, and captures decode iterations of up to `max_num_seqs` sequences.
 

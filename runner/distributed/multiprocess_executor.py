@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from exeplan.core.batch import Batch
 from exeplan.core.model import ModelSpec
-from exeplan.progress import OnProgress, untold
+from exeplan.progress import OnProgress, no_progress
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.loading_bar import LoadingBar
 from exeplan.runner.distributed.batch_messages import (
@@ -82,7 +82,7 @@ class MultiprocessExecutor:
         *,
         timeline: TimelineFile | None = None,
         on_loss: Callable[[], None] = lambda: None,
-        on_progress: OnProgress = untold,
+        on_progress: OnProgress = no_progress,
         launcher: Launcher | None = None,
     ) -> None:
         """`on_loss` is called, in some thread, when a worker has died: `results` raises then.

@@ -209,7 +209,7 @@ class Worker:
                 self._receiver.start(self._report_received, reports.fail)
         if self._runner.kernels is not None:
             schedule = setup.schedule
-            rows = -(-most_rows(schedule) // schedule.variables.get("micro_batches", 1))
+            rows = -(-most_rows(schedule) // schedule.num_micro_batches)
             warm_up_runner(self._runner, rows, phase=stage.phase)
 
     @torch.inference_mode()
@@ -234,10 +234,10 @@ class Worker:
     def _run(self, command: RunBatch) -> None:
         batch = self._mirror.batch(command)
         self._take_outstanding(command.encoded, as_requests(batch.decode))
-        everyone = as_requests(batch.prefill + batch.decode)
+        rows = as_requests(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
         begun = self._completion.begin()
-        out = self._runner.forward(batch, {row.request_id: row.token_ids for row in everyone}, hidden_NE)
+        out = self._runner.forward(batch, {row.request_id: row.token_ids for row in rows}, hidden_NE)
         tokens: Callable[[], list[SampledTokenOf]] = list
         if self._last and self._leads:
             tokens = self._choose(out, sampled_requests(batch, self._spec))

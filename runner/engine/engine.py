@@ -22,6 +22,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.drift.length_monitor import MOST_KEPT
 from exeplan.drift.state import RequestLengths
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
@@ -32,7 +33,7 @@ from exeplan.runner.engine.requests import Output, Request, RequestState, as_req
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
 from exeplan.scheduling.scheduler import Scheduler
-from exeplan.scheduling.takeover import keepable, take_over
+from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 MAX_CRASHES = 2
 """A request that was running at this many worker crashes is not tried again: it may be the cause."""
@@ -184,7 +185,7 @@ class Engine:
         after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
         for request in (*before.running, *before.waiting):
             after.check(request)
-        kept: Sequence[RequestState] = as_requests(keepable(after, before))
+        kept: Sequence[RequestState] = as_requests(can_keep_blocks(after, before))
         if executor is not None:
             with contextlib.closing(KVMigration()) as migration:
                 if kv_dtype:
@@ -193,7 +194,7 @@ class Engine:
                 self._replace_executor(executor, restore, migration)
                 budget = self._executor.kv_budget
                 after = self._new_scheduler(schedule, budget.num_blocks if budget else after.num_blocks)
-                kept = migration.restore(self._executor, as_requests(keepable(after, before)))
+                kept = migration.restore(self._executor, as_requests(can_keep_blocks(after, before)))
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
         left = take_over(after, before, keep=kept)
         self._dismiss(left)
@@ -204,7 +205,7 @@ class Engine:
     def fits_kv_budget(self, schedule: Schedule) -> bool:
         """Whether a pass of as many tokens as the schedule allows fits into the memory that the devices measured."""
         budget = self._executor.kv_budget
-        return budget is None or schedule.variables.get("max_num_batched_tokens", 0) <= budget.pass_tokens
+        return budget is None or (pass_limits(schedule).tokens or 0) <= budget.pass_tokens
 
     def length_stats(self) -> LengthStats:
         """Request lengths so far; a request that left is reported once."""
@@ -277,7 +278,7 @@ class Engine:
         outputs: list[Output] = []
         for result in self._executor.results():
             if isinstance(result, KVArrived):
-                self._scheduler.hand_over(result.batch)
+                self._scheduler.kv_arrived(result.batch)
             else:
                 outputs += self._finish(result)
         return outputs
@@ -305,7 +306,7 @@ class Engine:
         except BaseException:
             self._executor = restore()
             before, self._scheduler = self._scheduler, self._same_scheduler()
-            kept = migration.restore(self._executor, as_requests(keepable(self._scheduler, before)))
+            kept = migration.restore(self._executor, as_requests(can_keep_blocks(self._scheduler, before)))
             self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 

@@ -17,7 +17,7 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, LauncherSetup, ModelSource
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def build_engine(
     *,
     launcher: "Launcher | None" = None,
     on_loss: Callable[[], None] = lambda: None,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> "Engine":
     """Loads the model and warms it up. Sets torch's compute threads to the plan's: a process has one engine.
 
@@ -147,7 +147,7 @@ def _executor(
     spec: ModelSpec,
     launcher: "Launcher | None",
     on_loss: Callable[[], None],
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> "Executor":
     from exeplan.runner.engine.timeline import TimelineFile
 
@@ -195,7 +195,9 @@ def _single_device_executor(
     return AsyncExecutor(runner, timeline=timeline, kv_budget=kv_budget)
 
 
-def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = untold) -> None:
+def warm_up(
+    engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = no_progress
+) -> None:
     """Runs a few short requests, so that the first real one does not pay for torch's first calls."""
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.requests import Request

@@ -48,7 +48,7 @@ class Advisor:
     def __init__(self, start: WatchPlan) -> None:
         """Raises InputError where profile or workload of the plan cannot be read."""
         self._fixed, self._file = start.fixed_placement, Path(start.file) if start.file else None
-        plan = plan_from(start.plan)
+        plan = plan_from(start.plan, folder=Path("/"))
         self._watch = Watch(plan, self._problem(plan), rules=start.rules)
         self._last: Proposal | None = None
 
@@ -97,7 +97,7 @@ class Advisor:
             assert self._last is not None
             self._watch.adopted(self._last, now=adopted.now)
         else:
-            plan = plan_from(adopted.plan)
+            plan = plan_from(adopted.plan, folder=Path("/"))
             self._watch.adopted(plan, now=adopted.now, problem=self._problem(plan))
         return AdvisorReady()
 

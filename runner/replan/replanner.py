@@ -271,7 +271,9 @@ class Replanner:
         return advisor
 
     async def _take_proposal(self, found: ProposedPlan) -> None:
-        replanned = self._replanned(plan_from(found.plan), "drift", found.reason, old=found.old, new=found.new)
+        replanned = self._replanned(
+            plan_from(found.plan, folder=Path("/")), "drift", found.reason, old=found.old, new=found.new
+        )
         replanned = replace(replanned, file=found.file)
         self._set(proposed=replanned)
         log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)

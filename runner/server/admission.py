@@ -71,7 +71,7 @@ class Admission:
         longest = estimate.latency if estimate.latency is not None else estimate.latency_p99
         own = longest if max_tokens is None else min(longest, estimate.ttft + (max_tokens - 1) * estimate.tpot)
         takes = {"ttft": estimate.ttft, "tpot": -math.inf}
-        return max((wait + takes.get(bound.about, own) - bound.seconds for bound in self._bounds), default=0.0)
+        return max((wait + takes.get(bound.metric, own) - bound.seconds for bound in self._bounds), default=0.0)
 
 
 def default_max_queue(plan: Plan) -> int:

@@ -213,7 +213,7 @@ class ServeMetrics(Collector):
             yield self._gauge(f"observed_{_unit_name(name)}", about, getattr(snapshot, name))
         on_latency = bounds[0].seconds if bounds and bounds[0].on_latency else None
         yield self._gauge("plan_latency_bound_seconds", "Bound on the latency in seconds", on_latency)
-        seconds = {bound.about: bound.seconds for bound in bounds}
+        seconds = {bound.metric: bound.seconds for bound in bounds}
         yield self._gauges("plan_bound_seconds", "Bounds in seconds", "bound", seconds)
         within = "Observed in the last minutes: share of requests within a bound"
         yield self._gauges("observed_share_within_bound", within, "bound", snapshot.within)

@@ -29,7 +29,7 @@ TIMELINE_SECONDS = 60.0
 def bounds_of(plan: Plan) -> list[Bound]:
     """The finite bounds, the one on latency first; without those on deadlines, which each request has of its own."""
     bounds = (plan.bound, *plan.more_bounds)
-    return [bound for bound in bounds if bound and math.isfinite(bound.seconds) and not is_deadline(bound.about)]
+    return [bound for bound in bounds if bound and math.isfinite(bound.seconds) and not is_deadline(bound.metric)]
 
 
 class Finished(NamedTuple):
@@ -111,7 +111,7 @@ class Observed:
     def adopt(self, plan: Plan) -> None:
         """Judges by the bounds of this plan from now on; observations stay. `waiting`: times include the wait."""
         self._bounds = bounds_of(plan)
-        self._about = plan.bound.about if plan.bound else "p99-requests"
+        self._about = plan.bound.metric if plan.bound else "p99-requests"
         self.waiting = plan.arrival_rate is not None or plan.trace_arrivals
 
     @property
@@ -167,7 +167,7 @@ class Observed:
             latency_p99=_quantile(takes, 0.99),
             prefill_batch=_ratio(sum(t.num_prefilled for t in ticks), sum(t.num_prefills for t in ticks)),
             decode_batch=_ratio(sum(t.num_decoded for t in ticks), sum(t.num_decodes for t in ticks)),
-            within={b.about: sum(self._keeps(r, b) for r in recent) / len(recent) for b in self._bounds if recent},
+            within={b.metric: sum(self._keeps(r, b) for r in recent) / len(recent) for b in self._bounds if recent},
         )
 
     def _since(self, request: Finished, moment: float) -> float:
@@ -181,11 +181,11 @@ class Observed:
         return _mean([self._since(r, r.until(length)) for r in recent if r.output_tokens >= length]) if length else None
 
     def _keeps(self, request: Finished, bound: Bound) -> bool:
-        if bound.about == "tpot":
+        if bound.metric == "tpot":
             return request.pace() <= bound.seconds
-        if bound.about == "ttft":
+        if bound.metric == "ttft":
             return self._since(request, request.first) <= bound.seconds
-        length = self.p99_output if bound.about == "p99-length" else None
+        length = self.p99_output if bound.metric == "p99-length" else None
         return self._since(request, request.until(length) if length else request.last) <= bound.seconds
 
 

@@ -8,11 +8,13 @@ plan. When a plan is refused, the old one stays active and no request is lost.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typing_extensions import TypedDict
 
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import POLICY_FILE
 from exeplan.drift.state import Replanned
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from
@@ -85,7 +87,9 @@ async def control(service: Service, body: bytes) -> Adopted | Vetoed:
         if (accepted := await replanner.accept()) is None:
             raise RequestError("no plan is proposed", status=409, param="accept")
         return _adopted(accepted)
-    return _adopted(await replanner.adopt(_plan(service.plan, given), source="request", reason="a request brought it"))
+    return _adopted(
+        await replanner.adopt(plan_from_network(service.plan, given), source="request", reason="a request brought it")
+    )
 
 
 def _only(kind: type[Model], given: Mapping[str, Any], rule: str, *, param: str) -> Model:
@@ -95,15 +99,25 @@ def _only(kind: type[Model], given: Mapping[str, Any], rule: str, *, param: str)
         raise RequestError(rule, param=param) from None
 
 
-def _plan(active: Plan, given: Mapping[str, Any]) -> Plan:
+def plan_from_network(active: Plan, given: Mapping[str, Any]) -> Plan:
     """The plan in a request's body, with the files of the active one."""
     body = {name: value for name, value in given.items() if name not in _SHOWN}
     for name in _FILES:
         if body.get(name, getattr(active, name)) != getattr(active, name):
             raise RequestError(f"a plan from the network keeps the server's {name}; leave it out", param=name)
-    plan = plan_from({**body, "model": active.model})
+    _keep_policy_file(body, active)
+    folder = Path(active.schedule.policy).parent if active.schedule.has_policy_file else None
+    plan = plan_from({**body, "model": active.model}, folder=folder)
     kept = {name: getattr(active, name) for name in _FILES}
     return replace(plan, **kept, fit_context=active.fit_context)
+
+
+def _keep_policy_file(body: Mapping[str, Any], active: Plan) -> None:
+    """Raises RequestError for a policy file other than that of the active plan: the network cannot make code run."""
+    schedule = body.get("schedule")
+    policy = schedule.get("policy") if isinstance(schedule, Mapping) else None
+    if isinstance(policy, str) and policy.endswith(POLICY_FILE) and policy != active.schedule.policy:
+        raise RequestError("a plan from the network cannot name a policy file, which is code", param="schedule")
 
 
 def _adopted(replanned: Replanned) -> Adopted:

@@ -20,7 +20,7 @@ def predictions(plan: Plan) -> dict[str, float]:
     found: dict[str, float | None] = dict.fromkeys(PREDICTED)
     if estimate := plan.replay or plan.estimate:
         found.update(asdict(estimate), decode_batch=estimate.token_throughput * estimate.tpot)
-    found["prefill_batch"] = plan.schedule.variables.get("prefill_batch")
+    found["prefill_batch"] = plan.schedule.prefill_batch
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -28,5 +28,5 @@ def predicted_and_observed(plan: Plan, snapshot: Snapshot) -> dict[str, Any]:
     """`predicted`, `observed` and `bounds` as plain values."""
     observed = asdict(snapshot)
     within = observed.pop("within")
-    bounds = [{"about": b.about, "seconds": b.seconds, "within": within.get(b.about)} for b in bounds_of(plan)]
+    bounds = [{"about": b.metric, "seconds": b.seconds, "within": within.get(b.metric)} for b in bounds_of(plan)]
     return {"predicted": predictions(plan), "observed": observed, "bounds": bounds}

@@ -1,4 +1,4 @@
-"""On a cluster the search over placements and fillings finds what trying everything finds, and every placement fits."""
+"""On a cluster the search over all variants finds what trying everything finds, and every placement fits."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_a_system_that_cannot_fork_finds_the_same_plan(opt: Profile, monkeypatch
     assert replace(one_by_one, search={}) == replace(side_by_side, search={})
 
 
-def test_where_the_closed_form_is_far_off_another_filling_is_taken_and_not_a_tighter_bound(opt: Profile) -> None:
+def test_where_the_closed_form_is_far_off_another_variant_is_taken_and_not_a_tighter_bound(opt: Profile) -> None:
     # With more groups than stages the requests of few prefills seem to crowd into few of them: 3.9 s, replayed 4.5 s.
     problem = make_problem(opt, load_workload("S"), Bound(seconds=3.987), cluster=A40.part(4))
     found = search_variants(problem, "waa-m", method="branch-and-bound", bound=3.987)
@@ -107,7 +107,7 @@ def test_the_exhaustive_search_tries_every_point_of_every_variant(opt: Profile) 
 
 def test_a_model_too_large_names_the_shortfall_and_the_cluster_that_would_do() -> None:
     with pytest.raises(
-        Infeasible, match=r"gpt3-341b does not fit cluster a40: each of its 8 GPUs lacks 41\..* GiB .* 24 such GPUs"
+        Infeasible, match=r"gpt3-341b does not fit cluster a40: each of its 8 GPUs lacks 41\..* GiB .* 24 of these GPUs"
     ):
         asked(profile_of("gpt3-341b"), A40.part(8), 100.0)
 

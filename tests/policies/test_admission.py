@@ -15,7 +15,7 @@ from exeplan.workload.workload import Workload
 
 
 def batches(schedule: Schedule, lengths: list[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Who prefills and who decodes in every pass, until all (prompt, output) requests are done."""
+    """The requests that prefill and those that decode in every pass, until all (prompt, output) requests are done."""
     scheduler = Scheduler(schedule, num_blocks=1000)
     for index, (prompt, output) in enumerate(lengths):
         scheduler.add(SequenceState(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))

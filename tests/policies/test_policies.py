@@ -49,7 +49,7 @@ def test_rra_prefills_every_decode_steps_iterations() -> None:
     ]  # fmt: skip
 
 
-def test_rra_prefills_at_once_when_nobody_is_left_to_decode() -> None:
+def test_rra_prefills_at_once_when_no_request_is_left_to_decode() -> None:
     batches = run_batches(SCHEDULES["rra"], [(5, 1)] * 4)
     assert [shape(b) for b in batches] == [("01", ""), ("23", "")]
 
@@ -102,7 +102,7 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
     variables = {k.name: data.draw(st.sampled_from(k.values)) for k in policy.knobs(workload, 8)}
     # Blocks down to the least that holds the longest request alone, so that preemption happens too.
     least = max(-(-(i + o) // 16) for i, o in lengths)
-    schedule = policy.schedule({**variables, **policy.fillings(1)[0]}, workload)
+    schedule = policy.schedule({**variables, **policy.enumerated(1)[0]}, workload)
     batches = run_batches(schedule, lengths, num_blocks=data.draw(st.integers(least, least + 10)))
     produced = dict.fromkeys(range(len(lengths)), 0)
     for batch in batches:
@@ -114,9 +114,7 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
 
 
 def test_unknown_policies_and_variables_are_named() -> None:
-    with pytest.raises(
-        InputError, match="no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"
-    ):
+    with pytest.raises(InputError, match=f"no policy 'best'; there are {', '.join(policy_names())}"):
         load_policy("best")
     with pytest.raises(
         InputError, match="rra takes the control variables prefill_batch, decode_steps; found batch_size"
@@ -124,3 +122,14 @@ def test_unknown_policies_and_variables_are_named() -> None:
         load_policy("rra").check(Schedule("rra", {"batch_size": 1}))
     with pytest.raises(InputError, match="decode_steps must be a positive integer, found 0"):
         load_policy("rra").check(Schedule("rra", {"prefill_batch": 1, "decode_steps": 0}))
+
+
+@pytest.mark.parametrize(("trials", "chance"), [(0, 0.3), (1, 0.5), (24, 1 / 90), (300, 0.02), (7, 1.0)])
+def test_the_prefills_of_an_orca_iteration_are_binomial(trials: int, chance: float) -> None:
+    from scipy.stats import binom
+
+    from exeplan.policies.orca import _whole_binomial
+
+    number, probability = _whole_binomial(trials, chance)
+    expected = binom.pmf(number, trials, chance)
+    assert probability == pytest.approx(expected / expected.sum(), rel=1e-9)

@@ -63,7 +63,7 @@ def test_the_youngest_is_preempted_and_comes_before_those_that_wait(order: str) 
     assert names(tuple(scheduler.running)) == "a"
     assert (running[1].num_blocks, running[1].preemptions) == (0, 1)
     assert running[1].num_output_tokens > 0
-    assert names(scheduler.ahead(3))[0] == "b"
+    assert names(scheduler.first_waiting(3))[0] == "b"
     assert scheduler.waiting[0] is running[1]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Packing, Place, SequenceState
+from exeplan.core.batch import Batch, PackedPrompt, Packing, SequenceState
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.simulator.cost import CostModel
@@ -27,7 +27,7 @@ def batch_seconds(cost: CostModel) -> BatchSeconds:
     def seconds(rows: int, length: int, requests: int, contexts: list[int]) -> float:
         if contexts:
             return cost.batch_seconds(Batch(decode=tuple(row(context, newest) for context in contexts)))
-        packing = Packing(length, length, tuple(Place(number % rows, 0) for number in range(requests)))
+        packing = Packing(length, length, tuple(PackedPrompt(number % rows, 0) for number in range(requests)))
         return cost.batch_seconds(Batch(prefill=(row(1, 0),) * requests, packing=packing))
 
     return seconds

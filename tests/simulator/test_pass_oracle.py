@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Chunk, Packing, Place, SequenceState
+from exeplan.core.batch import Batch, Chunk, PackedPrompt, Packing, SequenceState
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Stage
 from exeplan.policies.interface import Cycle
@@ -98,7 +98,7 @@ def test_a_chunk_attends_to_the_chunks_before_it(cuts: list[int], cost: CostMode
 
 def test_packed_prompts_attend_within_their_slots(cost: CostModel) -> None:
     """Two rows of two slots of 64 tokens each: 256 tokens in the products, four squares of 64 in attention."""
-    packing = Packing(128, 64, (Place(0, 0), Place(0, 64), Place(0, 100), Place(1, 0)))
+    packing = Packing(128, 64, (PackedPrompt(0, 0), PackedPrompt(0, 64), PackedPrompt(0, 100), PackedPrompt(1, 0)))
     batch = Batch(prefill=(row(60), row(30), row(20), row(64)), packing=packing)
     layer = rest(256) + 4 * prefill_attention(64)
     expected = LAYERS * layer + around(256, 4) + overhead(0, 4)

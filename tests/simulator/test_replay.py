@@ -125,7 +125,7 @@ def test_every_request_gets_each_of_its_tokens_once_in_order(policy: str, data: 
     concurrency = data.draw(st.none() | st.integers(1, 4))
     gaps = data.draw(st.none() | st.lists(st.floats(0, 0.05), min_size=len(lengths), max_size=len(lengths)))
     run = played(
-        module.schedule({**drawn, **module.fillings(1)[0]}, workload),
+        module.schedule({**drawn, **module.enumerated(1)[0]}, workload),
         cost,
         lengths,
         num_blocks=data.draw(st.integers(least, least + 8)),

@@ -12,11 +12,13 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.gpu_memory import fit_cache, run_passes
 from exeplan.runner.compute.kv_budget import (
     GPUMemory,
     KVBudget,
     largest_pass,
+    most_rows,
     num_kv_blocks,
     pass_limit,
     smallest_budget,
@@ -134,6 +136,13 @@ def test_the_largest_pass_holds_a_request_of_full_length():
     assert largest_pass(replace(SPEC, max_context=100_000), ORCA) == 100_000
     assert with_finite_context(load_model_spec("t5-11b")).max_context == 16_384
     assert with_finite_context(SPEC) is SPEC
+
+
+def test_a_schedule_without_a_limit_on_its_decode_rows_gets_a_stated_number():
+    assert most_rows(ORCA) == most_rows(CHUNKED) == 4
+    assert most_rows(Schedule("waa-c", {"decode_batch": 7, "prefill_batch": 2, "micro_batches": 3})) == 7
+    unlimited = Schedule("rra", {"prefill_batch": 4, "decode_steps": 2})
+    assert (pass_limits(unlimited).decode_rows, most_rows(unlimited)) == (None, 256)
 
 
 def test_devices_agree_on_the_smallest_budget():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Packing, Place, SequenceState, num_blocks_for
+from exeplan.core.batch import Batch, PackedPrompt, Packing, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -113,11 +113,21 @@ def check(model: str, lengths: list[int], packing: Packing) -> None:
 @pytest.mark.parametrize(
     ("lengths", "packing"),
     [
-        ([1, 1, 1], Packing(3, 3, (Place(0, 0), Place(0, 1), Place(0, 2)))),
-        ([8, 4, 4, 16], Packing(16, 16, (Place(0, 0), Place(0, 8), Place(0, 12), Place(1, 0)))),
-        ([4, 4, 3, 1, 2], Packing(8, 4, (Place(0, 0), Place(1, 4), Place(0, 4), Place(0, 7), Place(1, 0)))),
-        ([5, 2], Packing(30, 10, (Place(2, 20), Place(0, 3)))),
-        ([40], Packing(40, 40, (Place(0, 0),))),
+        ([1, 1, 1], Packing(3, 3, (PackedPrompt(0, 0), PackedPrompt(0, 1), PackedPrompt(0, 2)))),
+        (
+            [8, 4, 4, 16],
+            Packing(16, 16, (PackedPrompt(0, 0), PackedPrompt(0, 8), PackedPrompt(0, 12), PackedPrompt(1, 0))),
+        ),
+        (
+            [4, 4, 3, 1, 2],
+            Packing(
+                8,
+                4,
+                (PackedPrompt(0, 0), PackedPrompt(1, 4), PackedPrompt(0, 4), PackedPrompt(0, 7), PackedPrompt(1, 0)),
+            ),
+        ),
+        ([5, 2], Packing(30, 10, (PackedPrompt(2, 20), PackedPrompt(0, 3)))),
+        ([40], Packing(40, 40, (PackedPrompt(0, 0),))),
         ([7, 12, 3], one_a_row(3, 12)),
     ],
     ids=["one-token", "full-rows", "full-slots", "empty-rows-and-slots", "row-of-one", "naive"],
@@ -136,11 +146,11 @@ def packings(draw) -> tuple[list[int], Packing]:
         room = slot_tokens
         for gap, length in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=4)):
             if gap + length <= room:
-                places.append(Place(row, start + slot_tokens - room + gap))
+                places.append(PackedPrompt(row, start + slot_tokens - room + gap))
                 lengths.append(length)
                 room -= gap + length
     if not lengths:
-        lengths, places = [slot_tokens], [Place(0, 0)]
+        lengths, places = [slot_tokens], [PackedPrompt(0, 0)]
     return lengths, Packing(slots_a_row * slot_tokens, slot_tokens, tuple(places))
 
 
@@ -167,7 +177,7 @@ def test_packed_prompts_may_be_prefilled_while_others_decode(model):
     begun = runner.forward(Batch(prefill=(old,)), texts).argmax(-1).tolist()
     texts[old.request_id] += begun
     old.num_output_tokens = len(begun)
-    packing = Packing(24, 24, (Place(0, 1), Place(0, 10)))
+    packing = Packing(24, 24, (PackedPrompt(0, 1), PackedPrompt(0, 10)))
     logits_RV = runner.forward(Batch(prefill=(new, again), decode=(old,), packing=packing), texts)
     if runner.spec.is_encoder_decoder:
         logits_RV = torch.cat([runner.forward(Batch(decode=(new, again)), texts), logits_RV])
@@ -180,7 +190,7 @@ def test_packed_prompts_may_be_prefilled_while_others_decode(model):
 
 def test_rows_are_computed_as_they_are_packed():
     """Padding and empty slots are computed, and positions begin with every prompt."""
-    packing = Packing(6, 3, (Place(1, 3), Place(0, 0), Place(0, 2)))
+    packing = Packing(6, 3, (PackedPrompt(1, 3), PackedPrompt(0, 0), PackedPrompt(0, 2)))
     rows = PackedRows([[7, 8], [5, 6], [9]], packing, device=torch.device("cpu"))
     assert rows.token_N.tolist() == [5, 6, 9, 0, 0, 0, 0, 0, 0, 7, 8, 0]
     assert rows.position_N.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
@@ -190,7 +200,7 @@ def test_rows_are_computed_as_they_are_packed():
 
 
 def test_a_packing_is_sent_to_workers():
-    packing = Packing(8, 4, (Place(0, 0), Place(1, 4)))
+    packing = Packing(8, 4, (PackedPrompt(0, 0), PackedPrompt(1, 4)))
     rows = tuple(
         RequestState(
             request_id=name,

@@ -66,9 +66,9 @@ def test_the_sequences_of_one_request_wait_for_each_other():
 
 
 def test_a_bound_on_the_first_token_counts_too():
-    assert refusal(3, more_bounds=(Bound(seconds=2.0, about="ttft"),)).code == "late"
-    assert refusal(2, more_bounds=(Bound(seconds=2.0, about="ttft"),)) is None
-    assert refusal(2, more_bounds=(Bound(seconds=0.05, about="tpot"),)) is None  # Waiting does not change the pace.
+    assert refusal(3, more_bounds=(Bound(seconds=2.0, metric="ttft"),)).code == "late"
+    assert refusal(2, more_bounds=(Bound(seconds=2.0, metric="ttft"),)) is None
+    assert refusal(2, more_bounds=(Bound(seconds=0.05, metric="tpot"),)) is None  # Waiting does not change the pace.
 
 
 def test_a_request_that_would_not_begin_by_its_own_deadline_is_late():

@@ -89,7 +89,7 @@ def test_a_device_without_fp8_refuses_it():
     check_precision("bfloat16", None, CPU)
     with pytest.raises(InputError, match="fp8 needs a GPU, this is a CPU"):
         check_precision("bfloat16", "fp8", CPU)
-    with pytest.raises(InputError, match="kept as float32 or as fp8, not as bfloat16"):
+    with pytest.raises(InputError, match="stored as float32 or as fp8, not as bfloat16"):
         check_precision("float32", "bfloat16", CPU)
     plan = Plan(
         model="demo",

@@ -271,7 +271,7 @@ def test_workers_that_die_meanwhile_cost_no_request(old, new, checkpoint, runner
     found, (switched,), _ = moved(runners, ORCA, fresh(checkpoint, cls=new), cls=old)
     assert found == expected("llama")
     assert switched.num_carried == 0 < switched.num_recomputed
-    assert "running requests are computed again" in caplog.text
+    assert "running requests are recomputed" in caplog.text
 
 
 def test_a_dead_worker_has_nothing_to_migrate(checkpoint, expected):

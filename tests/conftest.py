@@ -12,8 +12,11 @@ from exeplan.model import load_model_spec
 from exeplan.profile import Device, Measurement, Profile, save_profile
 from exeplan.simulator.cost import CostModel
 
-_MOST_PROCESSES = 4
+_MOST_PROCESSES = 5
 """More would only start more engines side by side."""
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""Before torch is imported, here or in a process that a test starts: threads that wait for each other shall not spin
+while other processes of the tests need the cores, as they do by default."""
 
 if find_spec("hypothesis"):  # Tests of a GPU do without.
     from hypothesis import HealthCheck, settings
@@ -26,9 +29,10 @@ if find_spec("hypothesis"):  # Tests of a GPU do without.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process a core for the whole suite; whoever runs a part of it waits less without any."""
+    """For the whole suite one process more than cores, as some always wait for what they started; a part of it is done
+    sooner without any."""
     whole = config.args == config.getini("testpaths")
-    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if whole else 0
+    return min(len(os.sched_getaffinity(0)) + 1, _MOST_PROCESSES) if whole else 0
 
 
 @pytest.fixture(scope="session")

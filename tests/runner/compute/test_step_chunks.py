@@ -61,7 +61,12 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def generate(model: PreTrainedModel, token_ids: list[int], count: int) -> list[int]:
-    """The oracle."""
+    """The oracle, which is asked once for what several tests want to know."""
+    return _generated(model, tuple(token_ids), count)
+
+
+@functools.cache
+def _generated(model: PreTrainedModel, token_ids: tuple[int, ...], count: int) -> list[int]:
     inputs = torch.tensor([token_ids])
     outputs = model.generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False, pad_token_id=0

@@ -12,7 +12,7 @@ from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.layer_costs import layer_parameters
 from exeplan.profiler.measuring.captured_decode import recorded, replay_seconds
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.warm_up import tune
+from exeplan.runner.compute.warm_up import tune_kernels
 
 _ROOM = 0.75
 """Of the memory that is free, at most, for keys and values."""
@@ -43,7 +43,7 @@ def _runner(setting: Setting, batch: int, context: int) -> ModelRunner:
     if setting.place.type == "cuda":
         wanted = min(wanted, int(_ROOM * torch.cuda.mem_get_info()[0]) // runner.cache.num_bytes)
     runner.use_blocks(wanted)
-    tune(runner)
+    tune_kernels(runner)
     for layer in range(setting.spec.num_layers):
         runner.cache.both_tables(layer).normal_()
     return runner
@@ -59,7 +59,7 @@ def _decodes(runner: ModelRunner, setting: Setting, section: Section, batch: int
             continue
         rows, token_ids = _rows(batch, context)
         graphs.replay(*runner.decode_inputs(Batch(decode=rows), token_ids), None)
-        seconds = replay_seconds(graphs.recorded[batch].replay, setting.place)
+        seconds = replay_seconds(graphs.captured[batch].replay, setting.place)
         for row in rows:
             runner.free(row.request_id)
         kept = batch * context * spec.kv_bytes_per_token(setting.dtype)

@@ -29,9 +29,9 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.drift.best_plan import STEP, best_plan
 from exeplan.drift.evidence import Known, evidence
-from exeplan.drift.length_monitor import LengthMonitor, Observed, Seen
+from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
-from exeplan.drift.state import DriftState, Rules
+from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.optimize import resolve_policies
 from exeplan.planner.problem import Problem
@@ -112,7 +112,7 @@ class Watch:
         """The workload that the active plan was made for."""
         return self._planned.known.workload
 
-    def note(self, ended: Iterable[Seen], running: Sequence[Seen]) -> None:
+    def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
         """See `LengthMonitor.note`."""
         self.monitor.note(ended, running)
 

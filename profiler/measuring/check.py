@@ -24,7 +24,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.simulator.cost import CostModel
 
@@ -104,7 +104,7 @@ def _run(runner: ModelRunner, case: Case, cost: CostModel, seed: int) -> Iterato
     """One case through the engine, undisturbed steps only."""
     slots = len(case.prompts) + len(case.joining)
     engine = Engine(
-        Local(runner),
+        InProcessExecutor(runner),
         Schedule("orca", {"max_num_seqs": slots}),
         tokenizer=Tokenizer.load(runner.spec),
         num_blocks=runner.cache.num_blocks,

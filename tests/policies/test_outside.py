@@ -75,12 +75,12 @@ def test_the_engine_gives_the_same_tokens_under_a_policy_file() -> None:
     from exeplan.runner.compute.model_runner import ModelRunner
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.engine import Engine, Request
-    from exeplan.runner.engine.executor import Local
+    from exeplan.runner.engine.executor import InProcessExecutor
 
     spec = load_model_spec("demo")
 
     def answers(schedule: Schedule) -> dict[str, list[int]]:
-        engine = Engine(Local(ModelRunner(spec, num_blocks=40)), schedule, num_blocks=40)
+        engine = Engine(InProcessExecutor(ModelRunner(spec, num_blocks=40)), schedule, num_blocks=40)
         for number in range(5):
             sampling = SamplingParams(temperature=0.0, max_tokens=3 + number, ignore_eos=True)
             engine.add(Request(request_id=str(number), prompt_token_ids=[7] * (4 + number), sampling=sampling))

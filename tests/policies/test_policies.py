@@ -1,6 +1,5 @@
-"""Each policy orders work as its paper says, and its closed form agrees with what its own scheduling does."""
+"""Each policy orders work as its paper says, and every request gets each of its tokens once."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,10 +9,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy, policy_names
 from exeplan.scheduling.scheduler import Scheduler
-from exeplan.simulator.cost import CostModel
 from exeplan.workload.workload import Workload
-
-from .deviations import check_deviations, deviation, drawn_workload
 
 ONE_DEVICE = [name for name in policy_names() if not load_policy(name).SEPARATE_STAGES]
 """Policies that one device is enough for."""
@@ -115,19 +111,6 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
     for index, (_, output) in enumerate(lengths):
         kept_rows = policy.KEEPS_FINISHED_ROWS
         assert produced[index] >= output if kept_rows else produced[index] == output
-
-
-@pytest.mark.parametrize("name", ONE_DEVICE)
-def test_closed_form_agrees_with_the_replay(name: str, cost: CostModel) -> None:
-    policy, found = load_policy(name), []
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        workload = drawn_workload(rng, rng.uniform(12, 90))
-        point = {knob.name: int(rng.choice(knob.values[:64])) for knob in policy.knobs(workload, 24)}
-        rest = policy.enumerated(1)
-        schedule = policy.schedule({**point, **rest[rng.integers(len(rest))]}, workload)
-        found.append(deviation(schedule, workload, cost, seed=seed))
-    check_deviations(found)
 
 
 def test_unknown_policies_and_variables_are_named() -> None:

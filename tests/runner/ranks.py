@@ -26,7 +26,7 @@ TOKENS = {name: [(7 + 31 * n * n + size) % VOCAB for n in range(size + 3)] for n
 
 
 def batches() -> Iterator[Batch]:
-    """Two prompts, a third one beside their decode, and a decode of all three."""
+    """Two prompts, a third one together with their decode, and a decode of all three."""
     for prefill, decode in (({"a": 0, "b": 0}, {}), ({"c": 0}, {"a": 1, "b": 1}), ({}, {"a": 2, "b": 2, "c": 1})):
         yield Batch(prefill=rows(prefill), decode=rows(decode))
 

@@ -1,4 +1,4 @@
-"""Every family gives the greedy tokens of transformers' `generate`: alone, and in a batch that changes around it."""
+"""Every family gives the greedy tokens of transformers' `generate`: alone, and in a changing batch."""
 
 import functools
 from pathlib import Path
@@ -68,12 +68,12 @@ CASES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES)
 every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
-"""Attention by the CPU's own fast path, and over blocks as on a GPU."""
+"""Attention by the CPU's fast path, and over blocks as on a GPU."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Saves a random checkpoint of a case once; weights are large enough that no two logits are close."""
+    """Saves a random checkpoint of each case once; weights are large enough that no two logits are close."""
 
     @functools.cache
     def make(case: str) -> tuple[PreTrainedModel, Path]:
@@ -131,7 +131,7 @@ def serve(runner: ModelRunner, schedule: Schedule, requests: list[tuple[list[int
     return [texts[str(n)][len(ids) :] for n, (ids, _) in enumerate(requests)], scheduler.num_preemptions
 
 
-def test_every_family_file_has_a_case():
+def test_every_family_has_a_case():
     encoder_decoders = {"marian", "t5"}  # tests/runner/models/test_marian.py, test_t5.py
     assert {case.split("-")[0] for case in CASES} == set(family_names()) - encoder_decoders
 
@@ -149,7 +149,7 @@ def test_one_request_equals_generate(case, checkpoint):
 @every_path
 @every_case
 def test_sixteen_requests_that_join_and_leave_equal_generate(case, paged_with, checkpoint):
-    """With fewer blocks than they need, so that some are preempted and computed again."""
+    """With fewer blocks than they need, so that some are preempted and recomputed."""
     model, directory = checkpoint(case)
     lengths = [(1 + (7 * n) % 31, 1 + (5 * n) % 23) for n in range(16)]
     requests = [(prompt(length, seed=n), count) for n, (length, count) in enumerate(lengths)]

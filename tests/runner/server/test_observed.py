@@ -9,8 +9,8 @@ from exeplan.core.bounds import Bound
 from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.ipc.frames import Stats
-from exeplan.runner.server.observed import MOST_REQUESTS, WINDOW_SECONDS, Observed, shares
+from exeplan.runner.ipc.messages import Stats
+from exeplan.runner.server.observed import MAX_REQUESTS, WINDOW_SECONDS, Observed, shares
 
 
 class Clock:
@@ -47,7 +47,7 @@ def test_three_requests_by_hand(clock):
     assert (found.seconds, found.num_requests, found.throughput, found.token_throughput) == (10.0, 3, 0.3, 3.3)
     assert (found.ttft, found.tpot) == (0.25, pytest.approx(0.2))
     assert (found.latency_p50, found.latency_p99) == (2.25, pytest.approx(3.23))
-    assert found.latency is None  # Nobody knows the planned length.
+    assert found.latency is None  # The planned length is unknown.
     assert found.within == {"p99-length": pytest.approx(1 / 3)}
 
 
@@ -88,12 +88,12 @@ def test_old_requests_are_forgotten_and_memory_is_bounded(clock):
     finish(seen)
     clock.now = WINDOW_SECONDS + 1
     assert seen.snapshot().num_requests == 0
-    for _ in range(MOST_REQUESTS + 100):
+    for _ in range(MAX_REQUESTS + 100):
         finish(seen)
         seen.step(Stats(num_running=1, iteration_tokens=1, num_decode=1))
         clock.now += 0.01
     found = seen.snapshot()
-    assert found.num_requests == MOST_REQUESTS
+    assert found.num_requests == MAX_REQUESTS
     assert found.throughput == pytest.approx(100, rel=0.01)
     assert len(seen.timeline) <= 240
 

@@ -1,0 +1,35 @@
+"""Policy static on a pipeline: a batch drains behind its longest output, whichever micro-batch that is in."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
+from exeplan.workload.workload import Workload
+
+from ..simulator.machine import CLUSTER
+
+SHORT, LONG = 2, 9
+COIN = Workload.of("coin", inputs=[64, 64], outputs=[SHORT, LONG], weights=[1, 1])
+PIPELINE = (Stage(devices=(0,), layers=(0, 3)), Stage(devices=(1,), layers=(3, 6)))
+SCHEDULE = Schedule("static", {"batch_size": 4, "micro_batches": 2, "prefill_micro_batches": 2})
+
+
+def cycle_seconds(cost: CostModel, outputs: tuple[int, ...]) -> float:
+    """From the start of a batch with these outputs to that of the next one."""
+    lengths = np.array(outputs * 3)
+    run = replay(SCHEDULE, cost, input_tokens=np.full(len(lengths), 64), output_tokens=lengths, num_blocks=1000)
+    return run.requests[8].start - run.requests[4].start
+
+
+def test_the_closed_form_is_the_mean_over_all_batches_that_there_are(profile: Profile) -> None:
+    """Each of the four is short or long: sixteen batches, all as likely. What it takes for granted is that the longest
+    output is in one micro-batch alone, as in a large batch of many lengths it is."""
+    cost = CostModel(profile, PIPELINE, CLUSTER)
+    mean = np.mean([cycle_seconds(cost, outputs) for outputs in product((SHORT, LONG), repeat=4)])
+    assert steady_state(SCHEDULE, COIN, cost).throughput == pytest.approx(4 / mean, rel=0.03)

@@ -1,0 +1,183 @@
+"""parse() takes a request as it is meant and refuses all else with the field, the value and the limit; no server.
+
+What HTTP adds to that is in tests/runner/server.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, RequestError, parse
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def completion(**fields: Any):
+    return parse(CompletionRequest, json.dumps({"prompt": "a", **fields}).encode())
+
+
+def chat(**fields: Any):
+    return parse(ChatRequest, json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def refused(ask: Any, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as error:
+        ask(**fields)
+    assert error.value.status == 400
+    return error.value
+
+
+def test_what_is_left_out_has_its_documented_value() -> None:
+    request, sampling = completion()
+    assert (request.prompt, request.n, request.stream, request.echo, request.weight) == (["a"], 1, False, False, 1.0)
+    assert (request.deadline, request.num_logprobs, sampling.max_tokens, sampling.temperature) == (None, None, 16, 1.0)
+    request, sampling = chat()
+    assert (request.messages[0].plain(), request.num_logprobs) == ({"role": "user", "content": "hello"}, None)
+    assert sampling.max_tokens is None
+
+
+def test_null_counts_as_absent() -> None:
+    assert completion(max_tokens=None, stop=None, n=None, deadline=None) == completion()
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([0], [[0]]),
+        (["x"] * 1024, ["x"] * 1024),
+    ],
+)
+def test_a_prompt_is_always_a_batch(given: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=given)[0].prompt == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": ["x"] * 1025}, "prompt is a batch of 1025, at most 1024 are taken"),
+        ({"prompt": []}, "prompt must not be empty"),
+        ({"prompt": [""]}, "prompt must not be empty"),
+        ({"prompt": [1, True]}, "prompt must be a string, a list of token ids"),
+        ({"prompt": ["a", [1]]}, "prompt must be a string, a list of token ids"),
+        ({"prompt": 5}, "prompt must be a string, a list of token ids"),
+        ({"n": 0}, "n must be at least 1, found 0"),
+        ({"n": 129}, "n must be at most 128, found 129"),
+        ({"n": 1.0}, "n must be an integer, found 1.0"),
+        ({"n": "1"}, 'n must be an integer, found "1"'),
+        ({"n": True}, "n must be an integer, found true"),
+        ({"stream": 1}, "stream must be true or false, found 1"),
+        ({"stream": "true"}, 'stream must be true or false, found "true"'),
+        ({"echo": 0}, "echo must be true or false, found 0"),
+        ({"logprobs": -1}, "logprobs must be at least 0, found -1"),
+        ({"logprobs": 21}, "logprobs must be at most 20, found 21"),
+        ({"logprobs": 0, "echo": True}, "logprobs of an echoed prompt are not offered; leave out echo or logprobs"),
+        ({"deadline": 0}, "deadline must be above 0"),
+        ({"deadline": -2.5}, "deadline must be above 0"),
+        ({"deadline": 86_401}, "deadline must be at most 86400"),
+        ({"weight": 0}, "weight must be above 0"),
+        ({"weight": 2e6}, "weight must be at most 1000000"),
+        ({"max_token": 3}, "unknown field 'max_token'"),
+        ({"messages": HELLO}, "unknown field 'messages'"),
+        ({"max_completion_tokens": 3}, "unknown field 'max_completion_tokens'"),
+        ({"best_of": 2}, "best_of=2 is not offered by this server; leave it out"),
+        ({"best_of": True}, "best_of=true is not offered by this server; leave it out"),
+        ({"store": 0}, "store=0 is not offered by this server; leave it out"),
+        ({"user": 5}, "user must be a string"),
+        ({"metadata": "x"}, "metadata must be an object"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is taken only with stream=true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
+        ({"max_tokens": 0}, "max_tokens must be between 1 and 2147483647, found 0"),
+        ({"temperature": 2.1}, "temperature must be between 0.0 and 2.0, found 2.1"),
+        ({"logit_bias": {"x": 1}}, "each token id of logit_bias must be an integer"),
+    ],
+    ids=str,
+)
+def test_a_wrong_completion_is_named(fields: dict[str, Any], words: str) -> None:
+    assert str(refused(completion, **fields)).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": HELLO * 4097}, "messages holds 4097 entries, at most 4096 are taken"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be 'system', 'developer', 'user' or"),
+        ({"messages": [{"role": "user"}]}, "'messages.0.content' is missing"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+        ({"prompt": "a"}, "unknown field 'prompt'"),
+        ({"logprobs": 1}, "logprobs must be true or false, found 1"),
+        ({"top_logprobs": 2}, "top_logprobs is taken only with logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, found 21"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens and max_completion_tokens are the same thing"),
+        ({"tools": [{"type": "function"}]}, "tools=[{"),
+    ],
+    ids=str,
+)
+def test_a_wrong_chat_is_named(fields: dict[str, Any], words: str) -> None:
+    assert words in str(refused(chat, **fields))
+
+
+def test_limits_themselves_are_taken() -> None:
+    assert completion(n=128, deadline=86_400, weight=1e6, logprobs=20)[0].n == 128
+    assert completion(best_of=1, store=False, user="u", metadata={}, suffix="") == completion()
+    assert chat(max_completion_tokens=7)[1].max_tokens == 7
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    assert [completion(logprobs=count)[0].num_logprobs for count in (0, 3)] == [0, 3]
+    assert chat(logprobs=True)[0].num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4)[0].num_logprobs == 4
+    assert chat(logprobs=False)[0].num_logprobs is None
+    assert [completion(logprobs=2)[1].logprobs, chat(logprobs=True)[1].logprobs] == [2, 0]
+
+
+def test_stops_and_biases_are_taken_as_json_has_them() -> None:
+    sampling = completion(stop="end", logit_bias={"7": -2.5})[1]
+    assert (sampling.stop, dict(sampling.logit_bias)) == (("end",), {7: -2.5})
+
+
+def test_parts_of_a_message_are_joined_and_developers_speak_for_the_system() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    request, _ = chat(messages=[{"role": "developer", "content": parts}])
+    assert request.messages[0].plain() == {"role": "system", "content": "one\ntwo"}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "the body has the field 'prompt' twice"),
+        (b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}', "the body has the field '1' twice"),
+        (b'{"prompt": "a", "temperature": NaN}', "the body holds NaN, which is not a JSON number"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature must be between 0.0 and 2.0"),
+        (b'{"prompt": "\\ud800"}', "the body holds half of a surrogate pair"),
+        (b'{"prompt": "\xff"}', "the body is not valid UTF-8 (byte 12)"),
+        (b'{"prompt": ', "the body is not valid JSON"),
+        (b"[]", "the body must be a JSON object"),
+        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "the body holds a number that is too long"),
+        (b"[" * 100_000, "the body is nested too deeply"),
+    ],
+)
+def test_a_body_that_is_no_object_is_named(body: bytes, words: str) -> None:
+    with pytest.raises(RequestError) as error:
+        parse(CompletionRequest, body)
+    assert words in str(error.value)
+
+
+def test_an_error_is_an_error_object_of_openais() -> None:
+    error = refused(completion, n=129)
+    assert error.body() == {
+        "error": {
+            "message": "n must be at most 128, found 129",
+            "type": "invalid_request_error",
+            "param": "n",
+            "code": None,
+        }
+    }
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+    assert {status: RequestError("x", status=status).body()["error"]["type"] for status in kinds} == kinds

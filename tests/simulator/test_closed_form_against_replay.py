@@ -1,0 +1,182 @@
+"""The closed form foresees the replay: judged by how its errors are distributed over random cases of every policy.
+
+A limit for each case has to be as wide as the worst of them, and hides whatever is smaller. Here half of all cases must
+come within 2 %, 95 % of them within 6 % and all within 10 %, and each policy's errors must lie on both sides: a median
+error of more than 1 % in one direction is a wrong formula, however small that is. Chance is in the seeds, and fixed.
+
+Cases are workloads with short and long prompts and outputs, one device, pipelines, tensor-parallel stages, and stages
+set apart for prefills, decoder-only and encoder-decoder. Left out is what is not worth planning and foreseen badly:
+micro-batches of one or two requests, and decode places of which most stay empty.
+benchmarks/closed_form.py judges the same on the profiles of real devices.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from exeplan.core.metrics import summarize, window
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement, Schedule, Stage
+from exeplan.policies import load_policy, policy_names
+from exeplan.simulator.closed_form import SteadyState, steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
+from exeplan.workload.workload import Workload
+
+from .machine import CLUSTER, with_tensor_parallel
+
+LAYERS = 8
+CASES = 8
+"""Of each policy."""
+PASSES = 3500
+"""How many a replay takes, about."""
+REQUESTS = (300, 4000)
+"""How many it has at least and at most."""
+WIDTHS = ([1], [1], [2], [1, 1], [2, 1], [2, 2], [1, 1, 1])
+"""Devices of each stage."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one case: the closed form over the replay, less 1."""
+
+    throughput: float
+    latency: float
+    """Of the 99th-percentile output, as a bound is about it: few requests of a replay are so long."""
+    e2e: float
+    """Of all requests of the steady window, each at its own length."""
+    ttft: float
+    kv_room: float
+    """Of the KV cache that a plan provides for, over the most that the replay held."""
+
+
+def workload_of(rng: np.random.Generator) -> Workload:
+    """Outputs from nearly alike to a long tail, cut where 3 % are longer: a replay holds many of the longest."""
+    outputs = rng.lognormal(np.log(rng.uniform(8, 40)), rng.uniform(0.1, 0.9), 2000)
+    inputs = rng.lognormal(rng.uniform(2.5, 4.5), rng.uniform(0.1, 0.7), 2000)
+    drawn = (np.minimum(inputs, 500), np.minimum(outputs, np.quantile(outputs, 0.97)))
+    lengths = [np.maximum(np.rint(side), 1).astype(int) for side in drawn]
+    return Workload.of("drawn", inputs=lengths[0], outputs=lengths[1], weights=np.ones(2000))
+
+
+def stages(
+    widths: Sequence[int], first: int, *, layers: bool = True, encoder: bool = False, phase: str = ""
+) -> Placement:
+    """Stages of these widths, one after the other, with layers in proportion to their devices."""
+    ends = list(accumulate(widths, initial=first))
+    cuts = [round(LAYERS * (end - first) / sum(widths)) for end in ends]
+    return tuple(
+        Stage(
+            devices=tuple(range(*devices)),
+            layers=span if layers else (0, 0),
+            encoder_layers=span if encoder else (0, 0),
+            phase=phase,
+        )
+        for devices, span in zip(pairwise(ends), pairwise(cuts), strict=True)
+    )
+
+
+def cost_model(profile: Profile, *, split: bool, rng: np.random.Generator) -> CostModel:
+    """One device, a pipeline, tensor-parallel stages; stages set apart for prefills where the policy wants that."""
+    encoder = bool(rng.random() < 0.3)
+    spec = replace(profile.model, num_layers=LAYERS, num_encoder_layers=LAYERS if encoder else 0)
+    timed = replace(with_tensor_parallel(profile, 2), model=spec)
+    widths = WIDTHS[rng.integers(len(WIDTHS))]
+    if not split:
+        return CostModel(timed, stages(widths, 0, encoder=encoder), CLUSTER)
+    others = WIDTHS[rng.integers(len(WIDTHS))]
+    prefill = stages(widths, 0, layers=not encoder, encoder=encoder, phase="prefill")
+    return CostModel(timed, prefill + stages(others, sum(widths), phase="decode"), CLUSTER)
+
+
+def schedule_of(name: str, workload: Workload, num_stages: int, rng: np.random.Generator) -> Schedule:
+    """Batches of up to 48 requests, 96 where they decode apart, with any of the enumerated variables."""
+    policy = load_policy(name)
+    enumerated = policy.enumerated(num_stages)
+    given = dict(enumerated[rng.integers(len(enumerated))])
+    for knob in policy.knobs(workload, 96 if policy.SEPARATE_STAGES else 48):
+        given[knob.name] = int(knob.values[rng.integers(len(knob.values))])
+    schedule = policy.schedule(given, workload)
+    policy.check(schedule)
+    return schedule
+
+
+def errors_of(name: str, profile: Profile, cases: Iterable[int]) -> list[Errors]:
+    """Of these random cases of one policy."""
+    found = []
+    for number in cases:
+        rng = np.random.default_rng([number, *name.encode()])
+        steady, cost = drawn(name, profile, rng)
+        while not is_worth_planning(steady):
+            steady, cost = drawn(name, profile, rng)
+        found.append(compared(steady, cost, number))
+    return found
+
+
+def drawn(name: str, profile: Profile, rng: np.random.Generator) -> tuple[SteadyState, CostModel]:
+    """A workload, a placement and a schedule, in its steady state."""
+    workload = workload_of(rng)
+    cost = cost_model(profile, split=load_policy(name).SEPARATE_STAGES, rng=rng)
+    schedule = schedule_of(name, workload, len(cost.placement), rng)
+    return steady_state(schedule, workload, cost), cost
+
+
+def is_worth_planning(steady: SteadyState) -> bool:
+    """Micro-batches hold three requests, and where stages decode apart half of the places are in use."""
+    variables, residents = steady.schedule.variables, steady.cycle.num_seqs
+    parts = max(variables.get("micro_batches", 1), variables.get("prefill_micro_batches", 1))
+    return residents >= max(3 * parts, variables.get("decode_batch", 0) / 2)
+
+
+def compared(steady: SteadyState, cost: CostModel, seed: int) -> Errors:
+    """Many generations of residents are replayed, so that chance stays small."""
+    workload = steady.workload
+    rows = steady.cycle.num_seqs / steady.schedule.variables.get("micro_batches", 1)
+    number = int(np.clip(PASSES * rows / workload.mean_output, *REQUESTS))
+    inputs, outputs = workload.sample(number, seed=seed)
+    run = replay(steady.schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6)
+    replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
+    assert replayed.latency is not None
+    opens, closes = window(run.requests, backlog=True)
+    inside = [request for request in run.requests if opens <= request.start < closes] or run.requests
+    took = sum(request.token_times[-1] - request.start for request in inside)
+    predicted = steady.latency(np.array([float(request.output_tokens) for request in inside]))
+    return Errors(
+        throughput=steady.throughput / replayed.throughput - 1,
+        latency=steady.bound_latency("p99-length") / replayed.latency - 1,
+        e2e=float(predicted.sum()) / took - 1,
+        ttft=steady.ttft / replayed.ttft - 1,
+        kv_room=steady.kv_tokens / run.peak_kv_tokens - 1,
+    )
+
+
+def check(what: str, errors: Sequence[float], *, median: float = 0.02, most: float = 0.06, worst: float = 0.1) -> None:
+    """Half of the errors are at most `median`, 95 % of them at most `most`, all of them at most `worst`."""
+    sizes = np.abs(errors)
+    found = np.quantile(sizes, (0.5, 0.95, 1.0))
+    seen = "{}: median {:.2%}, 95th percentile {:.2%}, worst {:.2%}".format(what, *found)
+    assert (found <= (median, most, worst)).all(), seen
+
+
+def check_sides(name: str, what: str, errors: Sequence[float], limit: float) -> None:
+    """A formula that is right errs to both sides."""
+    seen = ", ".join(f"{error:+.1%}" for error in errors)
+    assert abs(np.median(errors)) <= limit, f"{what} of {name} errs to one side: {seen}"
+
+
+def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
+    every: list[Errors] = []
+    for name in policy_names():
+        errors = errors_of(name, profile, range(CASES))
+        check_sides(name, "throughput", [error.throughput for error in errors], 0.01)
+        check_sides(name, "latency", [error.latency for error in errors], 0.01)
+        check_sides(name, "time of all requests", [error.e2e for error in errors], 0.015)
+        every += errors
+    check("throughput", [error.throughput for error in every])
+    check("latency", [error.latency for error in every])
+    check("time of all requests", [error.e2e for error in every])
+    check("ttft", [error.ttft for error in every], most=0.15, worst=0.3)
+    room = [error.kv_room for error in every]
+    assert 0.0 <= np.median(room) <= 0.05, f"KV cache beyond the peak: median {np.median(room):+.1%}"

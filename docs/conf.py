@@ -15,5 +15,10 @@ autodoc_typehints = "description"
 autodoc_type_aliases = {"Floats": "Floats"}
 # Types of libraries whose inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(numpy|np|pandas|pd|matplotlib|Axes|DataFrame|NDArray|Floats|Path|pathlib|collections).*")
+    ("py:.*", r"(numpy|np|pandas|pd|matplotlib|Axes|DataFrame|NDArray|Floats|Path|pathlib|os\.PathLike|collections).*"),
+    # Parts of answers that are no part of the public API.
+    (
+        "py:class",
+        r"exeplan\.(planner\.(optimize|problem|sizing|explain|frontier_plot|plan_request)|simulator\.replay)\..*",
+    ),
 ]

@@ -21,4 +21,5 @@ nitpick_ignore_regex = [
         "py:class",
         r"exeplan\.(planner\.(optimize|problem|sizing|explain|frontier_plot|plan_request)|simulator\.replay)\..*",
     ),
+    ("py:class", r"exeplan\.(core\.(cluster\.Link|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))"),
 ]

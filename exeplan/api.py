@@ -44,7 +44,7 @@ File = str | PathLike[str]
 Quantity = float | str
 """A number in the base unit, or text with a unit."""
 MAX_SEQS = 65536
-"""Residents that a search considers at most: far beyond any device, and small enough to list."""
+"""Most residents that a search considers, far beyond any device and few enough to list."""
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

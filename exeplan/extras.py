@@ -26,6 +26,7 @@ EXTRA_OF = {
             "starlette",
             "tokenizers",
             "torch",
+            "typing_extensions",
             "uvicorn",
         ),
         "serve",

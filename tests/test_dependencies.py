@@ -16,7 +16,11 @@ from exeplan.extras import EXTRA_OF, SERVING
 
 PACKAGE = Path(exeplan.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DISTRIBUTION_OF = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}
+DISTRIBUTION_OF = {
+    "yaml": "pyyaml",
+    "prometheus_client": "prometheus-client",
+    "typing_extensions": "typing-extensions",
+}
 """Where the name of a module is not that of its distribution."""
 COMES_WITH_TORCH = {"triton"}
 """Builds of torch for GPUs bring it along, the others run without."""

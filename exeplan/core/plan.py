@@ -31,7 +31,7 @@ class Plan:
     schedule: Schedule
     placement: Placement
     workload: str | None = None
-    """What the plan was made for: a trace path, a shipped workload, or a law as written for `--workload`."""
+    """The trace, shipped workload or law that the plan was made for, as written for `--workload`."""
     fit_context: bool = False
     """The workload's lengths were scaled to the model's context."""
     profile: str | None = None
@@ -45,7 +45,7 @@ class Plan:
     arrival_rate: float | None = None
     """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
     deadline: str | None = None
-    """How long after its arrival a request's answer is of use: a time, or two, as written for `--deadline`."""
+    """Time from arrival to deadline, or two times, as written for `--deadline`."""
     trace_arrivals: bool = False
     """Requests come as in the workload's own trace."""
     dtype: str | None = None

@@ -26,7 +26,7 @@ if find_spec("hypothesis"):  # Tests of a GPU do without.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process a core for the whole suite; whoever runs a part of it waits less without any."""
+    """One process a core for the whole suite; a part of it ends sooner without any."""
     whole = config.args == config.getini("testpaths")
     return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if whole else 0
 

@@ -1,4 +1,4 @@
-"""Sphinx: `python -m sphinx -W docs docs/_build` builds these pages and fails on any warning."""
+"""Sphinx: `python -m sphinx -W -n docs docs/_build` builds these pages and fails on any warning."""
 
 from exeplan.version import __version__
 
@@ -13,3 +13,13 @@ exclude_patterns = ["_build"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_type_aliases = {"Floats": "Floats"}
+# Types of libraries whose inventories would have to be fetched.
+nitpick_ignore_regex = [
+    ("py:.*", r"(numpy|np|pandas|pd|matplotlib|Axes|DataFrame|NDArray|Floats|Path|pathlib|os\.PathLike|collections).*"),
+    # Parts of answers that are no part of the public API.
+    (
+        "py:class",
+        r"exeplan\.(planner\.(optimize|problem|sizing|explain|frontier_plot|plan_request)|simulator\.replay)\..*",
+    ),
+    ("py:class", r"exeplan\.(core\.(cluster\.Link|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))"),
+]

@@ -1,4 +1,4 @@
-"""Pictures: files drawn without a display, and axes for notebooks. What is drawn is told by the callers.
+"""Pictures: files drawn without a display, and axes for notebooks. The callers say what is drawn.
 
 Not here: numbers; each picture has a function of its own that makes its rows.
 """

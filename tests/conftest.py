@@ -15,8 +15,8 @@ from exeplan.simulator.cost import CostModel
 _MOST_PROCESSES = 5
 """More would only start more engines side by side."""
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-"""Before torch is imported, here or in a process that a test starts: threads that wait for each other shall not spin
-while other processes of the tests need the cores, as they do by default."""
+"""Before torch is imported, here or in a process that a test starts: waiting threads must not spin while
+other processes of the tests need the cores, as they do by default."""
 
 if find_spec("hypothesis"):  # Tests of a GPU do without.
     from hypothesis import HealthCheck, settings
@@ -29,8 +29,7 @@ if find_spec("hypothesis"):  # Tests of a GPU do without.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For the whole suite one process more than cores, as some always wait for what they started; a part of it is done
-    sooner without any."""
+    """For the whole suite one process more than cores, because some always wait; a part of it ends sooner without any."""
     whole = config.args == config.getini("testpaths")
     return min(len(os.sched_getaffinity(0)) + 1, _MOST_PROCESSES) if whole else 0
 

@@ -26,7 +26,7 @@ def test_no_room_imports_from_a_room_above_it(arrows: dict[str, set[str]]) -> No
 
 
 def test_no_two_files_import_each_other(arrows: dict[str, set[str]]) -> None:
-    """A circle is found as what is left when files that import nothing more are taken away again and again."""
+    """A circle is what remains after repeatedly removing the files that import no remaining file."""
     left = {module: set(others) for module, others in arrows.items()}
     while done := [module for module, others in left.items() if not others & set(left)]:
         for module in done:

@@ -1,17 +1,17 @@
-"""Traces that drift, and traces that do not, served without re-planning, with it, and by a plan made in hindsight.
+"""Drifting and stationary traces served without re-planning, with re-planning, and with a plan made in hindsight.
 
     python -m benchmarks.drift --data FOLDER [--traces NAME ...] [--seconds 180]
 
 Every `drift-*.csv` of the folder and the two stationary traces are played against the engine of the demo model on one
-CPU, lengths scaled to means that it serves dozens a second of, every n-th row so that a run takes about that long. The
-plan is made from the first part of the rows (`--planned`), under a bound of so many times what a request of the 99th-
-percentile length needs alone (`--slack`); the others are played in order, always some waiting, which is what a plan's
-throughput is about. The plan in hindsight is made from the very rows that are played, under a bound so tight that 99 %
-of them are within it as predicted: made for all at once, it would break it while they are longest. A request is within
-the bound if it took no longer from the start of its prefill.
+CPU. Lengths are scaled to means at which the engine serves dozens of requests a second, and every n-th row is taken so
+that a run lasts about `--seconds`. The plan is made from the first part of the rows (`--planned`). Its bound is
+`--slack` times the latency of a request of the 99th-percentile length that runs alone. The other rows are played in
+order as a backlog, because a plan's throughput is defined for a backlog. The plan in hindsight is made from the rows
+that are played, under a bound tight enough that 99 % of them are predicted to meet it: a plan for the mean of the trace
+would break the bound while outputs are longest. The bound applies from the start of a request's prefill.
 
-Prints for each run the share within the bound, at its worst in a window of one dwell time, and in the last two thirds;
-the throughput; and when it re-planned. Writes records/drift.json.
+Prints for each run the share of requests within the bound, the lowest share in a window of one dwell time, the share in
+the last two thirds, the throughput, and the times of the re-plans. Writes records/drift.json.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=3.0)
     parser.add_argument("--means", type=float, nargs=2, default=(48.0, 32.0), metavar=("IN", "OUT"))
     parser.add_argument("--predicted", action="store_true", help="on a device that takes as long as predicted")
-    parser.add_argument("--slowdown", type=float, default=1.0, help="with --predicted: so many times as long")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="with --predicted: factor on every batch time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         profile = load_profile(args.profile or _profiled(Path(folder)))

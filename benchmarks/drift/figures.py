@@ -1,4 +1,4 @@
-"""What `drift.py` says of a run: shares within the bound, by windows, and throughput."""
+"""Figures of one run of the drift benchmark: shares within the bound, by windows, and throughput."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""The runs of `drift.py` on a device that takes as long as predicted: the real engine and scheduler, another clock.
+"""The runs of the drift benchmark on a simulated device: the real engine and scheduler with predicted batch times.
 
-What re-planning does is seen apart from what the machine does, and in a fraction of the time. `slowdown` makes every
-batch take so many times as long, as where a profile was too good.
+This separates the effect of re-planning from the noise of the machine, and takes a fraction of the time. `slowdown`
+multiplies every batch time, as if the profile were too fast.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class PredictedDevice:
 def play_predicted(
     plan: Plan, trace: Trace, *, rules: Rules | None, slowdown: float = 1.0
 ) -> tuple[list[Served], list[tuple[float, str, str]]]:
-    """Who was served when, and the re-plans; none without rules."""
+    """The requests with their times, and the re-plans; no re-plans without rules."""
     problem = plan_problem(plan)
     spec = problem.profile.model
     device = PredictedDevice(spec, problem.cost, slowdown)

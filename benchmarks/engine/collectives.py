@@ -1,10 +1,9 @@
-"""Times the sum of one tensor over two ranks: microseconds a call of gloo and of shared memory, medians. Writes
-records/collectives.json.
+"""All-reduce of one tensor over two ranks: gloo against shared memory, median microseconds a call.
 
     python -m benchmarks.engine.collectives
 
-A round is CALLS sums one after the other, timed together and divided; the figure is the median of the rounds. Both
-ways run in the same two processes, round by round in turn. One compute thread each.
+A round is CALLS consecutive sums, timed together and divided; the figure is the median of the rounds. Both backends run
+in the same two processes and alternate by round, with one compute thread each. Writes records/collectives.json.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def run_rank(rank: int, folder: str, buffer: str) -> None:
 
 @torch.inference_mode()
 def time_sum(group: Group, size: int) -> float:
-    """Seconds of one sum of so many bytes, in one round."""
+    """Seconds of one sum of `size` bytes, in one round."""
     x = torch.zeros(size // 4)
     group.all_reduce(x)
     start = time.perf_counter()

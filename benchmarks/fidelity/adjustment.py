@@ -1,4 +1,4 @@
-"""What dynamic workload adjustment (ExeGPT section 5.2) does on stationary traffic: rra with thresholds and without.
+"""Dynamic workload adjustment (ExeGPT section 5.2) on stationary traffic: rra with and without thresholds.
 
     python -m benchmarks.fidelity.adjustment
 

@@ -1,11 +1,11 @@
-"""Closed form against replay: random schedules, placements and length laws; errors of throughput and of the latency of
-the 99th-percentile output.
+"""Closed form against replay over random schedules, placements and length laws: errors of throughput and of the latency
+of the 99th-percentile output.
 
     python -m benchmarks.fidelity.closed_form [--cases 60] [--policies rra orca ...] [--seed 0]
 
 Models on datasheet profiles: OPT-13B on A40s, Llama-3.1-8B on H100s, T5-11B on A40s, on 1 to 8 GPUs with any degree of
 (partial) tensor parallelism. A schedule's residents fit the memory and are few enough that a replay holds eight
-generations of them; it gets room enough that nothing is preempted. Writes records/closed-form.json.
+generations of them; the KV cache is large enough that no request is preempted. Writes records/closed-form.json.
 """
 
 import argparse

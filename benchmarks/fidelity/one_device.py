@@ -1,15 +1,15 @@
-"""Predicted against measured on this device: workloads x policies, each planned under one bound and run by the engine.
+"""Predicted against measured on this device: every policy on every workload, planned under one bound and served.
 
     python -m benchmarks.fidelity.one_device [--model demo] [--duration 20] [--rounds 3] [--profile FILE]
         [--policies rra ...] [--workloads alpaca ...]
 
 Profiles the model first (unless given a profile), plans every pair, and runs them in rounds; figures are medians over
-the rounds. A run lasts --duration or three times the planned latency, whichever is longer: a shorter one has no steady
+the rounds. A run lasts --duration or three times the planned latency, whichever is longer: a shorter run has no steady
 state.
 
-A shared machine's speed changes between minutes by more than a plan is off. So a fixed loop is timed before and after
-the profile and every run, and the error is given twice: as measured, and at the speed that the machine had when it was
-profiled. Writes records/fidelity-<model>.json.
+The speed of a shared machine varies between minutes by more than the error of a plan. A fixed loop is therefore timed
+before and after the profile and every run, and the error is given twice: as measured, and corrected to the speed of the
+machine while it was profiled. Writes records/fidelity-<model>.json.
 """
 
 import argparse

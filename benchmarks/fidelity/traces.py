@@ -1,12 +1,12 @@
-"""Real traces on two workers: every policy at one latency bound, all requests answered, and who serves how many more.
+"""Real traces on two workers: the throughput of every policy under one latency bound, with all requests answered.
 
     python -m benchmarks.fidelity.traces [--model demo] [--slack 4] [--rounds 2] [--profile FILE]
 
-Three traces of unlike shape, their lengths scaled to the model's context. For each, every policy is planned on two
-devices of this host, on whatever placement is best for it, under the same bound: so many times what one request alone
-needs on a pipeline of two. Each plan is played as a backlog that ends when its last request is answered. Needs two
-cores that nobody else uses. Prints requests/s and latency, measured, and the throughput over that of `static` and of
-`orca` in the same run. Writes records/traces-<model>.json.
+Three traces of different shape, with lengths scaled to the model's context. For each, every policy is planned on two
+devices of this host, on its best placement, under the same bound: `--slack` times the latency of one request alone on a
+pipeline of two. Each plan is played as a backlog that ends when its last request is answered. Needs two idle cores.
+Prints the measured requests/s and latency, and the throughput relative to `static` and `orca` in the same run. Writes
+records/traces-<model>.json.
 """
 
 import argparse

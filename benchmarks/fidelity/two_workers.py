@@ -1,11 +1,11 @@
-"""Predicted against measured with two workers, one compute thread each: a policy's plan on every way to use them.
+"""Predicted against measured on two workers: tensor parallel, pipeline, and one for prefill and one for decode.
 
     python -m benchmarks.fidelity.two_workers [--model demo] [--workload alpaca] [--duration 20] [--rounds 2]
         [--profile FILE]
 
-rra, orca and static as one tensor-parallel stage and as a pipeline of two, waa-c with a worker that prefills and one
-that decodes. Each is planned under a bound of its own, a few times what one request alone needs there, and run as in
-`fidelity.py`, which says what is compared. Needs two cores that nobody else uses. Writes
+rra, orca and static run as one tensor-parallel stage and as a pipeline of two; waa-c has one worker for prefills and
+one for decodes. Each worker has one compute thread. Each plan has its own bound, a few times the latency of one request
+alone on that placement, and runs as in `one_device.py`, which says what is compared. Needs two idle cores. Writes
 records/fidelity-workers-<model>.json.
 """
 
@@ -67,8 +67,8 @@ def planned(profile: Profile, workload: str, policy: str, placement: Placement, 
     law = fitted(load_workload(workload), profile.model, fit=True)
     problem = make_problem(profile, law, Bound(seconds=float("inf")), cluster=profiled_host(profile, 2))
     problem = replace(problem.at(placement), cluster=None)
-    gentlest = {knob.name: knob.values[0] for knob in load_policy(policy).knobs(law, 1)}
-    alone = problem.evaluate(load_policy(policy).schedule(gentlest, law)).latency
+    lowest = {knob.name: knob.values[0] for knob in load_policy(policy).knobs(law, 1)}
+    alone = problem.evaluate(load_policy(policy).schedule(lowest, law)).latency
     problem = replace(problem, bound=Bound(seconds=float(f"{slack * alone:.2g}")))
     return optimize(problem, policies=(policy,)).plan
 

@@ -1,16 +1,16 @@
-"""Everything about the GPU engine in one command, under eight minutes on an H200; tables, and a record of the figures.
+"""The GPU engine in one command, under eight minutes on an H200: kernels, passes, peers, profiles and policies.
 
     python -m benchmarks.gpu [--sections kernels model ...] [--profiles FOLDER] [--output FILE] [--minutes 7.5]
 
-Ceilings first (a large copy, a large matrix product), then: each kernel as a share of them and beside what torch has;
-decode steps against the bandwidth roofline and the rate of prefills; end to end beside transformers on the same GPU;
-profiles of the shipped shapes; `static`, `orca`, `chunked` and `rra` on ExeGPT's tasks at four bounds, predicted beside
-measured. A section that fails says so, and the others go on; the exit status is 1 then. Needs no network. With
-`--profiles` the profiles of Llama-3.1-8B, OPT-13B and T5-11B stay in that folder.
+Ceilings are measured first: a large copy and a large matrix product. Then follow each kernel as a share of them and
+against torch; decode steps against the bandwidth roofline and the rate of prefills; end-to-end throughput against
+transformers on the same GPU; profiles of the shipped shapes; and `static`, `orca`, `chunked` and `rra` on ExeGPT's
+tasks at four bounds, predicted against measured. A section that fails is reported, the others run, and the exit status
+is 1. Needs no network. With `--profiles` the profiles of Llama-3.1-8B, OPT-13B and T5-11B are kept in that folder.
 
-Without a GPU it says so and does nothing, but with `--smoke`: toy sizes on the CPU, where recordings and kernels have
-stand-ins. That proves that the command works and measures nothing; it is saved only where `--output` says. From a
-checkout that is not installed: `python -m benchmarks.gpu`.
+Without a GPU the command prints that it needs one and ends. `--smoke` runs toy sizes on the CPU, with stand-ins for
+CUDA graphs and kernels: it checks that the command works and measures nothing. Its figures are saved only with
+`--output`.
 """
 
 import argparse

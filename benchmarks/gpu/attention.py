@@ -1,4 +1,4 @@
-"""The attention kernels as cases of `gpu_kernels.py`, beside torch's scaled_dot_product_attention or flex attention."""
+"""The attention kernels as cases of `kernels.py`, against torch's scaled_dot_product_attention or flex attention."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

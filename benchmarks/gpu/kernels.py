@@ -1,4 +1,4 @@
-"""Each kernel's achieved bandwidth or rate, as a share of the measured ceiling, and beside what torch has for it.
+"""Each kernel's achieved bandwidth or rate, as a share of the measured ceiling and against torch's counterpart.
 
 Bytes and operations are those that a kernel's docstring counts. Inputs are random, shapes those of Llama-3.1-8B.
 """

@@ -1,7 +1,7 @@
-"""Output tokens a second on a fixed set of requests, beside transformers on the same GPU in the same run.
+"""Output tokens a second on a fixed set of requests, against transformers on the same GPU in the same run.
 
 All requests at once, greedy, to their full length, random weights of one shape. `generate` pads on the left and runs
-until the longest output; only tokens that were asked for count. Each engine runs the set twice, and the second run
+until the longest output; only requested tokens count. Each engine runs the set twice, and the second run
 counts: the first one compiles, tunes and warms caches. transformers runs in a process of its own, which leaves no
 memory behind.
 """

@@ -1,4 +1,4 @@
-"""`static`, `orca`, `chunked` and `rra` on ExeGPT's five tasks at four bounds: predicted beside measured.
+"""`static`, `orca`, `chunked` and `rra` on ExeGPT's five tasks at four bounds: predicted against measured.
 
 The model is profiled in the same run. A task's bounds are shares of the latency that the best plan without a bound has;
 each policy is planned under each of them, and its plan is played by the engine on the same GPU as a backlog. Plans that
@@ -211,7 +211,7 @@ def _add(section: Section, case: Case, bound: str, predicted: Estimate, measured
 
 
 def temporary() -> "tempfile.TemporaryDirectory[str]":
-    """Where profiles go that nobody asked for."""
+    """A folder for profiles that `--profiles` does not keep."""
     return tempfile.TemporaryDirectory()
 
 

@@ -1,7 +1,8 @@
-"""What the sections of `gpu.py` share: the device, the sizes, ceilings that are measured, a clock, and how to time.
+"""What the sections of the GPU benchmark share: device, sizes, measured ceilings, a clock, and timing.
 
 A smoke setting has a toy's sizes, a CPU and the kernels' references: it proves that a section runs, and measures
-nothing. Work is timed recorded, as the engine runs it, over several sets of inputs that together exceed the cache.
+nothing. Work is timed as a captured CUDA graph, as the engine runs it, over several sets of inputs that together exceed
+the cache.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its table: the figures with command, commit, versions and hardware, as JSON."""
+"""The record of a benchmark: its figures with command, commit, versions and hardware, as JSON."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""ExeGPT's evaluation (ASPLOS 2024, section 7) planned by exeplan, beside what the paper prints.
+"""ExeGPT's evaluation (ASPLOS 2024, section 7) planned by exeplan, next to the paper's figures.
 
     python -m benchmarks.paper                      everything: minutes
-    python -m benchmarks.paper fig6 table6 --quick  parts of it, of the bounds only the tightest and none
-    python -m benchmarks.paper --profiles FOLDER    measured profiles <model>-<device>.json in the place of datasheets
+    python -m benchmarks.paper fig6 table6 --quick  parts of it, with the tightest bound and without one
+    python -m benchmarks.paper --profiles FOLDER    measured profiles <model>-<device>.json instead of datasheets
 
 Writes records/paper.json and records/paper.md; parts that were not run stay in both as they were.
 """

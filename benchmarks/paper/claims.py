@@ -1,4 +1,4 @@
-"""A figure that the paper prints beside ours, and a part of the reproduction as a table."""
+"""A figure of the paper next to ours, and a part of the reproduction as a table."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 QUARTER = 0.25
-"""Differences beyond which a reason is owed."""
+"""The relative difference beyond which a reason is required."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ CLAIM_HEADER = ("figure of the paper", "paper", "ours", "difference", "why")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of the reproduction: a table, the paper's figures beside ours, and what there is to know."""
+    """A part of the reproduction: a table, the paper's figures next to ours, and notes."""
 
     title: str
     header: tuple[str, ...]

@@ -253,6 +253,6 @@ _GAIN = (
 _FT_MEMORY = "the KV cache alone limits FT's batch here, and a larger one takes longer"
 _WAA = "not traced: where RRA and WAA come close, a datasheet's efficiencies decide, not the paper's kernels"
 _SAME_KERNELS = (
-    "the paper's DSI and ORCA (vLLM of 2023, in Python) lose by kernels and host time; with everybody on the same ones "
-    "leaving early wins over FT at every bound, and DSI's smaller prefills start their requests later"
+    "the paper's DSI and ORCA (vLLM of 2023, in Python) lose by kernels and host time; with all systems on the same "
+    "kernels leaving early wins over FT at every bound, and DSI's smaller prefills start their requests later"
 )

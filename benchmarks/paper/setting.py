@@ -1,7 +1,7 @@
-"""What ExeGPT evaluated (section 7.1): which model on which GPUs with which task, and how systems are bounded.
+"""What ExeGPT evaluated (section 7.1): the models, GPUs and tasks, and how systems are bounded.
 
-Source: ExeGPT (ASPLOS 2024), Tables 1 to 3. GPT-3 101B runs on the A100 cluster (Table 2). Bars of the paper's figures
-are pictures without figures; what its text says of them is in `paper_claims.py`.
+Source: ExeGPT (ASPLOS 2024), Tables 1 to 3. GPT-3 101B runs on the A100 cluster (Table 2). The bars of the
+paper's figures have no printed values; what its text says of them is in `figures.py`.
 """
 
 from dataclasses import dataclass, replace

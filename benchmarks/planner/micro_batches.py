@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline wants: the best schedule with a quarter as many as stages, and up to four times.
+"""The best number of micro-batches of a pipeline: from a quarter of the number of stages to four times as many.
 
     python -m benchmarks.planner.micro_batches
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _most(problem: Problem, policy: str, ratio: float, bound: float) -> float:
-    """Requests/s of the best schedule on any placement of several stages with so many micro-batches a stage."""
+    """Requests/s of the best schedule on any placement of several stages with `ratio` micro-batches a stage."""
     module, limits = load_policy(policy), Limits(bound, 1.0)
     knobs = module.knobs(problem.workload, problem.max_seqs)
     placed = {v.problem.cost.placement: v for v in variants(problem, module) if len(v.problem.cost.decode_stages) > 1}

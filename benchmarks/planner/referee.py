@@ -1,4 +1,4 @@
-"""The referee of a search: what trying everything, or a draw of everything, finds of a policy's points in a problem."""
+"""The reference for a search: the best points of a policy by exhaustive search, or by a random draw of all points."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ class Referee:
 
 
 def referee(problem: Problem, policy: str, *, most: float = math.inf, drawn: int = 0) -> Referee:
-    """Tries all points that may fit the memory, or draws so many where there are more than `most`.
+    """Tries all points that may fit the memory, or `drawn` random ones where there are more than `most`.
 
     They are drawn evenly over the variants, and over the logarithm of each control variable's position.
     """

@@ -1,9 +1,9 @@
-"""Branch and bound against trying everything: the same optimum, and with how many evaluations.
+"""Branch and bound against exhaustive search: optimum and number of evaluations.
 
     python -m benchmarks.planner.search --profile FILE [--max-num-seqs 64]
 
-For each workload, policy and bound (2, 4, 8 and 16 times what one request alone needs, and none): the optimum of both
-methods, their evaluations, and the time of a whole `exeplan optimize` as a process. Writes records/search.json.
+For each workload, policy and bound (2, 4, 8 and 16 times the latency of one request alone, and none): the optimum of
+both methods, their evaluations, and the time of a whole `exeplan optimize` as a process. Writes records/search.json.
 """
 
 import argparse

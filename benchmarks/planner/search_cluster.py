@@ -1,9 +1,9 @@
-"""Branch and bound against trying everything on clusters: placements and micro-batches searched too.
+"""Branch and bound against exhaustive search on clusters, over placements and micro-batches too.
 
     python -m benchmarks.planner.search_cluster [--cases 60] [--seed 0]
 
 Random models, parts of a cluster, length laws, policies and bounds, on datasheet profiles; at most --max-num-seqs
-residents, so that everything can be tried. Writes records/search-cluster.json.
+residents, so that exhaustive search ends in time. Writes records/search-cluster.json.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def compare(seed: int, max_seqs: int) -> dict | None:
-    """Both methods on one random case; None where not even the gentlest schedule fits."""
+    """Both methods on one random case; None where not even the lowest-latency schedule fits."""
     rng = np.random.default_rng(seed)
     model, name = MODELS[rng.integers(len(MODELS))]
     cluster = load_cluster(name)

@@ -1,11 +1,11 @@
-"""Branch and bound against trying everything on the paper's scenarios: the models, clusters, tasks and bounds of its
-figures.
+"""Branch and bound against exhaustive search on the models, clusters, tasks and bounds of the paper's figures.
 
     python -m benchmarks.planner.search_paper [--most 40000] [--drawn 1000] [--figures fig6 fig7 fig8] [--workers N]
 
-A policy's points in a scenario are tried whole where at most --most of them may fit the memory, and of OPT-13B with
-task S in any case; they serve all bounds. Of more points so many are drawn by chance, evenly over variants and over the
-logarithm of every control variable, and none may be better than what was found. Writes records/search-paper.json.
+All points of a policy in a scenario are tried where at most --most of them may fit the memory, and always for OPT-13B
+with task S; one pass serves all bounds. Where there are more, --drawn points are drawn at random, evenly over variants
+and over the logarithm of every control variable, and none may be better than the optimum found. Writes
+records/search-paper.json.
 """
 
 import argparse

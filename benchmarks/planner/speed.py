@@ -1,4 +1,4 @@
-"""How long planning takes: a whole search over all policies, and a replay of 10,000 requests.
+"""Planning time: a whole search over all policies, and a replay of 10,000 requests.
 
     python -m benchmarks.planner.speed [--repeats 3]
 

@@ -1,4 +1,4 @@
-"""Mutation score: small changes that break something, each of which the tests named with it must notice.
+"""Mutation score: small faults put into the code, each of which the tests named with it must detect.
 
     python -m benchmarks.quality.mutants [--only WORD ...] [--processes 2] [--list]
 
@@ -248,7 +248,7 @@ MUTANTS = (
         "simulator/cost.py",
         "(size / len(devices))",
         "(size)",
-        "the handover's cost not divided among devices",
+        "the cost of a KV transfer not divided among devices",
         (COMMUNICATION,),
     ),
     Mutant(
@@ -269,7 +269,7 @@ MUTANTS = (
         "simulator/replay.py",
         "row.num_tokens - cost.first_token_from_prefill",
         "row.num_tokens",
-        "the token of the prefill is handed over too",
+        "the token of the prefill is transferred too",
         (COMMUNICATION,),
     ),
     # Simulator: passes
@@ -398,7 +398,7 @@ MUTANTS = (
         "exeplan/policies/_waa_steady.py",
         "float(seen @ states.outside)",
         "0.0",
-        "WAA's first decode does not wait for the handover",
+        "WAA's first decode does not wait for the KV transfer",
         (COMMUNICATION,),
     ),
     Mutant(

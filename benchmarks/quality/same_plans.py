@@ -1,4 +1,4 @@
-"""The same problems in two trees of exeplan: every plan, estimate, replay and refusal compared.
+"""The same planning problems in two trees of exeplan: every plan, estimate, replay and refusal compared.
 
     python -m benchmarks.quality.same_plans OTHER_TREE [--cases 50] [--seed 0] [--quick]
 

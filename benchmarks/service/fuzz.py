@@ -1,12 +1,12 @@
-"""Whatever is thrown at the server while a normal load runs: no 5xx, no leak, and the normal load hardly notices.
+"""Fuzzing the server under a normal load: no 5xx answers, no leaks, and little effect on the normal load.
 
     python -m benchmarks.service.fuzz [--minutes 60] [--rate 10]
 
-Serves the demo model (random weights, a key). A normal load, a few clients who ask one after another, is measured alone
-first; then it goes on while two others fuzz at a bounded rate: schemathesis, with what the server's own description
-allows and what it does not, and raw sockets with broken HTTP. What is valid of it is load as well, so outputs are cut
-to two tokens. Prints answers by status, latencies of the normal load alone and fuzzed in turns, and what the server
-held before and after. Writes records/fuzz.json.
+Serves the demo model (random weights, a key). The normal load, a few clients with consecutive requests, is first
+measured alone. It continues while two fuzzers run at a bounded rate: schemathesis, inside and outside of the server's
+OpenAPI description, and raw sockets with broken HTTP. Valid fuzzed requests are load as well, so their outputs are
+limited to two tokens. Prints answers by status, latencies of the normal load with and without fuzzing in turns, and the
+resources of the server before and after. Writes records/fuzz.json.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: int) -> dict[str, Any]:
-    """Fuzzes for so long; the figures."""
+    """Fuzzes for `seconds` and returns the figures."""
     answers: Counter[str] = Counter()
     findings: Counter[str] = Counter()
     normal = Normal(server, clients)
@@ -120,7 +120,7 @@ def _middle(seconds: list[float]) -> tuple[float, float]:
 
 
 class Pace:
-    """Lets fuzzers go on, so many times a second together, while it is not quiet; False when it is over."""
+    """Holds the fuzzers to `rate` requests a second together, pauses them while `quiet` is set; False at the end."""
 
     def __init__(self, rate: float, stop: threading.Event, quiet: threading.Event) -> None:
         self._gap, self._stop, self._quiet = 2 / rate, stop, quiet
@@ -133,14 +133,14 @@ class Pace:
 
 
 class Normal:
-    """The normal load: clients who ask one after another."""
+    """The normal load: clients with consecutive requests."""
 
     def __init__(self, server: Server, clients: int) -> None:
         self._url, self._key, self._clients = f"{server.url}/v1/completions", server.key, clients
         self.failed = 0
 
     def measure(self, seconds: float) -> list[float]:
-        """Seconds of each request in so many seconds."""
+        """The latency in seconds of each request sent within `seconds`."""
         found: list[float] = []
         deadline = time.monotonic() + seconds
 

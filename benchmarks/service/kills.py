@@ -1,11 +1,11 @@
-"""A worker killed again and again under load: what becomes of the requests, and how soon the next ones are there.
+"""Workers killed repeatedly under load: what happens to the requests, and the time to detection and recovery.
 
     python -m benchmarks.service.kills [--kills 100] [--clients 6]
 
-Serves the demo model on two workers, a pipeline, and asks for the same greedy answers over and over. Every so often, at
-random times, a random worker gets SIGKILL. Every answer must be the undisturbed one, or a clear error after the second
-crash of its request. Prints the shares, and the seconds from a kill until it was noticed and until all was well again;
-and what the server held before and after: memory, processes, open files, listening ports, files in shared memory.
+Serves the demo model on two workers, a pipeline, and requests the same greedy answers repeatedly. At random times
+a random worker gets SIGKILL. Every answer must equal the undisturbed one, or be a clear error after the second crash of
+its request. Prints the shares, the seconds from a kill to its detection and to full recovery, and the resources of the
+server before and after: memory, processes, open files, listening ports, files in shared memory.
 Writes records/kills.json.
 """
 

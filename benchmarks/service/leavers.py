@@ -1,10 +1,10 @@
-"""Clients that connect and leave at random moments: every block comes back, and so does everything else.
+"""Clients that disconnect at random moments: every KV block and every other resource is released.
 
     python -m benchmarks.service.leavers [--clients 1000] [--at-once 50]
 
-Serves the demo model (random weights) and lets so many clients begin: some never finish their header or their body,
-some ask for one choice and some for several, streamed or whole, and each leaves after a random time, half of them by
-resetting the connection. A patient client asks the same greedy question all the while and must get the same answer.
+Serves the demo model (random weights) to `--clients` clients. Some never finish their header or their body; some ask
+for one choice, others for several, streamed or whole. Each disconnects after a random time, half of them by a reset. A
+further client sends the same greedy request throughout and must always get the same answer.
 Writes records/leavers.json.
 """
 

@@ -1,4 +1,4 @@
-"""Broken HTTP: valid requests cut, flipped, repeated, with lies in their headers and nonsense in their bodies."""
+"""Broken HTTP: valid requests cut, flipped or repeated, with false headers and invalid bodies."""
 
 import json
 import random
@@ -102,7 +102,7 @@ def request(body: bytes, method: bytes, path: bytes, extra: list[bytes], *, leng
 
 
 def talk(port: int, data: bytes, *, seconds: float) -> str:
-    """Sends, listens for so long, leaves; the status of the first answer, or that there was none."""
+    """Sends, listens for `seconds`, closes; the status of the first answer, or that there was none."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.settimeout(seconds)
         try:

@@ -1,11 +1,11 @@
-"""Several times the planned rate: the accepted keep the bound, the refused are told at once, memory stays flat.
+"""Several times the planned rate: accepted requests keep the bound, others are refused at once, memory stays flat.
 
     python -m benchmarks.service.overload [--minutes 10] [--factor 5] [--plan plan.yaml] [--max-queue N]
 
 Profiles and plans the demo model on this machine (or takes a plan), serves it, and sends Poisson arrivals of the plan's
-own workload at so many times its throughput. Accepted requests are judged by the plan's bound, from the start of the
-prefill as it counts, and the wait is shown beside; refusals by how long their 429 took. Client and server share the
-machine. Writes records/overload.json.
+own workload at `--factor` times its throughput. Accepted requests are judged by the plan's bound, which counts from
+the start of the prefill; the wait in the queue is a separate figure. Refusals are judged by the time to their 429.
+Client and server share the machine. Writes records/overload.json.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
         rate = args.factor * estimate.throughput
         load = draw_load(workload, round(rate * args.minutes * 60), rate=rate, seed=args.seed)
         with served(path, "--max-queue", str(args.max_queue), "--replan", "off") as server:
-            os.nice(5)  # So many clients would have machines of their own.
+            os.nice(5)  # In service the clients run on other machines.
             figures = asyncio.run(overload(server, load, plan_model(plan).vocab_size))
             figures = judged(plan, figures, workload.output_quantile(0.99))
     print(table(("", ""), [[name, str(value)] for name, value in figures.items()]))
@@ -56,11 +56,11 @@ def main() -> None:
 
 
 async def overload(server: Server, load: Load, vocab_size: int) -> dict[str, Any]:
-    """Plays the load without waiting for anybody; what was answered, and memory over time."""
+    """Plays the load as an open loop; the answers, and memory over time."""
     assert load.arrivals is not None
     found: dict[str, Any] = {"statuses": Counter(), "refused": [], "accepted": [], "memory": []}
     began, tasks = time.perf_counter(), set()
-    # A connection a request, as of so many clients; those that are refused are soon free again.
+    # One connection a request, as with many clients; refused ones are soon closed.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as client:
         watching = asyncio.create_task(_watch_memory(server, found["memory"]))

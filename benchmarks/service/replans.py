@@ -1,13 +1,13 @@
-"""Plans adopted one after the other under load: nobody is lost, nobody answered twice, all tokens as undisturbed.
+"""Plans adopted one after another under load: no request is lost or answered twice, and all tokens are unchanged.
 
     python -m benchmarks.service.replans [--replans 20] [--clients 8]
 
 Runs the demo model with random weights in an engine process as `exeplan serve` does, on one device and on two: plans of
 RRA with other batches and frequencies, ORCA, chunked and static ones, WAA with other batches, and switches between all
-of them, which move layers from worker to worker. Clients ask greedily, all the time, one after the other; the answers
-must be those of an engine that keeps its plan. Prints for each re-plan how long nothing was begun, how long it took
-from the order on, whose keys and values were carried to other workers, who was computed again, and the longest gap
-between two tokens of a running answer. Writes records/replans.json.
+of them, which move layers from worker to worker. Clients send consecutive greedy requests; the answers must be those
+of an engine that keeps its plan. Prints for each re-plan the pause without new batches, the seconds from the order to
+the switch, the requests with migrated keys and values, the recomputed requests, and the longest gap between two tokens
+of a running answer. Writes records/replans.json.
 """
 
 import argparse
@@ -136,7 +136,7 @@ async def _replan(client: EngineClient, setup: EngineSetup, name: str, gaps: lis
     began = time.perf_counter()
     switched = await client.switch_plan(setup)
     took = time.perf_counter() - began
-    await asyncio.sleep(0.5)  # Whoever was interrupted has had a token again.
+    await asyncio.sleep(0.5)  # Interrupted requests have had a token again.
     return {
         "to": name,
         "stages": len(setup.placement),

@@ -1,4 +1,4 @@
-"""A server under test: a plan for it, the server itself in a process of its own, and what it holds while it runs."""
+"""A server under test: its plan, the server in its own process, and the resources that it holds."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ class Server:
         return sum(map(float, rows))
 
     def idle(self) -> bool:
-        """Nobody waits or runs, and every block of the KV cache is free."""
+        """No request waits or runs, and every block of the KV cache is free."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return all(self.metric(name) == 0 for name in names)
 

@@ -1,4 +1,4 @@
-"""Serving runs on H100s, predicted from tables of kernels through exeplan's import, cost model, policies and replay.
+"""Serving runs on H100s, predicted from kernel tables by exeplan's import, cost model, policies and replay.
 
     python -m benchmarks.silicon --data FOLDER [--quick] [--shipped] [--rows FILE]
 
@@ -7,10 +7,10 @@ FOLDER holds AIConfigurator's operator tables as it publishes them (`h100_sxm/ge
 TTFT and TPOT that were measured. --rows names other runs of that form.
 
 The rows are split in halves by a hash of their configuration. On one half an engine's constants
-(`exeplan.profiler.datasheets.engine_constants`) are fitted to TPOT and E2E, and its conduct (prompts a pass, pauses of
-the clients, room in
-the KV cache) is chosen among a few values; the other half is judged with them; then the other way round. --shipped
-judges all rows with `plans/engines` instead, --quick takes every sixth row. Writes records/silicon.json.
+(`exeplan.profiler.datasheets.engine_constants`) are fitted to TPOT and E2E, and its scheduling options (prompts a pass,
+pauses of the clients, KV cache budget) are chosen among a few values; the other half is judged with them; then the
+halves are exchanged. --shipped judges all rows with `plans/engines` instead, --quick takes every sixth row. Writes
+records/silicon.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Predicted iterations against A100 iterations that others measured: DistServe's and vLLM's (OPT), Splitwise's (Llama).
+"""Predicted against published A100 iterations: DistServe and vLLM (OPT), Splitwise (Llama).
 
     python -m benchmarks.silicon.a100 --data FOLDER
 
@@ -185,12 +185,12 @@ def _cost(data: Path, model: str, size: int) -> CostModel:
 
 def _predicted(data: Path, row: Iteration) -> float:
     """Seconds of the pass by the cost model."""
-    rows, nobody = np.array([float(row.num_seqs)]), np.zeros(1)
+    rows, none = np.array([float(row.num_seqs)]), np.zeros(1)
     prefills = row.phase == "prefill"
     cycle = Cycle(
-        num_prefill=rows if prefills else nobody,
-        num_decode=nobody if prefills else rows,
-        context_tokens=nobody if prefills else rows * row.tokens,
+        num_prefill=rows if prefills else none,
+        num_decode=none if prefills else rows,
+        context_tokens=none if prefills else rows * row.tokens,
         prompt_law=fixed(row.tokens),
         kv_tokens=0.0,
         kv_tokens_std=0.0,
@@ -207,7 +207,7 @@ def _halves(rows: Sequence[Iteration]) -> tuple[list[Iteration], list[Iteration]
 
 
 def _split(row: Iteration) -> bool:
-    """So many prompt tokens that the engine did not run them in one pass, or not well."""
+    """A prompt of more tokens than the engine runs well in one pass."""
     return row.phase == "prefill" and row.num_seqs * row.tokens > _MOST_PREFILL
 
 

@@ -154,7 +154,7 @@ def _weights(row: Row, run: Run) -> tuple[Floats, Floats]:
         np.bincount(first + 1, minlength=len(ends) + 1) - np.bincount(last + 1, minlength=len(ends) + 1)
     )
     waiting = np.cumsum(np.bincount(came, minlength=len(ends) + 1) - np.bincount(first + 1, minlength=len(ends) + 1))
-    # Who comes during a pass waits for the rest of it only.
+    # A request that arrives during a pass waits for the rest of it only.
     missed = np.maximum(arrivals - starts[came], 0.0) / (ends - starts)[came]
     waited = waiting[:-1] - np.bincount(came, missed, len(ends))
     return generating[:-1] / len(arrivals) / max(row.output_tokens - 1, 1), waited / len(arrivals)

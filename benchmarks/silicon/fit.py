@@ -1,7 +1,7 @@
-"""An engine's conduct and constants from one half of the measured rows.
+"""An engine's scheduling options and constants from one half of the measured rows.
 
-Conduct first, one variable after the other at constants near what they will be: the value of the least mean error.
-Then the constants by least squares (soft L1) of the logarithms of TPOT and E2E (TTFT chooses conduct only), while the
+Options first, one variable after the other at approximate constants: the value of the least mean error.
+Then the constants by least squares (soft L1) of the logarithms of TPOT and E2E (TTFT chooses options only), while the
 passes stay those of a replay; then once more on the passes of a replay with these constants.
 """
 

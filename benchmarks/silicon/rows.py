@@ -57,7 +57,7 @@ class Row:
         return self.engine, self.version, self.model, self.dtype
 
     def rate(self, e2e: float) -> float:
-        """Output tokens a second and GPU if a request takes so long."""
+        """Output tokens a second and GPU if a request takes `e2e` seconds."""
         return self.concurrency * self.output_tokens / e2e / self.tensor_parallel_size
 
 

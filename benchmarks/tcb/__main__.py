@@ -3,9 +3,9 @@
     python -m benchmarks.tcb [--figures 9,10,11,12,13,14,15,16] [--model tcb-small] [--seconds 8] [--seeds 10]
 
 The paper runs 3 + 3 layers of hidden size 3072 on a V100; on a CPU a smaller model stands in
-(`plans/models/tcb-small.yaml`), float32, random weights. Figures 9 to 14 are really computed by the engine; 15 is
-simulated with measured batch times. The paper's figures are pictures: what stands beside ours are the numbers in its
-text. Writes records/tcb.json, or with some of the figures records/tcb-<figures>.json.
+(`plans/models/tcb-small.yaml`), float32, random weights. Figures 9 to 14 are computed by the engine; 15 is
+simulated with measured batch times. The paper's figures have no printed values: ours are compared with the numbers in
+its text. Writes records/tcb.json, or with some of the figures records/tcb-<figures>.json.
 """
 
 import argparse

@@ -35,7 +35,7 @@ class Load:
 
 
 def poisson(rate: float, seconds: float, *, variance: float, batch_seconds: float, seed: int) -> Load:
-    """The requests of so many seconds."""
+    """The requests that arrive within `seconds`."""
     rng = np.random.default_rng(seed)
     count = rng.poisson(rate * seconds)
     arrivals = np.sort(rng.uniform(0, seconds, count))

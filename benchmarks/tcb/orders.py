@@ -1,8 +1,8 @@
-"""TCB's figures 15 and 16: what the orders earn, and what DAS costs.
+"""TCB's figures 15 and 16: the utility of the orders, and the cost of DAS.
 
 Figure 15 runs in simulated time with measured batch times: time is cut into batches, as in the paper's section 5.1; at
-the beginning of each the order chooses who goes into the rows, and whoever has not begun by its deadline is gone.
-Beside the orders stands what nobody can exceed: a linear programme that knows all requests beforehand and may cut them.
+the start of each the order chooses the requests for the rows, and a request that has not begun by its deadline expires.
+An upper bound is given with them: a linear programme that knows all requests beforehand and may split them.
 """
 
 import time
@@ -89,7 +89,7 @@ def compare(setting: Setting, *, seeds: int) -> dict:
 
 
 def earned(order: str, setting: Setting, load: Load) -> float:
-    """The utility of whoever is in a batch by its deadline."""
+    """The utility of the requests that are in a batch by their deadline."""
     waiting, arrived, utility = np.zeros(0, dtype=np.int64), 0, 0.0
     for batch in range(BATCHES + SLACK):
         now = batch * setting.seconds
@@ -129,7 +129,7 @@ def overhead(setting: Setting, loads: Sequence[float]) -> list[dict]:
     rows = []
     for share in loads:
         load = replace(setting, load=share).requests(0)
-        # Those of one batch time, and whoever is left over from the one before.
+        # The requests of one batch time, and those left over from the one before.
         waiting = np.flatnonzero(load.arrivals < min(2.0, 1 + max(0.0, share - 1)) * setting.seconds)
         schedule = Schedule("concat", {"rows": setting.rows, "row_tokens": setting.row_tokens}, "das")
         seconds = median(_choosing(schedule, load, waiting) for _ in range(5))

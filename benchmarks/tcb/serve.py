@@ -1,4 +1,4 @@
-"""TCB's figures 9 to 12: naive, turbo and concatenated batches, really computed, at rising request rates.
+"""TCB's figures 9 to 12: naive, turbo and concatenated batches on the engine, at rising request rates.
 
 A system is a schedule of the engine; all of them run the same model code. Rows hold 400 tokens, the paper's longest
 sentence; slots, where they are given, the longest request that comes. Rates are shares of what slotted rows serve from
@@ -27,7 +27,7 @@ SLOT_TOKENS = {20.0: 50, 100.0: 100}
 def systems(order: str, *, variance: float, overhead_tokens: int) -> Mapping[str, Schedule]:
     """What the figures compare, by the names of the paper; concat is one slot a row. DAS cuts slots by the batch.
 
-    `overhead_tokens` is what a batch costs beside its tokens, for the batches that turbo cuts.
+    `overhead_tokens` is the fixed cost of a batch, in tokens, by which turbo cuts batches.
     """
     rows = {"rows": ROWS, "row_tokens": ROW_TOKENS}
     slots = Schedule("concat", {**rows, "slot_tokens": SLOT_TOKENS[variance]}, order)
@@ -56,7 +56,7 @@ class Served:
 def serve(
     runner: ModelRunner, schedule: Schedule, load: Load, *, clock: Callable[[], float] = time.perf_counter
 ) -> Served:
-    """Plays a load against the engine in real time, until everybody is answered or has expired.
+    """Plays a load against the engine in real time, until every request is answered or has expired.
 
     A backlog may be timed by another clock, such as that of the CPU.
     """
@@ -84,7 +84,7 @@ def serve(
 
 
 def overhead_tokens(runner: ModelRunner) -> int:
-    """What a batch costs on this machine beside its tokens, as so many tokens: from a small batch and a large one."""
+    """The fixed cost of a batch on this machine, in tokens: from a small batch and a large one."""
     small, large = 8, ROWS
     seconds = {}
     for size in (large, small, large):  # The first one warms up.
@@ -96,7 +96,7 @@ def overhead_tokens(runner: ModelRunner) -> int:
 
 
 def saturated(runner: ModelRunner, schedule: Schedule, *, variance: float, seconds: float) -> float:
-    """Requests a CPU-second from a backlog that lasts about so long: what else the machine does hardly matters."""
+    """Requests a CPU-second from a backlog of about `seconds`: other load on the machine has little effect."""
     rng, rate = np.random.default_rng(0), 0.0
     count = ROWS * ROW_TOKENS // MEAN
     while True:

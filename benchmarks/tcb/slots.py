@@ -1,4 +1,4 @@
-"""TCB's figures 13 and 14: how much faster a batch of slotted rows is than the same rows in one piece, really computed.
+"""TCB's figures 13 and 14: the speed-up of a batch of slotted rows over the same rows in one piece, on the engine.
 
 A full batch of rows of 400 tokens, from its prefill to its last answer. More slots a row hold a few requests less, so
 that what is compared is requests a second of the batch.
@@ -34,7 +34,7 @@ def full_batch(
     schedule = Schedule("concat", {"rows": rows, "row_tokens": row_tokens, **cut})
     engine = Engine(InProcessExecutor(runner), schedule, num_blocks=runner.cache.num_blocks)
     tokens = lengths(np.random.default_rng(seed), 2 * rows * row_tokens // MEAN, variance)
-    # Whoever is longer than a slot would get a batch of its own.
+    # A request longer than a slot would get a batch of its own.
     tokens = tokens[tokens <= row_tokens // slots]
     load = Load(np.zeros(len(tokens)), tokens, np.full(len(tokens), np.inf), np.ones(len(tokens)))
     for number in range(len(load)):

@@ -26,7 +26,7 @@ from exeplan.profiler.importing import aiconfigurator, vidur, vidur_attention
 from exeplan.profiler.importing.attention import attention_rows
 from exeplan.profiler.importing.csv import read_csv
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded
-from exeplan.profiler.importing.lint import lint, refuse_falls, told, without_spikes
+from exeplan.profiler.importing.lint import lint, refuse_falls, report, without_spikes
 from exeplan.profiler.importing.tables import Table, read_tables
 
 _STAND_IN = "a100-80gb"
@@ -82,7 +82,7 @@ def import_profile(
         measurements=part.rows,
         source=f"imported {' and '.join(formats)}",
     )
-    return profile, (*part.notes, *_counted(part.rows), *told(findings))
+    return profile, (*part.notes, *_counted(part.rows), *report(findings))
 
 
 def _datasheet(device: str) -> tuple[Datasheet, bool]:

@@ -40,7 +40,7 @@ _NEEDED = {
 }
 """The phases that an op may have, and the cells that its rows need."""
 _NAMED = 3
-"""Faults told in one message."""
+"""Faults listed in one message."""
 
 
 def read_csv(path: Path) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:

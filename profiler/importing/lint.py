@@ -28,12 +28,12 @@ _FALL_TOLERANCE = 1.1
 _RATE_TOLERANCE = 1.05
 _GAP, _GAP_RISE = 4.0, 1.5
 _NEXT = 3
-"""Rows that a spike is told by."""
+"""Rows that identify a spike."""
 _NOISE_SECONDS = 20e-6
 """By which short kernels and launches differ for no visible reason."""
 _IMPOSSIBLE = 2.0
 """From this ratio on a time that falls is wrong rather than noisy."""
-_TOLD = 2
+_REPORTED = 2
 """Findings of one kind that are reported in full."""
 _SIZES = ("num_tokens", "context_tokens", "num_seqs", "bytes")
 
@@ -53,16 +53,16 @@ def lint(rows: Sequence[Measurement], spec: ModelSpec, dtype: str, device: Devic
     return sorted(found, key=lambda finding: (finding.kind, -finding.ratio))
 
 
-def told(findings: Iterable[Finding]) -> tuple[str, ...]:
+def report(findings: Iterable[Finding]) -> tuple[str, ...]:
     """Sentences: the worst of each kind, and the number of the others."""
     kinds: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         kinds[finding.kind].append(finding)
     sentences: list[str] = []
     for kind, of_kind in kinds.items():
-        sentences += [finding.sentence for finding in of_kind[:_TOLD]]
-        if len(of_kind) > _TOLD:
-            sentences.append(f"{kind}: {len(of_kind) - _TOLD} more, none of them worse")
+        sentences += [finding.sentence for finding in of_kind[:_REPORTED]]
+        if len(of_kind) > _REPORTED:
+            sentences.append(f"{kind}: {len(of_kind) - _REPORTED} more, none of them worse")
     return tuple(sentences)
 
 

@@ -229,7 +229,7 @@ class _EngineLoop:
         return None
 
     def _step(self) -> "list[Output]":
-        """One step. If workers died, the engine restarts them, and the server is told that it is down meanwhile."""
+        """One step. If workers died, the engine restarts them and reports to the server that it is down meanwhile."""
         from exeplan.runner.engine.executor import WorkerError
 
         try:

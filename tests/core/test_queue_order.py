@@ -150,7 +150,7 @@ def test_earliest_deadline_first_spends_its_rows_on_long_urgent_requests():
 
 
 def test_shortest_job_first_lets_all_others_expire_for_short_requests_that_could_wait():
-    """Lengths 3 could wait for ever; those of 4 cannot. All fit, in time, if the latter go first now and then."""
+    """Lengths 3 could wait without end; those of 4 cannot. All fit, in time, if the latter go first now and then."""
     lengths = np.array([3] * 12 + [4] * 6)
     arrivals = np.zeros(18, dtype=int)
     deadlines = np.array([9] * 12 + [1] * 6)

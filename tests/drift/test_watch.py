@@ -137,20 +137,20 @@ def test_the_lowest_latency_plan_stays_while_the_law_stays(tight):
     assert "no plan keeps" in looks[-1].state.verdict
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("hinted", [True, False])
 @pytest.mark.parametrize("needed", [1.0, 1.02, 1.5, 7.0])
-def test_the_tightest_bounds_are_found_to_within_a_step(problem, plan, needed, told):
+def test_the_tightest_bounds_are_found_to_within_a_step(problem, plan, needed, hinted):
     tried = []
 
     def make(wider):
         tried.append(factor := wider.bound.seconds / BOUND)
         if factor < needed * (1 - 1e-9):
-            raise Infeasible("narrow", wider=needed / factor if told else None)
+            raise Infeasible("narrow", wider=needed / factor if hinted else None)
         return replace(plan, replay=replace(plan.replay, latency=BOUND * factor))
 
     found = tightest(problem, make)
     assert needed * (1 - 1e-9) <= found.missed <= needed * 1.031
-    assert len(tried) <= (2 if told else 15)
+    assert len(tried) <= (2 if hinted else 15)
 
 
 def test_what_no_bounds_would_help_is_refused_as_it_was(problem):

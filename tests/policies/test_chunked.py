@@ -158,7 +158,7 @@ def test_no_token_is_lost_between_passes(slots: int, budget: int, mean: float, o
 
 
 def completed_a_pass(inputs: np.ndarray, outputs: np.ndarray, slots: int, budget: int, num_passes: int) -> float:
-    """Prompts that single requests complete, one after the other and over and over, but for a tenth to warm up."""
+    """Prompts completed by a long sequence of single requests, without the first tenth as warm-up."""
     ends = np.zeros(num_passes + int(outputs.max()) + 1, dtype=int)  # Rows that decode for the last time, by pass.
     rows = left = number = done = 0
     for now in range(num_passes):

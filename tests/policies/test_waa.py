@@ -74,7 +74,7 @@ def refereed(schedule: Schedule, cost: CostModel, lengths: Sequence[tuple[int, i
         micro_batches=schedule["micro_batches"],
         num_prefill_stages=prefills,
         num_decode_stages=len(cost.decode_stages),
-        handover=lambda prompts: cost.kv_transfer_seconds(sum(prompts)),
+        kv_transfer=lambda prompts: cost.kv_transfer_seconds(sum(prompts)),
         stage_seconds=stage_seconds,
         first_token_from_prefill=cost.first_token_from_prefill,
     )

@@ -1,10 +1,10 @@
 """A second, slow replay of every policy on a pipeline, written from the policies' description alone: a referee.
 
 It shares no line with `exeplan.policies` or `exeplan.simulator`, so that a misunderstanding in one of them shows as a
-difference. A backlog with memory for everybody: no arrivals, no preemption, no placement, no profile. Keep it plain.
+difference. A backlog with memory for all requests: no arrivals, no preemption, no placement, no profile. Keep it plain.
 
-A pass visits the stages of its pipeline in order; a stage runs one pass at a time, first come, first served. What a
-pass tells (this request has finished) is known when the pass has left the last stage, not before. Times are seconds.
+A pass visits the stages of its pipeline in order; a stage runs one pass at a time, first come, first served. That a
+request has finished is known when the pass has left the last stage, not before. Times are seconds.
 """
 
 from bisect import insort
@@ -134,7 +134,7 @@ def static(
             if all(request.done and request.token_times[-1] <= entered for request in batch):
                 break
             left = back[g] = line.run(entered, decodes=groups[g])
-    return told(requests, passes)
+    return replayed(requests, passes)
 
 
 def rra(
@@ -150,8 +150,8 @@ def rra(
 ) -> Replayed:
     """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew.
 
-    Prefill micro-batches are balanced by tokens, and the fullest enters first. Requests are dealt in the order in which
-    they were prefilled. When nobody is waiting any more, the last cycle goes on to the end.
+    Prefill micro-batches are balanced by tokens, and the one with most tokens enters first. Requests are dealt in the
+    order in which they were prefilled. When no request waits, the last cycle runs to the end.
     """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
@@ -175,7 +175,7 @@ def rra(
                     if not groups[g] and step < decode_steps:
                         begin = max(begin, back[g])  # Only now is it known that this group has no more iterations.
         residents = unfinished(residents)
-    return told(requests, passes)
+    return replayed(requests, passes)
 
 
 def orca(
@@ -238,7 +238,7 @@ def chunked(
                 prefills = cut if first_token_from_prefill else whole(taken)
                 back[g] = line.run(back[g], prefills=prefills, decodes=decodes)
                 groups[g] = unfinished(group)
-    return told(requests, passes)
+    return replayed(requests, passes)
 
 
 def waa(
@@ -250,13 +250,13 @@ def waa(
     micro_batches: int,
     num_prefill_stages: int,
     num_decode_stages: int,
-    handover: Callable[[list[int]], float],
+    kv_transfer: Callable[[list[int]], float],
     stage_seconds: StageSeconds,
     first_token_from_prefill: bool,
 ) -> Replayed:
-    """Two pipelines side by side, the earlier event first. `handover` maps prompt lengths of a batch to seconds.
+    """Two pipelines side by side, the earlier event first. `kv_transfer` maps prompt lengths of a batch to seconds.
 
-    Handovers of different batches may overlap. Who is done after the prefill is not handed over.
+    KV transfers of different batches may overlap. A request that ends with the prefill is not transferred.
     """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     last_stage = num_prefill_stages + num_decode_stages
@@ -275,7 +275,7 @@ def waa(
         return max(first.free[first.entrance], departures[must_have_left - 1] if must_have_left > 0 else 0.0)
 
     def decode_turn() -> tuple[float, float, int] | None:
-        """(when, since when the group is back, group): the earliest that can enter, who has waited longest first."""
+        """(when, since when the group is back, group): the earliest that can enter, then the longest waiting."""
         earliest_ready = min((ready for ready, _ in handed), default=None)
         turns = list[tuple[float, float, int]]()
         for g, group in enumerate(groups):
@@ -302,17 +302,17 @@ def waa(
             for _ in range(len(batch) - len(going_on)):
                 insort(departures, left)
             if going_on:
-                ready = left + handover([request.prompt for request in going_on])
+                ready = left + kv_transfer([request.prompt for request in going_on])
                 handed += [(ready, request) for request in going_on]
         else:
-            return told(requests, passes)
+            return replayed(requests, passes)
 
 
 def backlog(inputs: Sequence[int], outputs: Sequence[int]) -> list[Request]:
     return [Request(prompt, output) for prompt, output in zip(inputs, outputs, strict=True)]
 
 
-def told(requests: list[Request], passes: list[Pass]) -> Replayed:
+def replayed(requests: list[Request], passes: list[Pass]) -> Replayed:
     lived = []
     for request in requests:
         assert request.start is not None
@@ -355,7 +355,7 @@ def cut(requests: list[Request], parts: int) -> list[list[Request]]:
 
 
 def balanced(requests: list[Request], parts: int) -> list[list[Request]]:
-    """Shares of nearly equal tokens, none of them empty, the fullest first.
+    """Shares of nearly equal tokens, none of them empty, the one with most tokens first.
 
     Longest prompt first, each request joins the emptiest share. Of equal prompts the one that arrived first comes
     first, of equal shares the one that was begun first. Inside a share requests stay in order of arrival.

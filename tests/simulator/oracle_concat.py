@@ -1,8 +1,8 @@
 """A second, slow replay of pure ConcatBatching with deadlines, written from TCB's text alone: a referee for `concat`.
 
-It shares no line with `exeplan.core.queue_order`, `exeplan.policies` or `exeplan.simulator`. One device, memory for
-everybody, no
-prompt longer than a row. Whoever has not begun by its deadline when a batch begins is never served. Times are seconds.
+It shares no line with `exeplan.core.queue_order`, `exeplan.policies` or `exeplan.simulator`. One device, memory
+for all requests, no prompt longer than a row. A request that has not begun by its deadline when a batch begins is never
+served. Times are seconds.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def concat(
 
 
 def _plain(here: list[Request], rows: int, row_tokens: int, order: str) -> list[list[Request]]:
-    """In order, each into the fullest row with room, until one finds none."""
+    """In order, each into the row with most tokens that still has room, until one finds none."""
     keys = {"fcfs": lambda r: r.arrival, "sjf": lambda r: r.prompt, "edf": lambda r: r.deadline}
     packed: list[list[Request]] = [[] for _ in range(rows)]
     for request in sorted(here, key=keys[order]):

@@ -1,13 +1,13 @@
-"""The closed form foresees the replay: judged by how its errors are distributed over random cases of every policy.
+"""The closed form predicts the replay: judged by the distribution of its errors over random cases of every policy.
 
 A limit for each case has to be as wide as the worst of them, and hides whatever is smaller. Here half of all cases must
 come within 2 %, 95 % of them within 6 % and all within 10 %, and each policy's errors must lie on both sides: a median
 error of more than 1 % in one direction is a wrong formula, however small that is. Chance is in the seeds, and fixed.
 
 Cases are workloads with short and long prompts and outputs, one device, pipelines, tensor-parallel stages, and stages
-set apart for prefills, decoder-only and encoder-decoder. Left out is what is not worth planning and foreseen badly:
+set apart for prefills, decoder-only and encoder-decoder. Left out is what is not worth planning and predicted badly:
 micro-batches of one or two requests, and decode places of which most stay empty.
-benchmarks/closed_form.py judges the same on the profiles of real devices.
+benchmarks/fidelity/closed_form.py judges the same on the profiles of real devices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ class Errors:
 
     throughput: float
     latency: float
-    """Of the 99th-percentile output, as a bound is about it: few requests of a replay are so long."""
+    """Of the 99th-percentile output, the metric of a bound: few requests of a replay reach that length."""
     e2e: float
     """Of all requests of the steady window, each at its own length."""
     ttft: float

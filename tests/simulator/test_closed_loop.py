@@ -36,15 +36,15 @@ def test_a_client_thinks_before_each_request(cost: CostModel) -> None:
     assert min(pauses) > 0
     assert np.mean(pauses) == pytest.approx(0.5, rel=0.1)
     assert np.std(pauses) == pytest.approx(0.5, rel=0.15)  # An exponential law.
-    # Whoever thinks finds an engine with nothing to do.
+    # The engine is idle when a thinking client sends.
     assert [r.start for r in run.requests] == [r.arrival for r in run.requests]
 
 
-def test_never_more_than_all_clients_are_under_way(cost: CostModel) -> None:
+def test_never_more_requests_than_clients_are_open(cost: CostModel) -> None:
     run = looped(cost, concurrency=3, think_seconds=0.01)
     for request in run.requests:
-        under_way = sum(r.arrival <= request.arrival < r.token_times[-1] for r in run.requests)
-        assert 1 <= under_way <= 3
+        open_requests = sum(r.arrival <= request.arrival < r.token_times[-1] for r in run.requests)
+        assert 1 <= open_requests <= 3
 
 
 def test_the_seed_decides_the_pauses(cost: CostModel) -> None:
@@ -67,7 +67,7 @@ def test_a_request_during_decode_passes_joins_the_next_one(cost: CostModel) -> N
     first, second = run.requests
     alone = [p for p in run.passes if p.num_prefill == 0 and p.end < second.start]
     assert len(alone) > 1
-    # It starts when the pass that was under way ends, and from then on both have their tokens at the same times.
+    # It starts when the running pass ends, and from then on both have their tokens at the same times.
     assert second.start == min(p.end for p in run.passes if p.end >= arrivals[1])
     assert set(second.token_times) <= set(first.token_times)
     assert all(early.end == late.start for early, late in zip(run.passes, run.passes[1:], strict=False))

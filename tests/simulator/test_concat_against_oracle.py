@@ -46,7 +46,7 @@ def test_every_token_comes_when_the_oracle_says(
     model = replace(profile.model, num_encoder_layers=encoder_layers)
     cost = CostModel(replace(profile, model=model), single_stage(model))
     inputs, outputs = rng.integers(1, ROW + 1, count), rng.integers(1, 8, count)
-    # From everybody in time to nearly nobody.
+    # From all requests in time to almost none.
     hurry = data.draw(st.sampled_from([0.001, 0.01, 0.1]))
     arrivals, patience = np.cumsum(rng.exponential(hurry / 4, count)), rng.uniform(0, 4 * hurry, count)
     variables = {"rows": rows, "row_tokens": ROW} | ({"eta_percent": eta} if order == "das" else {})

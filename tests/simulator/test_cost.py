@@ -17,7 +17,7 @@ from exeplan.workload.length_law import LengthLaw
 
 
 def rows(*lengths: int, generated: int = 0) -> tuple[SequenceState, ...]:
-    """Sequences of these prompts with so many tokens generated."""
+    """Sequences of these prompt lengths with `generated` output tokens."""
     return tuple(
         SequenceState(request_id=str(i), num_prompt_tokens=n, max_output_tokens=100, num_output_tokens=generated)
         for i, n in enumerate(lengths)

@@ -1,4 +1,4 @@
-"""The oracle does what one can work out by hand, loses nobody, and the survival comb is what a renewal process does."""
+"""The oracle agrees with cases by hand and loses no request; the survival comb is that of a renewal process."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def test_chunked_runs_decodes_first_and_cuts_the_last_prompt() -> None:
 def test_waa_groups_take_ready_requests_oldest_first() -> None:
     found = waa(
         [5] * 3, [3, 2, 2], decode_batch=2, prefill_batch=1, micro_batches=2,
-        num_prefill_stages=1, num_decode_stages=1, handover=lambda prompts: 1.0,
+        num_prefill_stages=1, num_decode_stages=1, kv_transfer=lambda prompts: 1.0,
         stage_seconds=one_second, first_token_from_prefill=True,
     )  # fmt: skip
     # Prefills at 0, 1, 2 are ready at 2, 3, 4. At 3 the second group has waited longer than the first, which is just
@@ -128,7 +128,7 @@ def test_waa_groups_take_ready_requests_oldest_first() -> None:
 def test_waa_prefills_no_more_than_the_limit_lets_wait() -> None:
     found = waa(
         [5] * 5, [3] * 5, decode_batch=1, prefill_batch=1, micro_batches=1,
-        num_prefill_stages=1, num_decode_stages=1, handover=lambda prompts: 0.0,
+        num_prefill_stages=1, num_decode_stages=1, kv_transfer=lambda prompts: 0.0,
         stage_seconds=one_second, first_token_from_prefill=True,
     )  # fmt: skip
     # Two may wait; a decode takes 2 s, so from the fourth on a prefill waits for a request to be taken at 3, 5, 7.
@@ -139,16 +139,16 @@ def test_waa_prefills_no_more_than_the_limit_lets_wait() -> None:
 def test_waa_streams_prefill_batches_through_its_prefill_stages() -> None:
     seen: list[list[int]] = []
 
-    def handover(prompts: list[int]) -> float:
+    def kv_transfer(prompts: list[int]) -> float:
         seen.append(prompts)
         return 0.5
 
     found = waa(
         [5, 6, 7], [1, 2, 2], decode_batch=4, prefill_batch=2, micro_batches=1,
-        num_prefill_stages=2, num_decode_stages=2, handover=handover,
+        num_prefill_stages=2, num_decode_stages=2, kv_transfer=kv_transfer,
         stage_seconds=one_second, first_token_from_prefill=True,
     )  # fmt: skip
-    assert seen == [[6], [7]]  # Who is done after the prefill needs no decode stage.
+    assert seen == [[6], [7]]  # A request that ends with the prefill needs no decode stage.
     assert found.requests == [(0, [2]), (0, [2, 4.5]), (1, [3, 6.5])]
     assert [[visit.stage for visit in one.visits] for one in found.passes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
@@ -172,7 +172,7 @@ SMALL: dict[str, Callable[..., Replayed]] = {
     "chunked": partial(chunked, max_num_seqs=5, max_num_batched_tokens=7, micro_batches=2, num_stages=2),
     "waa": partial(
         waa, decode_batch=5, prefill_batch=2, micro_batches=2, num_prefill_stages=1, num_decode_stages=1,
-        handover=lambda prompts: 0.1 * sum(prompts),
+        kv_transfer=lambda prompts: 0.1 * sum(prompts),
     ),
 }  # fmt: skip
 
@@ -222,10 +222,10 @@ def drawn(text: str) -> tuple[Workload, Ints, Ints]:
 
 
 def renewal(inputs: Ints, decodes: Ints, *, steps: int) -> tuple[Ints, Ints]:
-    """Who decodes in each iteration of a long run, and the tokens in their cache before it: [cycle, iteration].
+    """The decoding requests of each iteration of a long run, and their cached tokens before it: [cycle, iteration].
 
     Every cycle admits the next `steps` requests. One that joins at iteration g0 decodes in g0 .. g0 + D - 1 and holds
-    I + g - g0 tokens in g. Cycles in which not everybody could have joined yet are left out.
+    I + g - g0 tokens in g. The first cycles, before every group could have joined, are left out.
     """
     cycles = len(inputs) // steps
     joined = np.arange(cycles * steps) // steps * steps

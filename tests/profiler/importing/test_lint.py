@@ -6,7 +6,7 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
 from exeplan.profiler.importing.imported_rows import ImportedRows
-from exeplan.profiler.importing.lint import lint, refuse_falls, told, without_spikes
+from exeplan.profiler.importing.lint import lint, refuse_falls, report, without_spikes
 
 # 1 TFLOP/s and 100 GB/s; a layer of 12 * 512^2 = 3.1 million weights: 6.3 MB, 63 us at peak, 6.3 us a token.
 DEVICE = Device(name="test", kind="cuda", memory_bytes=2**34, copy_bytes_per_second=100e9, flops_per_second=1e12)
@@ -88,7 +88,7 @@ def test_gaps(spec: ModelSpec) -> None:
 
 def test_the_worst_of_each_kind_are_told_and_the_others_counted(spec: ModelSpec) -> None:
     rows = [rest(n, seconds) for n, seconds in zip((1, 2, 3, 4, 5), (5e-3, 3e-3, 2e-3, 1.5e-3, 1e-3), strict=True)]
-    assert told(lint(rows, spec, "bfloat16", DEVICE)) == (
+    assert report(lint(rows, spec, "bfloat16", DEVICE)) == (
         "rest num_tokens=2: 3 ms is less than the 5 ms of rest num_tokens=1",
         "rest num_tokens=3: 2 ms is less than the 3 ms of rest num_tokens=2",
         "growth: 2 more, none of them worse",

@@ -44,7 +44,7 @@ def spec() -> ModelSpec:
 
 
 def layer(tmp_path: Path, **changes: object) -> Path:
-    """A layer whose operations take so many milliseconds at 64 tokens, and in proportion to tokens and degree."""
+    """A layer whose operations take fixed milliseconds at 64 tokens, in proportion to tokens and degree."""
     return table(
         tmp_path / "first.csv.gz",
         (

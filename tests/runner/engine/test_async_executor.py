@@ -85,7 +85,7 @@ def play(engine: Engine, coming: list[Request], aborts: dict[int, str] | None = 
     return found
 
 
-def told(outputs: list) -> tuple:
+def delivered(outputs: list) -> tuple:
     """The part of the outputs that a client sees."""
     tokens = [(output.token_ids, output.text, output.first, output.num_output_tokens) for output in outputs]
     return tokens, [output.finish_reason for output in outputs]
@@ -103,8 +103,8 @@ def test_outputs_equal_those_without_async_scheduling(runner, paged, schedule, s
     waiting = Engine(InProcessExecutor(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     ahead = Engine(AsyncExecutor(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     expected, found = (play(engine, requests(seed)) for engine in (waiting, ahead))
-    assert {name: told(outputs) for name, outputs in found.items()} == {
-        name: told(outputs) for name, outputs in expected.items()
+    assert {name: delivered(outputs) for name, outputs in found.items()} == {
+        name: delivered(outputs) for name, outputs in expected.items()
     }
     assert is_clean(ahead, paged)
     for name, outputs in found.items():
@@ -122,7 +122,7 @@ def test_aborts_at_any_time_do_not_change_other_requests(runner, paged, schedule
     engine = Engine(AsyncExecutor(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     found = play(engine, requests(seed), {step: str(number) for step, number in aborts.items()})
     for name, outputs in found.items():
-        (tokens, reasons), (all_tokens, all_reasons) = told(outputs), told(alone[name])
+        (tokens, reasons), (all_tokens, all_reasons) = delivered(outputs), delivered(alone[name])
         if int(name) in aborts.values():
             assert tokens == all_tokens[: len(tokens)]
         else:
@@ -151,8 +151,8 @@ def test_preempted_requests_are_recomputed_from_known_tokens(runner, paged):
     engine = Engine(AsyncExecutor(paged), schedule, num_blocks=NUM_BLOCKS)
     found = play(engine, list(coming))
     assert engine.num_preemptions > 0
-    assert {name: told(outputs) for name, outputs in found.items()} == {
-        n: told(outputs) for n, outputs in expected.items()
+    assert {name: delivered(outputs) for name, outputs in found.items()} == {
+        n: delivered(outputs) for n, outputs in expected.items()
     }
 
 
@@ -176,8 +176,8 @@ def test_a_request_that_breaks_a_pass_fails_alone_while_others_run(runner, sched
         found = play(engine, list(coming))
     assert "unlucky" in caplog.text
     assert found["1"][-1].finish_reason == "error"
-    assert told(found["1"])[0][:-1] == told(expected["1"])[0][: len(found["1"]) - 1]
-    assert all(told(found[name]) == told(expected[name]) for name in "02")
+    assert delivered(found["1"])[0][:-1] == delivered(expected["1"])[0][: len(found["1"]) - 1]
+    assert all(delivered(found[name]) == delivered(expected[name]) for name in "02")
     assert is_clean(engine, failing)
 
 

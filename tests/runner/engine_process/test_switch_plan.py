@@ -1,4 +1,4 @@
-"""An engine that switches plans, again and again, gives every request the tokens that it gets without a switch."""
+"""An engine that switches plans repeatedly gives every request the tokens that it gets without a switch."""
 
 import contextlib
 import itertools

@@ -80,7 +80,7 @@ def serving(plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None
     async def run() -> None:
         client = await EngineClient.start(setup(plan))
         replanner = Replanner(client, plan, SPEC, setup=setup, rules=RULES, **options)
-        replanner.on_event = lambda kind, told: events.append((kind, told))
+        replanner.on_event = lambda kind, detail: events.append((kind, detail))
         first: dict[int, list[int]] = {}
 
         async def load(start: int) -> None:

@@ -40,10 +40,10 @@ if folder := os.environ.get("VIEWS_FOR_TESTS"):
     from exeplan.runner.server import views
     views.__path__.append(folder)
 plan = read_plan(Path(sys.argv[1]))
-told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
+announce = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:
     options = ServeOptions(plan_file=Path(sys.argv[1]), **json.loads(sys.argv[2]))
-    sys.exit(serve(plan, load_model_spec(plan.model), options, on_ready=told))
+    sys.exit(serve(plan, load_model_spec(plan.model), options, on_ready=announce))
 except InputError as error:
     print(error, file=sys.stderr)
     sys.exit(2)

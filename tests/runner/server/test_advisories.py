@@ -5,19 +5,19 @@
  2 SGLang CVE-2026-7301                           listeners on loopback       all_processes_listen_on_loopback_only
  3 SGLang CVE-2026-3989                           dumps are JSON              no_channel_carries_objects
  4 vLLM CVE-2025-47277                            and torch's stores          all_processes_listen_on_loopback_only
- 5 vLLM CVE-2025-30202                            one client cannot stall    overload.py: a reader who is too slow
+ 5 vLLM CVE-2025-30202                            one client cannot stall    test_overload.py: a slow reader
  6 ShadowMQ: CVE-2024-50050, CVE-2025-32444       no library that unpickles   no_channel_carries_objects
  7 vLLM CVE-2025-62164                            no tensors from clients     fields_that_were_abused
  8 vLLM CVE-2026-22807                            no code of a checkpoint     a_booby_trapped_checkpoint
  9 PyTorch CVE-2025-32434, vLLM CVE-2025-24357    safetensors only            checkpoint.py: a pickle is refused
-10 vLLM CVE-2026-34756                            `n` has a limit and counts  bad_input.py: too many choices
-11 vLLM CVE-2025-48956                            headers are capped          bad_input.py: large headers
+10 vLLM CVE-2026-34756                            `n` has a limit and counts  test_bad_input.py: too many choices
+11 vLLM CVE-2025-48956                            headers are capped          test_bad_input.py: large headers
 12 vLLM CVE-2025-62426                            no template is a user's     fields_that_were_abused
 13 vLLM CVE-2025-48944, xgrammar                  no pattern is a user's      fields_that_were_abused
 14 vLLM CVE-2025-59425                            constant-time comparison    the_key_is_compared_in_constant_time
 15 vLLM's security guide                          all paths need the key      no_route_is_open_by_accident
-16 llama.cpp CVE-2026-21869                       all numbers have limits     bad_input.py: no value of any field
-17 Triton CVE-2025-23310, -23311                  chunks count as body        bad_input.py: chunked bodies
+16 llama.cpp CVE-2026-21869                       all numbers have limits     test_bad_input.py: no value of any field
+17 Triton CVE-2025-23310, -23311                  chunks count as body        test_bad_input.py: chunked bodies
 18 Triton CVE-2025-23319, -23320, -23334          errors name no insides      errors_tell_nothing_of_the_machine
 19 Triton CVE-2025-33201, CVE-2026-24146, -24173  outputs are capped          fields_that_were_abused
 20 a fallback to weights_only=False               no weaker mode              no_channel_carries_objects

@@ -49,7 +49,7 @@ def test_who_would_come_late_is_refused_early(launch):
         with streaming(server), request(server):
             eventually(lambda: server.metric("num_requests_waiting") == 1)
             refused = server.complete({"prompt": "a"})  # 2 s of waiting, for a bound of 2 s.
-            assert server.metric("num_requests_waiting") == 1  # It did not wait for anybody.
+            assert server.metric("num_requests_waiting") == 1  # It did not wait for other requests.
         assert (refused.status, refused.error["code"]) == (429, "late")
         assert int(refused.headers["retry-after"]) >= 1
         assert 'reason="late"' in server.call("/metrics").text

@@ -29,7 +29,7 @@ if find_spec("hypothesis"):  # Tests of a GPU do without.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For the whole suite one process more than cores, because some always wait; a part of it ends sooner without any."""
+    """One process more than cores for the whole suite, because some wait; none for a part of it, which ends sooner."""
     whole = config.args == config.getini("testpaths")
     return min(len(os.sched_getaffinity(0)) + 1, _MOST_PROCESSES) if whole else 0
 

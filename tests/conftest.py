@@ -1,4 +1,4 @@
-"""A small made-up device whose times can be checked in the head, and a working folder with its profile."""
+"""A small synthetic device whose times can be checked by hand, and a working folder with its profile."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Durations and sizes are read as people write them, shown with three digits, and refused by their option's name."""
+"""Durations and sizes are read as users write them, shown with three digits, and refused by their option's name."""
 
 import math
 

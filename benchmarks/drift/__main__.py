@@ -92,7 +92,7 @@ def _trace(args: argparse.Namespace, profile: Profile, name: str, folder: Path) 
     plan = _plan(planned, folder / f"{name}-planned.csv", folder, args)
     hindsight = _problem(profile, after, folder / f"{name}-played.csv", args.slack, bound=planned.bound)
     best = _plan(hindsight, folder / f"{name}-played.csv", folder, args)
-    # As many as that plan serves in that time, spread over all that follows.
+    # As many rows as the plan serves in that time, spread evenly over the rest of the trace.
     count = min(int(best.replay.throughput * args.seconds), len(after.inputs)) if best.replay else len(after.inputs)
     chosen = np.linspace(0, len(after.inputs) - 1, count).astype(int)
     played = Trace(after.inputs[chosen], after.outputs[chosen])
@@ -184,7 +184,7 @@ async def _play(
 
 
 async def _backlog(client: EngineClient, spec: ModelSpec, trace: Trace) -> list[Served]:
-    """All requests in order, some of them always waiting."""
+    """All requests in order, as a backlog."""
     ahead = asyncio.Semaphore(AHEAD)
     served: list[Served] = []
     draw = np.random.default_rng(0)

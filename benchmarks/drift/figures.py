@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 AHEAD = 96
-"""Requests that wait, so that no batch of a plan lacks any."""
+"""Waiting requests, enough to fill every batch of a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ def figures_of(served: Sequence[Served], bound: float, dwell: float) -> dict[str
     starts, ends = (np.array([getattr(one, name) for one in served]) for name in ("start", "end"))
     ends, starts = ends - starts.min(), starts - starts.min()
     within = ends - starts <= bound
-    steady = np.sort(ends)[:-AHEAD]  # The last ones are served by batches that run empty.
+    steady = np.sort(ends)[:-AHEAD]  # Without the last requests, whose batches are not full.
     windows = [within[(starts >= t) & (starts < t + dwell)] for t in np.arange(0, starts.max(), dwell)]
     return {
         "in_bound": float(within.mean()),

@@ -53,16 +53,16 @@ class PredictedDevice:
         return (BatchDone(batch, {row.request_id: token for row in sampled_requests(batch, self.spec)}),)
 
     def wake(self) -> None:
-        """Nothing ever waits here."""
+        """No thread waits for this executor."""
 
     def release(self, request_id: str) -> None:
-        """Nothing is kept."""
+        """No state is held."""
 
     def restart(self) -> None:
-        raise AssertionError("nothing dies here")
+        raise AssertionError("a predicted device has no workers to restart")
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """No process or memory to release."""
 
 
 def play_predicted(

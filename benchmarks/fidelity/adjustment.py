@@ -88,7 +88,7 @@ def _figures(
 
 
 def _middle(run: Run, timed: list[tuple[float, float]]) -> list[float]:
-    """Those of the middle two quarters of the run, in which it is neither filling up nor running out."""
+    """Those of the middle two quarters of the run, its steady state."""
     end = run.passes[-1].end
     return [value for start, value in timed if end / 4 < start < 3 * end / 4]
 

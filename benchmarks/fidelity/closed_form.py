@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def compare(policy: str, seed: int) -> dict | None:
-    """One random case; None where chance found nothing that fits."""
+    """One random case; None where no random draw fits."""
     rng = np.random.default_rng([seed, *policy.encode()])
     for _ in range(_ATTEMPTS):
         drawn = _draw(policy, rng)

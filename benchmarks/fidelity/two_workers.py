@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def cases(spec: ModelSpec) -> list[tuple[str, str, Placement]]:
-    """What a case is called, its policy, and its placement on two devices."""
+    """A case's name, policy, and placement on two devices."""
     layers, half = spec.num_layers, spec.num_layers // 2
     parallel = (Stage(devices=(0, 1), layers=(0, layers)),)
     pipeline = (Stage(devices=(0,), layers=(0, half)), Stage(devices=(1,), layers=(half, layers)))

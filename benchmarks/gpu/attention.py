@@ -15,7 +15,7 @@ from exeplan.kernels.spans import Span, Spans
 
 
 def attention_cases(setting: Setting) -> Iterator[Case]:
-    """All but the one that takes torch long to compile."""
+    """All cases except flex attention, which torch compiles for long."""
     yield from _decodes(setting, ((2, 48),) if setting.smoke else ((64, 4096), (8, 4096), (1, 32768)))
     yield from _prefills(setting)
 
@@ -41,7 +41,7 @@ def _decodes(setting: Setting, sizes: tuple[tuple[int, int], ...]) -> Iterator[C
             return setting.kernels.paged_attention(q_BHD, cache, end_B, scale=scale)
 
         def theirs(q_BHD, cache, end_B):
-            """Over keys and values that lie as torch wants them, which a paged cache's do not."""
+            """Over contiguous keys and values as torch requires; a paged cache's are not contiguous."""
             k, v = (rows.view(len(q_BHD), spec.num_kv_heads, -1, spec.head_dim) for rows in (cache.keys, cache.values))
             return F.scaled_dot_product_attention(q_BHD[:, :, None], k, v, scale=scale, enable_gqa=True)
 
@@ -132,7 +132,7 @@ def _relative(setting: Setting, qkv: Callable[[int], tuple[Any, ...]]) -> Iterat
         return setting.kernels.ragged_attention(q, k, v, spans, scale=scale, causal=False, bias=bias)
 
     def theirs(q, k, v, bias):
-        """With the bias of each pair of tokens, which torch wants whole."""
+        """With the bias of each pair of tokens, which torch requires in full."""
         place = torch.arange(length, device=setting.place)
         mask = bias.at(place[None, :] - place[:, None]).to(q.dtype)
         shaped = (x.view(4, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
@@ -167,7 +167,7 @@ def _packed(setting: Setting, qkv: Callable[[int], tuple[Any, ...]]) -> Iterator
 
 
 def against_flex(setting: Setting) -> Iterator[Case]:
-    """Last, because torch compiles its own first, which takes a smoke run too long."""
+    """Run last, because torch compiles flex attention first; left out of smoke runs, where that takes too long."""
     if setting.smoke:
         return
     spec, scale, length = setting.spec, setting.spec.head_dim**-0.5, 8192
@@ -186,7 +186,7 @@ def against_flex(setting: Setting) -> Iterator[Case]:
 
 
 def _flex(setting: Setting, length: int, scale: float) -> Callable[..., object]:
-    """Torch's flex attention, compiled when it is first called: that takes some seconds."""
+    """Torch's flex attention, compiled on its first call, which takes seconds."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=setting.place.type)

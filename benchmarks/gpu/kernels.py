@@ -214,7 +214,7 @@ def _torch_draw(top_k: int, tail: float) -> Callable[..., object]:
 
 
 def _exponential_race(odds):
-    """A draw without a wait, as torch.multinomial has one."""
+    """A draw without the synchronization of torch.multinomial."""
     return (odds / torch.empty_like(odds).exponential_()).argmax(-1, keepdim=True)
 
 

@@ -61,7 +61,7 @@ class Case:
 
 
 def profiles(setting: Setting, folder: Path, clock: Clock, *, more: bool) -> tuple[Section, Path]:
-    """Writes profiles into the folder, the benchmark's model first; and where that one's is."""
+    """Writes profiles into the folder, the benchmark's model first, and returns that one's path."""
     section = Section(title="profiles", header=("model", "rows", "whole steps over parts", "file"))
     names = ("toy",) if setting.smoke else MODELS if more else MODELS[:1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ class _Driver:
         warm_up_runner(self._runner, setting.size(_MAX_SEQS, 8))
 
     def play(self, case: Case, seconds: float) -> tuple[Estimate, Estimate]:
-        """What was predicted for some requests, and what the engine did with them."""
+        """The predicted and the measured run of the same requests."""
         plan = case.plan
         assert plan is not None
         assert plan.estimate is not None

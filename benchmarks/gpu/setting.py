@@ -146,7 +146,7 @@ def num_sets(setting: Setting, num_bytes: float) -> int:
 
 
 def seconds_of(works: Sequence[Callable[[], object]], setting: Setting) -> float:
-    """Of one of the works, on average, all of them recorded one after another."""
+    """Mean seconds of one work, all of them captured in one graph one after another."""
 
     def run() -> tuple[Tensor, ...]:
         for work in works:
@@ -158,7 +158,7 @@ def seconds_of(works: Sequence[Callable[[], object]], setting: Setting) -> float
 
 @torch.inference_mode()
 def seconds_as_it_comes(work: Callable[[], object], setting: Setting, *, repeats: int = 5) -> float:
-    """The median of a few runs, each waited for."""
+    """The median of a few synchronized runs."""
     work()
     found = []
     for _ in range(repeats):
@@ -171,7 +171,7 @@ def seconds_as_it_comes(work: Callable[[], object], setting: Setting, *, repeats
 
 
 def give_back(setting: Setting) -> None:
-    """Frees what the section before has left."""
+    """Frees the memory of the previous section."""
     gc.collect()
     if setting.place.type == "cuda":
         torch.cuda.empty_cache()

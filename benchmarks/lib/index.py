@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     claim: str
     command: str
     record: str
-    """Of the record's name what the module spells out; braces follow where a model or a part does."""
+    """The literal prefix of the record's name, before the braces of a model or a part."""
 
 
 def entries(folder: Path = BENCHMARKS) -> Iterator[Entry]:
@@ -52,7 +52,7 @@ def entries(folder: Path = BENCHMARKS) -> Iterator[Entry]:
 
 
 def records(entry: Entry, among: Sequence[Entry]) -> list[Path]:
-    """The records of a benchmark: those whose name it spells out further than any other does."""
+    """The records of a benchmark: those that match its prefix and no longer prefix of another."""
 
     def owner(path: Path) -> Entry | None:
         own = [other for other in among if _may_write(other, path.stem)]
@@ -68,7 +68,7 @@ def _may_write(entry: Entry, name: str) -> bool:
 
 
 def page() -> str:
-    """benchmarks/README.md as it should be."""
+    """The expected text of benchmarks/README.md."""
     found = list(entries())
     return HEADER + "".join(_row(entry, records(entry, found)) for entry in found)
 

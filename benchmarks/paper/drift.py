@@ -31,7 +31,7 @@ _MEAN, _STD, _MAX = 128.0, 68.0, 320
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """One policy under one law: as planned, and planned anew."""
+    """One policy under one law: the old plan, and a new one."""
 
     schedule: Schedule
     change: str

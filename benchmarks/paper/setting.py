@@ -69,10 +69,10 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run of the benchmark was asked for."""
+    """The options of a run."""
 
     profiles: Path | None = None
-    """A folder of profiles that stand in for datasheets."""
+    """A folder of profiles that replace the datasheets."""
     policies: tuple[str, ...] = tuple(policy_names())
     quick: bool = False
 

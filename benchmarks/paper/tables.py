@@ -69,7 +69,7 @@ class StageTimes:
 
 
 def table_4(settings: Settings) -> Part:
-    """What each GPU loads, and the rate that the paper's times mean."""
+    """The bytes that each GPU loads, and the rate that follows from the paper's times."""
     rows = []
     for deployment, (gpus, dram, ssd) in _LOADING.items():
         spec = problem_of(deployment, "C1", settings.profiles).profile.model

@@ -46,9 +46,9 @@ CHECKS = [
 ]
 _BATCH = 20
 _IDLE_SECONDS = 30.0
-"""By then whatever was left has been given up."""
+"""After this time abandoned requests have timed out."""
 _TURN_SECONDS = 10.0
-"""Normal load alone and under fuzz take turns, so that what the machine does meanwhile hits both."""
+"""The normal load alone and under fuzz alternate, so that other load on the machine affects both."""
 
 
 def main() -> None:
@@ -147,7 +147,7 @@ class Normal:
         def client(number: int) -> None:
             body = {"prompt": [3 + number] * 20, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
             headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
-            while True:  # Once at least, on however slow a machine.
+            while True:  # At least once, even on a slow machine.
                 began = time.perf_counter()
                 request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
                 try:

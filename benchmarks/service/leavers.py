@@ -52,7 +52,7 @@ def main() -> None:
 
 
 async def come_and_go(server: Server, *, clients: int, at_once: int, seed: int) -> dict[str, Any]:
-    """What the server holds before and after, and what the patient client got."""
+    """The server's resources before and after, and the answers of the patient client."""
     draw, left, answers = random.Random(seed), Counter(), Counter()
     async with aiohttp.ClientSession() as session:
         wanted = await _answer(session, server)
@@ -88,7 +88,7 @@ async def come_and_go(server: Server, *, clients: int, at_once: int, seed: int) 
 
 
 async def leave(port: int, draw: random.Random) -> str:
-    """One client: connects, sends as much as it does, reads as much as comes, and leaves; says how."""
+    """One client: connects, sends all or a part, reads for a while and disconnects; the kind of its end."""
     kind = draw.choice(("half a header", "half a body", "streamed", "streamed", "whole", "whole"))
     fields = {"max_tokens": draw.randint(1, 200), "ignore_eos": True, "n": draw.choice((1, 1, 1, 4))}
     prompt = [draw.randrange(200) for _ in range(draw.randint(1, 60))]

@@ -44,7 +44,7 @@ _METHODS = (b"POST", b"POST", b"GET", b"BREW", b"HEAD", b"OPTIONS", b"")
 
 
 def malformed(draw: random.Random, key: str) -> tuple[str, bytes]:
-    """What was done, and the bytes to send; most requests have the right key, so that they get far."""
+    """The kind of damage, and the bytes to send; most requests have the right key, so that they pass authentication."""
     trust = b"authorization: Bearer " + key.encode()
     body = draw.choice(_BODIES)
     at = draw.randrange(len(body))
@@ -94,7 +94,7 @@ def malformed(draw: random.Random, key: str) -> tuple[str, bytes]:
 
 
 def request(body: bytes, method: bytes, path: bytes, extra: list[bytes], *, length: bool = True) -> bytes:
-    """One request, as far as these parts make one."""
+    """A request of these parts, valid or not."""
     lines = [method + b" " + path + b" HTTP/1.1", b"host: x", *extra]
     if length and not any(b"content-length" in line for line in extra):
         lines.append(b"content-length: %d" % len(body))

@@ -106,12 +106,12 @@ async def _watch_memory(server: Server, samples: list[int]) -> None:
 
 
 def judged(plan: Plan, found: dict[str, Any], p99_output: int) -> dict[str, Any]:
-    """The figures: of latency, what the bound is about; of memory, the first against the last third once warm."""
+    """The figures: latency in the bound's metric; memory of the first against the last third once warm."""
     queue, ttft, e2e, tokens = np.array(found["accepted"] or [(np.nan,) * 4]).T
     waits = plan.arrival_rate is not None or plan.trace_arrivals
     start = 0.0 if waits else queue
     pace = (e2e - ttft) / np.maximum(tokens - 1, 1)
-    # An output that is longer than the bound is about counts up to there.
+    # An output longer than the bound's length counts up to that length.
     takes = np.where(tokens <= p99_output, e2e, ttft + (p99_output - 1) * pace) - start
     bound = plan.bound.seconds if plan.bound else np.inf
     refused = np.array(found["refused"] or [np.nan])

@@ -149,7 +149,7 @@ async def _replan(client: EngineClient, setup: EngineSetup, name: str, gaps: lis
 
 
 async def _answer(client: EngineClient, body: tuple[list[int], int], gaps: list[float]) -> list[int]:
-    """Tokens of one request, counted as they come: more than were asked for would be seen."""
+    """Tokens of one request, counted on arrival, so that surplus tokens are detected."""
     prompt, count = body
     job = client.reserve(1)
     sampling = Sampling(**asdict(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Server:
-    """`process` answers at `url`; `held` and `metric` look at it."""
+    """A running server: `process` serves `url`."""
 
     process: "subprocess.Popen[str]"
     url: str
@@ -43,7 +43,7 @@ class Server:
 
 @contextlib.contextmanager
 def served(plan: Path, *options: str, key: str = "") -> Iterator[Server]:
-    """`exeplan serve` of a plan on a free port, ended by SIGTERM; fails where it does not end well."""
+    """`exeplan serve` of a plan on a free port, ended by SIGTERM; reports an exit status other than 0."""
     command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--log-level", "warning", *options]
     command += ["--api-key", key] if key else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -73,7 +73,7 @@ def demo_plan(folder: Path, *, budget: str = "40s", bound: str = "3s", policy: s
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those that they did."""
+    """All descendants of a process."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -82,7 +82,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def held(pid: int) -> dict[str, int]:
-    """What a process and all that it started hold."""
+    """The resources of a process and its descendants."""
     family = [pid, *descendants(pid)]
     status = [Path(f"/proc/{member}/status").read_text() for member in family]
     inodes = {os.readlink(fd) for member in family for fd in Path(f"/proc/{member}/fd").iterdir() if fd.is_symlink()}

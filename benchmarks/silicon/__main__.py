@@ -64,7 +64,7 @@ def main() -> None:
     print(f"{len(rows)} rows; {num_left} of other models, dtypes and layouts, {len(read) - len(rows)} without tables")
     rows = rows[:: 6 if args.quick else 1]
     for key in sorted({(row.system, row.engine, row.model, row.dtype) for row in rows}):
-        kernels(args.data, *key)  # Before the processes part, which then share them.
+        kernels(args.data, *key)  # Before the fork, so that the processes share them.
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         settings = _shipped(rows) if args.shipped else fitted_settings(args.data, rows, pool)
         pairs = _judged(args.data, rows, settings, pool)
@@ -72,7 +72,7 @@ def main() -> None:
     print(table(("", "rows", "TTFT", "TPOT", "E2E"), [_SOURCE, *error_rows]))
     print("mean / median of the absolute error in percent, and its mean with the sign\n")
     print(table(("bounds", "margin", "cases", "broken", "refused", "kept"), [*_source_picks(), *pick_rows]))
-    print(f"{_PICKS_LEGEND}\n\n{_told(settings)}")
+    print(f"{_PICKS_LEGEND}\n\n{_summary(settings)}")
     if not (args.rows or args.quick or args.shipped):
         print(f"\nrecord: {write_record('silicon', _figures(settings, error_rows, pick_rows))}")
 
@@ -86,7 +86,7 @@ def _shipped(rows: Sequence[Row]) -> Settings:
 
 
 def _judged(data: Path, rows: Sequence[Row], settings: Settings, pool: Executor) -> list[Pair]:
-    """Every row with what the other half says."""
+    """Every row with the constants of the other half."""
     of_rows = [settings[1 - row.half][row.deployment] for row in rows]
     return list(zip(rows, pool.map(partial(predict, data), rows, of_rows, chunksize=4), strict=True))
 
@@ -125,12 +125,12 @@ def _source_picks() -> Iterator[tuple[str, ...]]:
         yield "the source's, its own", margin, "154", broken, refused, kept
 
 
-def _told(settings: Settings) -> str:
-    """Constants and conduct as they came out, by half."""
+def _summary(settings: Settings) -> str:
+    """Fitted constants and chosen options, by half."""
     lines = []
     for half, of_half in settings.items():
         for deployment, setting in sorted(of_half.items()):
-            c, d = setting.constants, setting.conduct
+            c, d = setting.constants, setting.options
             lines.append(
                 f"half {half} {' '.join(deployment)}: layer {c.layer * 1e6:.1f} us, row {c.row * 1e6:.1f} us, skew "
                 f"{c.all_reduce_skew * 1e6:.2f} us, uncaptured layer {c.uncaptured_layer * 1e3:.2f} ms, prefill factor "

@@ -44,7 +44,7 @@ _SPLIT = "decoding_large_small_bs_threshold"
 _LENGTHS = (128, 256, 512, 1024, 1536)
 _PREFILL_BATCHES, _DECODE_BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _MOST_PREFILL = 4096
-"""Tokens of a prefill pass up to which DistServe's fit is asked, and Splitwise's times grow with the work."""
+"""Most tokens of a prefill pass: DistServe's fit holds, and Splitwise's times grow with the work."""
 _BROKEN = (2, 64)
 """Splitwise's tensor-parallel size and batch that its description calls broken."""
 
@@ -64,7 +64,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a stack is given besides the profile."""
+    """The constants of a stack, in addition to the profile."""
 
     overhead: float = 0.0
     """Seconds added to every iteration."""

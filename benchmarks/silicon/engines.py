@@ -33,13 +33,13 @@ _DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100
 _SPARE_TOKENS = 1500
 _SGLANG_TOKENS = 8192
 _REQUESTS, _FEW_REQUESTS = 10, 3
-"""A client's: as in the measurements, and enough to see which passes there are."""
+"""Requests of a client: as in the measurements, and enough for every kind of pass."""
 _SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conduct:
-    """What of an engine and its clients is no time of a kernel: chosen from a few values, not fitted."""
+class EngineOptions:
+    """Options of an engine and its clients that are no kernel times: chosen from a few values, not fitted."""
 
     max_num_prefills: int | None = None
     """Prompts of a pass at most."""
@@ -56,13 +56,13 @@ class Setting:
     """An engine with all that is fitted and chosen."""
 
     constants: EngineConstants
-    conduct: Conduct
+    options: EngineOptions
 
 
 _CONDUCT = {
-    "trtllm": Conduct(max_num_prefills=1, think_seconds=0.025),
-    "vllm": Conduct(max_num_prefills=2, reserved=0.5),
-    "sglang": Conduct(reserved=0.5),
+    "trtllm": EngineOptions(max_num_prefills=1, think_seconds=0.025),
+    "vllm": EngineOptions(max_num_prefills=2, reserved=0.5),
+    "sglang": EngineOptions(reserved=0.5),
 }
 _START = {"layer": 5e-6, "row": 15e-6, "all_reduce_skew": 3e-6, "uncaptured_layer": 0.3e-3, "prefill_factor": 1.05}
 
@@ -94,17 +94,17 @@ def predict(data: Path, row: Row, setting: Setting) -> Prediction:
 def _replayed(data: Path, row: Row, setting: Setting, requests_per_client: int) -> Run:
     cost = _cost(data, row, setting.constants)
     room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
-    admitted = row.input_tokens + setting.conduct.reserved * row.output_tokens
-    slots = max(1, min(row.concurrency - setting.conduct.idle_slots, int(room / admitted)))
+    admitted = row.input_tokens + setting.options.reserved * row.output_tokens
+    slots = max(1, min(row.concurrency - setting.options.idle_slots, int(room / admitted)))
     count = row.concurrency * requests_per_client
     return replay(
-        _schedule(row, setting.conduct, slots),
+        _schedule(row, setting.options, slots),
         cost,
         input_tokens=np.full(count, row.input_tokens),
         output_tokens=np.full(count, row.output_tokens),
         num_blocks=int(max(room, row.input_tokens + row.output_tokens)) // BLOCK_SIZE + slots,
         concurrency=row.concurrency,
-        think_seconds=setting.conduct.think_seconds,
+        think_seconds=setting.options.think_seconds,
         seed=_SEED,
     )
 
@@ -161,20 +161,20 @@ def _weights(row: Row, run: Run) -> tuple[Floats, Floats]:
 
 
 def is_crowded(data: Path, row: Row, setting: Setting, memory_share: float) -> bool:
-    """Whether requests would wait for room in the KV cache if an engine had only such a share of the memory."""
+    """Whether requests would wait for KV blocks if an engine had only this share of the memory."""
     constants = replace(setting.constants, memory_share=memory_share)
     cost = _cost(data, row, constants)
     room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
     return room < row.concurrency * (row.input_tokens + row.output_tokens)
 
 
-def _schedule(row: Row, conduct: Conduct, slots: int) -> Schedule:
+def _schedule(row: Row, options: EngineOptions, slots: int) -> Schedule:
     if row.engine == "sglang":
         return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": _SGLANG_TOKENS})
     tokens = row.concurrency + row.input_tokens + _SPARE_TOKENS
     variables = {"max_num_seqs": slots, "max_num_batched_tokens": tokens}
-    if conduct.max_num_prefills:
-        variables["max_num_prefills"] = conduct.max_num_prefills
+    if options.max_num_prefills:
+        variables["max_num_prefills"] = options.max_num_prefills
     return Schedule("chunked", variables)
 
 

@@ -18,12 +18,12 @@ from benchmarks.silicon.engines import PassCosts, Setting, is_crowded, pass_cost
 from benchmarks.silicon.rows import Pair, Row
 from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
-_CONDUCT = {"max_num_prefills": (1, 2, None), "think_seconds": (0.002, 0.01, 0.025)}
+_OPTIONS = {"max_num_prefills": (1, 2, None), "think_seconds": (0.002, 0.01, 0.025)}
 _MEMORY_SHARES = tuple(np.arange(0.78, 0.87, 0.01).round(2).tolist())
 _RESERVED = (0.0, 0.5, 1.0)
 _IDLE_SLOTS = (0, 1)
 _MOST_ROWS = 24
-"""Of an engine and half by which its conduct is chosen."""
+"""Rows of an engine and half by which its options are chosen."""
 _LEAST = {"layer": -25e-6, "row": 0.1e-6, "all_reduce_skew": 0.0, "uncaptured_layer": 50e-6, "prefill_factor": 0.9}
 """The constants that are fitted."""
 _SCALES = (20e-6, 10e-6, 3e-6, 0.3e-3, 0.1)
@@ -66,15 +66,15 @@ def fitted_settings(data: Path, rows: Sequence[Row], pool: Executor) -> dict[int
 
 
 def _fitted(rows: Sequence[Row], deployments: set[tuple[str, ...]], replays: _Replays) -> Settings:
-    """Constants with the conduct that the engine is known for, then its conduct, then the constants once more."""
+    """Constants with the engine's known options, then its options, then the constants again."""
     settings = _with_constants(dict.fromkeys(deployments, start_setting(rows[0].engine)), rows, replays)
     return _with_constants(_with_conduct(settings, rows, replays), rows, replays)
 
 
 def _with_conduct(settings: Settings, rows: Sequence[Row], replays: _Replays) -> Settings:
     some, everywhere = _some(rows), set(settings)
-    for name, values in _CONDUCT.items():
-        if any(getattr(setting.conduct, name) is not None for setting in settings.values()):
+    for name, values in _OPTIONS.items():
+        if any(getattr(setting.options, name) is not None for setting in settings.values()):
             settings = _best(settings, everywhere, partial(_conducted, name), values, some, replays)
     for deployment in sorted({row.deployment for row in rows}):
         own = _some([row for row in rows if row.deployment == deployment])
@@ -91,7 +91,7 @@ def _some(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _conducted(name: str, value: Any, setting: Setting) -> Setting:
-    return replace(setting, conduct=replace(setting.conduct, **{name: value}))
+    return replace(setting, options=replace(setting.options, **{name: value}))
 
 
 def _with_memory(share: float, setting: Setting) -> Setting:

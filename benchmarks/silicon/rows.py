@@ -169,7 +169,7 @@ def spread_bounds(rows: Sequence[Row]) -> list[float]:
 
 
 def least_margin(pairs: Sequence[Pair], share: float, bounds: Callable[[Sequence[Row]], Sequence[float]]) -> float:
-    """The smallest margin with which at most such a share of the picks break."""
+    """The smallest margin with which at most this share of the picks break."""
     return next(
         (float(m) for m in _MARGINS if picks(pairs, lambda row, m=m: m, bounds).broken <= share), float(_MARGINS[-1])
     )

@@ -30,7 +30,7 @@ class Load:
         return self.weights / self.tokens
 
     def at_once(self) -> "Load":
-        """All of them waiting from the beginning, and for as long as it takes: a backlog."""
+        """All requests waiting from the start, without deadlines: a backlog."""
         return replace(self, arrivals=np.zeros(len(self)), deadlines=np.full(len(self), np.inf))
 
 

@@ -39,7 +39,7 @@ class Setting:
     seconds: float = 0.0
     """Of a batch, measured."""
     heavy: bool = False
-    """A fifth of the requests weigh ten times as much, which only DAS looks at."""
+    """A fifth of the requests weigh ten times as much; only DAS uses weights."""
 
     def requests(self, seed: int) -> Load:
         rate = self.load * self.rows * self.row_tokens / MEAN / self.seconds
@@ -108,7 +108,7 @@ def earned(order: str, setting: Setting, load: Load) -> float:
 
 
 def bound(setting: Setting, load: Load) -> float:
-    """The most that any schedule can earn: all known beforehand, requests cut at will, rows full to the last token."""
+    """The most that any schedule can earn: requests known beforehand and split freely, rows full to the last token."""
     first = np.ceil(load.arrivals / setting.seconds).astype(int)
     last = np.minimum(np.floor(load.deadlines / setting.seconds).astype(int), BATCHES + SLACK - 1)
     count = np.maximum(last - first + 1, 0)

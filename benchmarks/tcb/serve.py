@@ -41,7 +41,7 @@ def systems(order: str, *, variance: float, overhead_tokens: int) -> Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of a load: seconds until the last answer, answered requests, their utility."""
+    """The outcome of a load: seconds until the last answer, answered requests, their utility."""
 
     seconds: float
     answered: int

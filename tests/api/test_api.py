@@ -1,4 +1,4 @@
-"""`import exeplan` plans from paths and objects alike, as the command line does, and its answers are for notebooks."""
+"""`import exeplan` plans from paths and objects alike, as the command line does, and its results suit notebooks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` runs end to end without a GPU, at toy sizes, and never takes that for a measurement."""
+"""`python -m benchmarks.gpu` runs end to end without a GPU, at toy sizes, and does not record that as a measurement."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""benchmarks/README.md says what the modules and the records say, and every record belongs to a benchmark."""
+"""benchmarks/README.md agrees with the modules and the records, and every record belongs to a benchmark."""
 
 from benchmarks.lib.index import BENCHMARKS, entries, page, records
 from benchmarks.lib.record import RECORDS

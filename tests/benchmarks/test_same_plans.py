@@ -1,4 +1,4 @@
-"""`benchmarks.quality.same_plans` reports a plan that differs, forgives words alone, and tries all of plans/."""
+"""`benchmarks.quality.same_plans` reports a plan that differs, ignores changes of wording, and tries all of plans/."""
 
 import importlib
 from types import ModuleType

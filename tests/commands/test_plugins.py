@@ -1,4 +1,4 @@
-"""A command is one file in the room: a toy one in a folder of its own stands in the help and runs."""
+"""A command is one file in the room: a toy one in its own folder is listed by --help and runs."""
 
 import re
 from pathlib import Path

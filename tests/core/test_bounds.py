@@ -57,7 +57,7 @@ def test_the_percentiles_of_an_estimate_can_be_bounded_in_addition() -> None:
     assert utilizations(several, ESTIMATE) == pytest.approx([0.5, 0.5, 0.5])
 
 
-def test_a_latency_that_cannot_be_told_breaks_nothing() -> None:
+def test_an_unknown_latency_breaks_no_bound() -> None:
     assert utilizations(bounds(2.0), replace(ESTIMATE, latency=None)) == [0.0]
 
 

@@ -1,4 +1,4 @@
-"""A cluster is read from its file or refused by the field that is wrong; the shipped ones are of known devices."""
+"""A cluster is read from its file or refused by the field that is wrong; the shipped ones use known devices."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Counting from sizes alone gives what is published of each model: its parameters, its cache, its sums."""
+"""Counts from sizes alone agree with each model's published parameters, KV cache and all-reduces."""
 
 from typing import Any
 

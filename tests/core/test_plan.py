@@ -1,4 +1,4 @@
-"""A plan comes back from its file as it was written; model, schedule and placement suffice; a wrong field is named."""
+"""A plan round-trips through its file; model, schedule and placement suffice; a wrong field is named."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A profile comes back from its file as it was written, and a damaged one is refused by the row or field at fault."""
+"""A profile round-trips through its file, and a damaged one is refused by the row or field at fault."""
 
 import json
 from collections.abc import Callable

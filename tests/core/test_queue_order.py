@@ -1,4 +1,4 @@
-"""Orders: what TCB's algorithms choose, what they are worth against hindsight, and where the plain orders fail."""
+"""Orders: the choices of TCB's algorithms, their utility against hindsight, and where the simple orders fail."""
 
 import math
 
@@ -78,7 +78,7 @@ def test_algorithm_2_takes_every_request_where_all_fit():
     assert len(in_slots_of_their_own(waiting, rows=2, row_tokens=13, das=HALF).picks) == 3
 
 
-def test_a_heavier_request_counts_as_so_many():
+def test_a_request_of_weight_n_counts_as_n():
     assert ranking("das", queue(4, 4, weights=[1, 2]), room=100, limit=1, das=HALF, before=1)[0] == 1
 
 

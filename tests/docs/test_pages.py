@@ -1,4 +1,4 @@
-"""The documentation is true: its scripts run, its generated pages are up to date, and every page is reachable."""
+"""The documentation holds: its scripts run, its generated pages are up to date, and every page is reachable."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""evidence(): chance alone does not make two laws differ, and what differs is seen; also in the tail, also if alike."""
+"""evidence(): equal laws are not reported as different, and different ones are, in the tail too."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""LengthMonitor: the law of all requests from those that have ended and those that still run, without a bias."""
+"""LengthMonitor: the law of all requests from finished and running ones, without bias."""
 
 import numpy as np
 import pytest

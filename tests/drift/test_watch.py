@@ -1,4 +1,4 @@
-"""A service re-plans when what arrives makes its plan a bad one, and never on traffic that stays what it was."""
+"""A service re-plans when changed traffic makes its plan a bad one, and never on stationary traffic."""
 
 import json
 from dataclasses import replace
@@ -170,7 +170,7 @@ def test_two_replans_are_a_dwell_time_apart(plan, problem):
     assert min(np.diff(times)) >= 20.0
 
 
-def test_a_gain_below_the_threshold_moves_nobody(plan, problem):
+def test_a_gain_below_the_threshold_moves_no_request(plan, problem):
     trace = joined(draw(1500, 1), draw(2500, 2, scale=0.5))
     looks, found = replans(plan, problem, trace, Rules(every=4.0, gain=5.0))
     assert found == []

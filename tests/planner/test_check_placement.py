@@ -1,4 +1,4 @@
-"""A placement from a file has every layer once, in order, on devices that are there, or one sentence says what not."""
+"""A placement from a file has every layer once, in order, on existing devices, or is refused in one sentence."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A comparison has a row for each combination, its plan the one that optimize finds, or why there is none."""
+"""A comparison has a row for each combination, with the plan of optimize or the reason why there is none."""
 
 import csv
 import json

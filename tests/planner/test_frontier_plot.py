@@ -1,4 +1,4 @@
-"""The rows are the policies' frontiers with one winner; the picture is a file of the kind that its name says."""
+"""The rows are the policies' frontiers with one winner; the picture has the format of its file name."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A plan carries its cluster, so that it replays alone; what does not go together is one sentence and exit status 2."""
+"""A plan holds its cluster, so that it replays alone; contradictory options are one sentence and exit status 2."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A placement reads as its stages, GPUs, tensor-parallel degrees and layers, in one line however long it is."""
+"""A placement reads as its stages, GPUs, tensor-parallel degrees and layers, in one line of any length."""
 
 import pytest
 

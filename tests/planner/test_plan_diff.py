@@ -1,4 +1,4 @@
-"""A diff counts what each GPU must load and whose keys and values stay, names every change, and puts a time to it."""
+"""A diff counts each GPU's loads and the requests that keep their KV cache, names every change and its seconds."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""On a cluster the search over all variants finds what trying everything finds, and every placement fits."""
+"""On a cluster the search over all variants equals exhaustive search, and every placement fits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`--gpus auto` finds the fewest GPUs that meet rate and bounds; a refusal says what more would buy."""
+"""`--gpus auto` finds the fewest GPUs that meet rate and bounds; a refusal says what more GPUs would give."""
 
 import json
 import re

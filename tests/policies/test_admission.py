@@ -50,7 +50,7 @@ def test_a_prompt_that_is_cut_counts_in_its_next_pass() -> None:
     assert batches(chunked(), [(40, 1), (5, 1)]) == [("0", ""), ("01", "")]
 
 
-def test_decodes_pause_until_all_prompts_are_in_by_passes_of_so_many_tokens() -> None:
+def test_decodes_pause_until_all_prompts_are_prefilled_within_the_token_limit() -> None:
     schedule = Schedule("rra", {"prefill_batch": 8, "decode_steps": 1, "max_num_batched_tokens": 20})
     found = batches(schedule, [(10, 2)] * 5)
     assert found == [("01", ""), ("23", ""), ("4", ""), ("", "01234")]

@@ -1,4 +1,4 @@
-"""Chunked prefill puts no more tokens into a pass than it may, decodes first; the closed form says what that gives."""
+"""Chunked prefill puts no more tokens into a pass than it may, decodes first; the closed form predicts the result."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Policy rra: a cycle ends with its last request; its mean is worked out by hand over the requests that are left."""
+"""Policy rra: a cycle ends with its last request; its mean is computed by hand over the remaining requests."""
 
 import numpy as np
 import pytest

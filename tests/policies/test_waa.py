@@ -1,4 +1,4 @@
-"""Stages that prefill next to stages that decode: as an independent replay does it, losing nothing."""
+"""Stages that prefill next to stages that decode: equal to an independent replay, without a lost token."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A policy from outside the package: as orca on one stage, under a control variable with a name of its own."""
+"""A policy from outside the package: orca on one stage, with another name for its control variable."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""An encoder-decoder model is profiled with its encoder and its decoder layers apart, each with what belongs to it."""
+"""An encoder-decoder model is profiled with separate encoder and decoder layers, each with its own parts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""profile_model() writes a whole profile that the cost model reproduces, and goes on where it was stopped."""
+"""profile_model() writes a whole profile that the cost model reproduces, and continues an interrupted run."""
 
 import threading
 import time

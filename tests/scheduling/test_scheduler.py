@@ -1,4 +1,4 @@
-"""The scheduler admits what fits with its next token, preempts the youngest, and lets it in again before all others."""
+"""The scheduler admits what fits with its next token, preempts the youngest, and admits it again before all others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""search() finds what trying everything finds, tries little of it, and says why when there is nothing."""
+"""search() finds the optimum of exhaustive search in few evaluations, and says why where there is none."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Eight of the made-up devices in one node, for pipelines whose every pass an oracle can follow."""
+"""Eight of the synthetic devices in one node, for pipelines whose every pass an oracle can follow."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A second, slow replay of every policy on a pipeline, written from the policies' description alone: a referee.
+"""A second, slow replay of every policy on a pipeline, written from the policies' description alone, as a reference.
 
 It shares no line with `exeplan.policies` or `exeplan.simulator`, so that a misunderstanding in one of them shows as a
 difference. A backlog with memory for all requests: no arrivals, no preemption, no placement, no profile. Keep it plain.

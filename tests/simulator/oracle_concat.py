@@ -1,4 +1,4 @@
-"""A second, slow replay of pure ConcatBatching with deadlines, written from TCB's text alone: a referee for `concat`.
+"""A second, slow replay of pure ConcatBatching with deadlines, from TCB's text alone: a reference for `concat`.
 
 It shares no line with `exeplan.core.queue_order`, `exeplan.policies` or `exeplan.simulator`. One device, memory
 for all requests, no prompt longer than a row. A request that has not begun by its deadline when a batch begins is never
@@ -96,7 +96,7 @@ def _das(here: list[Request], rows: int, row_tokens: int, eta: float) -> list[li
 
 
 def _evened(batch: list[Request], rows: int) -> list[list[Request]]:
-    """The longest first, each into the row that is emptiest."""
+    """The longest first, each into the row with fewest tokens."""
     packed: list[list[Request]] = [[] for _ in range(rows)]
     for request in sorted(batch, key=lambda r: -r.prompt):
         min(packed, key=_tokens).append(request)

@@ -1,4 +1,4 @@
-"""With one place and requests that come at a rate, the wait is that of a single server's queue, worked out by hand."""
+"""With one slot and a rate of arrivals, the wait is that of a single-server queue, computed by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The parts of a pass add up to it, and each kind of work takes what its own measurements say."""
+"""The parts of a pass add up to it, and each kind of work takes its measured time."""
 
 import numpy as np
 import pytest

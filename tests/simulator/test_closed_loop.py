@@ -1,4 +1,4 @@
-"""Clients of a closed loop wait for answers and think in between; passes booked together are passes all the same."""
+"""Clients of a closed loop wait for answers and think in between; passes scheduled together equal single ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Communication costs what its messages cost: every message is counted here, device by device, and priced by hand.
+"""Communication takes the sum of its messages: each is counted here, device by device, and timed by hand.
 
 The oracle shares no line with the cost model. A ring all-reduce runs chunk by chunk until every device holds every sum;
 a pipeline sends one hidden state a token; each device that prefills sends the keys and values of its own layers and

@@ -1,4 +1,4 @@
-"""Under every order the replay of `concat` does what an independent one, written from TCB's text, does."""
+"""Under every order the replay of `concat` equals an independent one, written from TCB's text."""
 
 from dataclasses import replace
 

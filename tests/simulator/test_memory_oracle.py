@@ -61,7 +61,9 @@ def model(profile: Profile, *, tied: bool) -> Profile:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("placement", [WHOLE, PIPELINE, WIDE, APART], ids=["whole", "pipeline", "wide", "apart"])
 @pytest.mark.parametrize("tokens", [0, 1000, 200_000])
-def test_the_fullest_gpu_holds_what_is_counted(placement: Placement, tokens: int, tied: bool, profile: Profile) -> None:
+def test_the_gpu_with_most_bytes_holds_the_counted_ones(
+    placement: Placement, tokens: int, tied: bool, profile: Profile
+) -> None:
     counted = expected(model(profile, tied=tied), placement, tokens, tokens / 10)
     assert memory_bytes(model(profile, tied=tied), placement, tokens, tokens / 10) == pytest.approx(max(counted))
 

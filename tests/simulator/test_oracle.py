@@ -183,7 +183,7 @@ SMALL: dict[str, Callable[..., Replayed]] = {
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=25),
     st.booleans(),
 )
-def test_nobody_is_lost_and_a_stage_runs_one_pass_at_a_time(
+def test_no_request_is_lost_and_a_stage_runs_one_pass_at_a_time(
     policy: str, lengths: list[tuple[int, int]], first_token_from_prefill: bool
 ) -> None:
     inputs, outputs = [i for i, _ in lengths], [o for _, o in lengths]

@@ -1,4 +1,4 @@
-"""A pass costs what its rows cost by the made-up device's formulas, and an expected pass the mean of real ones.
+"""A pass takes the time of its rows by the synthetic device's formulas, and an expected pass the mean of real ones.
 
 The formulas are those of `profile` in tests/conftest.py, written down once more. Where the cost model interpolates,
 lengths are measured ones.
@@ -28,7 +28,7 @@ def rest(tokens: float) -> float:
 
 
 def overhead(rows: int, prefills: int) -> float:
-    """A pass with prefills pays on top what theirs costs more than that of as many decode rows."""
+    """A pass with prefills adds the difference between their overhead and that of as many decode rows."""
     more = (120e-6 + 8e-6 * prefills) - (100e-6 + 5e-6 * prefills) if prefills else 0.0
     return 100e-6 + 5e-6 * (rows + prefills) + more
 

@@ -1,4 +1,4 @@
-"""A replay times each pass with the cost model and loses nothing: every request gets each token once, in order."""
+"""A replay times each pass with the cost model and loses no token: every request gets each token once, in order."""
 
 from collections.abc import Sequence
 
@@ -69,7 +69,7 @@ def test_passes_follow_each_other_without_a_gap_under_a_backlog(cost: CostModel)
     assert all(a.end == b.start for a, b in zip(run.passes, run.passes[1:], strict=False))
 
 
-def test_nobody_is_started_before_arriving_and_the_clock_jumps_over_idle_time(cost: CostModel) -> None:
+def test_no_request_starts_before_it_arrives_and_the_clock_skips_idle_time(cost: CostModel) -> None:
     run = played(ORCA, cost, [(10, 2)] * 3, arrivals=[0.0, 0.0, 100.0])
     assert run.requests[2].start == 100.0
     assert run.requests[2].arrival == 100.0
@@ -81,7 +81,7 @@ def test_an_arrival_during_a_pass_waits_for_its_end(cost: CostModel) -> None:
     assert run.requests[1].start == run.passes[0].end
 
 
-def test_a_closed_loop_keeps_so_many_under_way(cost: CostModel) -> None:
+def test_a_closed_loop_keeps_its_concurrency(cost: CostModel) -> None:
     run = played(Schedule("orca", {"max_num_seqs": 8}), cost, [(10, n) for n in (2, 5, 3, 4, 6, 2)], concurrency=2)
     events = sorted([(r.arrival, 1) for r in run.requests] + [(r.token_times[-1], -1) for r in run.requests])
     under_way = np.cumsum([step for _, step in events])

@@ -1,4 +1,4 @@
-"""The replay's policies order work as an independent replay, written from their description alone, does."""
+"""The replay's policies order work as an independent replay written from their description alone."""
 
 from collections.abc import Callable
 from dataclasses import replace

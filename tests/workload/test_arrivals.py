@@ -1,4 +1,4 @@
-"""Where requests come at a rate, waiting counts: the closed form foresees the replay, and promises hold there."""
+"""With a rate of arrivals, waiting counts: the closed form predicts the replay, and promises hold."""
 
 import json
 import math
@@ -111,7 +111,7 @@ def test_a_wait_counts_from_the_arrival() -> None:
 
 @pytest.mark.parametrize("law", [LAW, SKEWED])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_the_closed_form_at_a_rate_foresees_the_replay(schedule: Schedule, law: str, profile: Profile) -> None:
+def test_the_closed_form_at_a_rate_predicts_the_replay(schedule: Schedule, law: str, profile: Profile) -> None:
     most = capacity(asked(profile, law), schedule)
     ratios = []
     for load in (0.3, 0.6, 0.8):
@@ -122,7 +122,7 @@ def test_the_closed_form_at_a_rate_foresees_the_replay(schedule: Schedule, law: 
         assert replayed.latency is not None
         assert predicted.latency is not None
         ratios += [predicted.latency / replayed.latency, predicted.ttft / replayed.ttft]
-    # The replay has the final word; what comes before it is to be of the right size.
+    # The replay decides; the closed form before it must have the right magnitude.
     assert 0.6 < np.median(ratios) < 1.3
     assert min(ratios) > 0.4
     assert max(ratios) < 1.5

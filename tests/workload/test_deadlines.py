@@ -1,4 +1,4 @@
-"""Deadlines: what is expected of them by closed form comes true in the replay, and plans keep them."""
+"""Deadlines: the closed form's expectation agrees with the replay, and plans keep them."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every way to state a workload is read as it is meant, and what cannot be meant is refused with one sentence."""
+"""Every way to state a workload is read as intended, and an invalid one is refused in one sentence."""
 
 import contextlib
 import gzip

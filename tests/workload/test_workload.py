@@ -1,4 +1,4 @@
-"""A workload's steady state is what requests do when they are simulated, for any law and any correlation."""
+"""A workload's steady state equals that of simulated requests, for any law and any correlation."""
 
 from dataclasses import replace
 

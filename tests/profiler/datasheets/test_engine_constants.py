@@ -1,4 +1,4 @@
-"""with_engine() changes exactly the rows that an engine's constants are about, and the shipped constants are read."""
+"""with_engine() changes exactly the rows of an engine's constants, and the shipped constants are read."""
 
 import math
 from dataclasses import replace
@@ -146,7 +146,7 @@ def test_a_wrong_file_is_refused_by_the_constant_at_fault(change: str, message: 
     assert load_engine(str(path)).layer == pytest.approx(-1 * US)
 
 
-def test_an_unknown_engine_is_told_what_there_is() -> None:
+def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="no engine 'best'; there are sglang, trtllm, vllm"):
         load_engine("best")
 

@@ -1,4 +1,4 @@
-"""Real tables come in whole: those of A40, A100 and H100 machines that are published, where they are at hand.
+"""Published tables of A40, A100 and H100 machines are imported whole, where they are available.
 
 EXEPLAN_DATA names a folder with `profiles/vidur` and `profiles/aiconfigurator` (tidied tables in `tidy_bf16`).
 """

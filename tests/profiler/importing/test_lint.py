@@ -1,4 +1,4 @@
-"""lint() of imported rows names what no such device can do, times that fall, and gaps; believable rows pass."""
+"""lint() of imported rows names rates beyond the device's, falling times, and gaps; believable rows pass."""
 
 import pytest
 
@@ -86,7 +86,7 @@ def test_gaps(spec: ModelSpec) -> None:
     ]
 
 
-def test_the_worst_of_each_kind_are_told_and_the_others_counted(spec: ModelSpec) -> None:
+def test_the_worst_of_each_kind_are_reported_and_the_others_counted(spec: ModelSpec) -> None:
     rows = [rest(n, seconds) for n, seconds in zip((1, 2, 3, 4, 5), (5e-3, 3e-3, 2e-3, 1.5e-3, 1e-3), strict=True)]
     assert report(lint(rows, spec, "bfloat16", DEVICE)) == (
         "rest num_tokens=2: 3 ms is less than the 5 ms of rest num_tokens=1",

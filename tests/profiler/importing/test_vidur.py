@@ -1,4 +1,4 @@
-"""Vidur's tables become a profile of the model they are about: operations summed, links by bytes, host times."""
+"""Vidur's tables become a profile of their model: operations summed, links by bytes, host times."""
 
 from pathlib import Path
 

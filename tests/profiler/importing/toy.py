@@ -1,4 +1,4 @@
-"""A small Llama shape that imported tables can be about, and the files that hold them."""
+"""A small Llama shape for imported tables, and the files that hold them."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -59,7 +59,7 @@ def test_the_bend_is_between_the_points_it_was_seen_from() -> None:
     assert (worst.low, worst.high) == (80, 200)
 
 
-def test_leaving_a_point_out_bounds_the_gaps_beside_it() -> None:
+def test_leaving_a_point_out_bounds_the_neighbouring_gaps() -> None:
     # c = 1 in x*x: at 10 the doubled gap misses by 10*10, and a gap of width 10 alone misses by 10*10/4 in its middle.
     first, second = sorted(gaps({0: 0.0, 10: 100.0, 20: 400.0}, lambda _: 1.0), key=lambda gap: gap.low)
     assert (first.error, second.error) == (25.0, 25.0)

@@ -1,4 +1,4 @@
-"""The calibration is what whole steps of the engine took over what the parts predict for them."""
+"""The calibration is the time of whole engine steps over the prediction from their parts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A device that records its decode iterations is profiled by recordings, whose parts add up to the whole."""
+"""A device that captures decode iterations is profiled by its graphs, and their parts add up to the whole."""
 
 import time
 from dataclasses import replace
@@ -93,7 +93,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     return clock
 
 
-def test_the_parts_are_told_apart(clock: _Clock):
+def test_the_parts_are_separated(clock: _Clock):
     runner = ModelRunner(tiny(), num_blocks=16, paged_with=REFERENCE)
     model = runner.model
     model.layers = [clock.slowed_layer(layer, rest=5e-3, attention=10e-3) for layer in model.layers]

@@ -1,4 +1,4 @@
-"""lint() finds what cannot be true and leaves a believable profile alone."""
+"""lint() reports impossible rows and accepts a plausible profile."""
 
 import subprocess
 import sys

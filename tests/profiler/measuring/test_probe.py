@@ -1,4 +1,4 @@
-"""The probe tells the parts of a pass apart and leaves the result as it is."""
+"""The probe separates the parts of a pass and does not change its result."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_a_probed_model_computes_the_same_and_its_parts_fill_the_pass(spec: Mode
     assert all(attention < layer for attention, layer in zip(times.attentions, times.layers, strict=True))
 
 
-def test_visits_only_the_layers_that_it_is_told_to(spec: ModelSpec) -> None:
+def test_visits_only_the_chosen_layers(spec: ModelSpec) -> None:
     runner = ModelRunner(spec, num_blocks=4, dummy_weights=True)
     probe = runner.model = Probe(runner.model, runner.device)
     probe.use_layers(2)

@@ -1,4 +1,4 @@
-"""Samples add up to measurements: medians, attention as what a layer takes beyond its rest, and back when resumed."""
+"""Samples add up to measurements: medians, attention as a layer's time beyond its rest, and back when resumed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Control is timed on real engines over workers of which none is left, whichever way the stages lie."""
+"""Control is timed on real engines over workers, for every arrangement of stages, and no worker remains."""
 
 import multiprocessing
 

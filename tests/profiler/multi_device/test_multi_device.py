@@ -1,4 +1,4 @@
-"""A profile of several devices predicts plans on them, and an interrupted run goes on with what its file lacks."""
+"""A profile of several devices predicts plans on them, and an interrupted run continues with the missing rows."""
 
 from dataclasses import replace
 from pathlib import Path

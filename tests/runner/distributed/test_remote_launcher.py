@@ -1,4 +1,4 @@
-"""Workers on several hosts: each has a node agent, which obeys its engine, tells its clock, and ends with the engine.
+"""Workers on several hosts: each has a node agent, which obeys its engine, reports its clock, and ends with the engine.
 
 The hosts are this machine by its loopback address; `two_hosts.sh` has them in network namespaces.
 """
@@ -200,7 +200,7 @@ def both(process):
     return first, second, descendants(first.pid) + descendants(second.pid)
 
 
-def test_all_hosts_end_well_when_the_first_one_is_told_to(both):
+def test_all_hosts_end_with_status_0_after_a_signal_to_the_first(both):
     first, second, family = both
     first.send_signal(signal.SIGTERM)
     assert first.wait(PATIENCE) == second.wait(PATIENCE) == 0

@@ -18,7 +18,7 @@ KEY, OTHER = b"one key that several hosts share", b"a key of other hosts........
 
 @pytest.fixture
 def port():
-    """Where a listener admits one connection with KEY; `outcome` is what came of it."""
+    """Where a listener admits one connection with KEY; `outcome` is the result."""
 
     class Listener(threading.Thread):
         outcome: object = None

@@ -1,4 +1,4 @@
-"""Every message comes back as it was; another field or type is refused; the receiving end handles every kind."""
+"""Every message round-trips; another field or type is refused; the receiving end handles every kind."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""The advisor yields the processors, also where they are shared out by session; a late reply answers nothing else."""
+"""The advisor yields the processors, also where they are shared out by session; late replies are not mixed up."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol over a web socket: what a page shows, says and costs.
+"""A headless Chromium, driven by the DevTools protocol over a web socket: what a page shows, logs and takes.
 
 Not here: a general driver. `Browser.open` loads a page, `Page.value` evaluates an expression in it.
 """

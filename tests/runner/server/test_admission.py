@@ -77,12 +77,12 @@ def test_a_request_that_would_not_begin_by_its_own_deadline_is_late():
     assert admission.refusal(1, num_waiting=2, max_tokens=1, deadline=1.5) is None
 
 
-def test_an_idle_server_lets_everybody_in():
+def test_an_idle_server_admits_every_request():
     assert refusal(0, bound=Bound(seconds=1e-3)) is None
 
 
 @pytest.mark.parametrize("fields", [{"bound": None}, {"estimate": None}, {"bound": Bound(seconds=float("inf"))}])
-def test_without_a_promise_nobody_is_late(fields):
+def test_without_a_promise_no_request_is_late(fields):
     assert refusal(50, refuse_late=False, **fields) is None
     with pytest.raises(InputError, match="the plan lacks"):
         refusal(50, **fields)

@@ -1,4 +1,4 @@
-"""Every bad input gets one clear sentence with a 4xx, and no other client notices."""
+"""Every bad input gets one clear sentence with a 4xx, and other clients are unaffected."""
 
 import contextlib
 import json

@@ -33,7 +33,7 @@ def request(server, **fields):
 
 @contextlib.contextmanager
 def streaming(server, **fields):
-    """A stream of which the first token has come; it is left in the end."""
+    """A stream after its first token; the client disconnects at the end."""
     with request(server, stream=True, **fields) as connection, connection.getresponse() as response:
         assert response.status == 200
         assert response.readline().startswith(b"data: {")
@@ -41,7 +41,7 @@ def streaming(server, **fields):
 
 
 def status_before_the_body(server):
-    """Of a request whose body does not come."""
+    """Of a request without its body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         connection.putrequest("POST", "/v1/completions")
@@ -96,12 +96,12 @@ def test_a_stream_that_is_left_is_dropped(server):
         assert server.metric("num_requests_running") == 3
 
 
-def test_a_whole_answer_that_nobody_waits_for_is_dropped(server):
+def test_a_whole_answer_without_a_client_is_dropped(server):
     with dropped(server, LONG["max_tokens"]), request(server):
         eventually(lambda: server.metric("num_requests_running") == 1)
 
 
-def test_a_client_that_does_not_read_delays_nobody(server):
+def test_a_client_that_does_not_read_delays_no_other(server):
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", server.port))
@@ -161,7 +161,7 @@ def test_full_queue_answers_429_with_the_time_the_plan_needs(guarded):
     eventually(lambda: is_idle(guarded))
 
 
-def test_who_is_refused_costs_no_memory(guarded):
+def test_refused_clients_cost_no_memory(guarded):
     """Bodies of all at once would be 32 MiB."""
     body = b" " * (1 << 20)
 

@@ -1,4 +1,4 @@
-"""A server answers from the start: that it is alive, how far it is, and to everything else that it is not ready yet."""
+"""A server answers from the start: alive, the progress of loading, and 503 to everything else until it is ready."""
 
 import contextlib
 import json
@@ -82,7 +82,7 @@ def test_sighup_waits_for_the_engine_and_is_not_forgotten(launch, log):
         assert "re-plan 2" not in log.read_text()
 
 
-def test_systemd_is_told_once_it_is_ready_and_when_it_ends(launch, log, tmp_path, monkeypatch):
+def test_systemd_is_notified_when_it_is_ready_and_when_it_ends(launch, log, tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(PATIENCE)

@@ -1,4 +1,4 @@
-"""Observed is what an Estimate means, over the last minutes and in bounded memory."""
+"""Observed has the metrics of an Estimate, over the last minutes and in bounded memory."""
 
 from dataclasses import replace
 

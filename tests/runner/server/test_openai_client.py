@@ -125,7 +125,7 @@ def test_stop_string_ends_the_text_before_it(client):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_completion_logprobs_lie_beside_their_tokens(client):
+def test_completion_logprobs_are_aligned_with_their_tokens(client):
     found = greedy(client, logprobs=2).choices[0].logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 8
     assert all(

@@ -1,4 +1,4 @@
-"""The server does what its own description says for every case that schemathesis generates, and never fails."""
+"""The server conforms to its own OpenAPI description in every case that schemathesis generates, and never fails."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What an operator relies on: ids, logs without a user's words, probes that mean something, an end that is noticed."""
+"""Operations: request ids, logs without prompts, probes that reflect the state, and a reported end."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ def records(path):
 
 @pytest.fixture(scope="module")
 def logged(launch, tmp_path_factory):
-    """What a server logged about one request of each kind, as records, the ids of the answers, and seconds in all."""
+    """The log records of one request of each kind, the ids of the answers, and the total seconds."""
     path, ids, began = tmp_path_factory.mktemp("logs") / "log", {}, time.monotonic()
     with launch(log=path, log_format="json", api_key=SECRET) as server:
         for name, body in {
@@ -65,7 +65,7 @@ def test_an_answer_is_logged_with_its_counts(logged):
     assert 0 < record["seconds"] < logged[2]
 
 
-def test_errors_and_who_left_are_logged_as_such(logged):
+def test_errors_and_disconnects_are_logged_as_such(logged):
     assert [of(logged, name)["status"] for name in ("refused", "unknown field", "wrong key")] == [400, 400, 401]
     assert of(logged, "left")["ended"] == "left"
 

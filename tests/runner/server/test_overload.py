@@ -1,4 +1,4 @@
-"""A client that asks for too much, too fast or too slowly is refused or dropped with a reason; no other one notices."""
+"""A client that sends too much, too fast or too slowly is refused or dropped with a reason; others are unaffected."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(hurried):
     assert done == "data: [DONE]"
 
 
-def test_who_would_come_late_is_refused_early(launch):
+def test_a_request_that_would_be_late_is_refused_early(launch):
     with launch("policy: orca, max_num_seqs: 1", admission="refuse-late") as server:
         with streaming(server), request(server):
             eventually(lambda: server.metric("num_requests_waiting") == 1)
@@ -55,7 +55,7 @@ def test_who_would_come_late_is_refused_early(launch):
         assert 'reason="late"' in server.call("/metrics").text
 
 
-def test_a_reader_who_is_too_slow_loses_the_answer_and_nothing_else(server):
+def test_a_slow_reader_loses_its_answer_and_nothing_else(server):
     body = {"prompt": "the quick", "max_tokens": 1500, "ignore_eos": True, "n": 8, "logprobs": 20, "stream": True}
     data = json.dumps(body).encode()
     with socket.socket() as stuck:
@@ -117,7 +117,7 @@ def guarded(app):
         thread.join()
 
 
-def test_a_client_who_takes_nothing_is_cut_off(monkeypatch):
+def test_a_client_that_reads_nothing_is_disconnected(monkeypatch):
     monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
     left = threading.Event()
 
@@ -139,7 +139,7 @@ def test_a_client_who_takes_nothing_is_cut_off(monkeypatch):
         assert left.wait(PATIENCE)
 
 
-def test_too_many_connections_are_told_so(monkeypatch):
+def test_too_many_connections_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(GuardedProtocol, "max_connections", 3)
 
     async def app(scope, receive, send):

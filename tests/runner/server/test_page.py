@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: small, alive, quiet, readable at both widths, asking only its own server."""
+"""The page at `/` in a real browser: small, live, silent, readable at both widths, requesting only its own server."""
 
 import asyncio
 import os

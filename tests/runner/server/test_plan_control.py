@@ -1,4 +1,4 @@
-"""Another plan is loaded into a running server, by signal or by a key's holder, and no request notices."""
+"""Another plan is loaded into a running server, by signal or authenticated request, and no request is disturbed."""
 
 import json
 import re
@@ -92,5 +92,5 @@ def test_a_veto_without_a_proposal_says_so(served):
     assert json.loads(served.call("/plan", {"veto": "no"}).text) == {"vetoed": False}
 
 
-def test_without_a_key_nobody_changes_the_plan_over_the_network(server):
+def test_without_a_key_the_plan_cannot_be_changed_over_the_network(server):
     assert server.call("/plan", b"").status == 403

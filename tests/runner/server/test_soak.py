@@ -1,4 +1,4 @@
-"""The benchmarks of overload, disconnects and fuzzing, for a few seconds each: all their claims but the figures."""
+"""The benchmarks of overload, disconnects and fuzzing, for a few seconds each: all their claims except the figures."""
 
 import asyncio
 import importlib

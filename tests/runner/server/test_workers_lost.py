@@ -1,4 +1,4 @@
-"""Workers may die, hang, or lose their engine: requests go on or end with a clear error, and nothing is left behind."""
+"""Workers may die, hang, or lose their engine: requests continue or end with a clear error, and nothing is leaked."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, stage):
     assert not any(map(is_alive, before))
 
 
-def test_a_killed_worker_is_noticed_while_nothing_runs(pipeline):
+def test_a_killed_worker_is_detected_while_idle(pipeline):
     before = pipeline.worker_pids
     os.kill(before[0], signal.SIGKILL)
     eventually(lambda: pipeline.call("/ready").status == 503)
@@ -89,7 +89,7 @@ def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline):
     eventually(lambda: pipeline.call("/ready").status == 200)
 
 
-def test_a_worker_that_hangs_is_noticed_by_the_deadline(launch, undisturbed, tmp_path):
+def test_a_worker_that_hangs_is_detected_by_the_deadline(launch, undisturbed, tmp_path):
     log = tmp_path / "log"
     with launch(ORCA, TWO_STAGES, deadline_seconds=2.0, log=log) as server:
         before = server.worker_pids

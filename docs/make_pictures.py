@@ -3,7 +3,7 @@
     python -m docs.make_pictures [rooms predicted frontier timeline page]
 
 `rooms` reads the imports, `predicted` reads `benchmarks/records`, `frontier` and `timeline` plan from a datasheet,
-`page` serves the demo model for half a minute and needs Chromium. Writes docs/pictures/*.png.
+`page` serves the demo model for a minute and needs Chromium. Writes docs/pictures/*.png.
 """
 
 import argparse
@@ -164,7 +164,17 @@ def draw_page(path: Path) -> None:
         assert server.stdout
         server.stdout.readline()
         load = subprocess.Popen(
-            [sys.executable, "-m", "exeplan", "bench", "plan.yaml", "--url", f"http://127.0.0.1:{port}"],
+            [
+                sys.executable,
+                "-m",
+                "exeplan",
+                "bench",
+                "plan.yaml",
+                "--url",
+                f"http://127.0.0.1:{port}",
+                "--concurrency",
+                "24",
+            ],
             cwd=folder,
             env=_environment(),
             stdout=subprocess.DEVNULL,
@@ -172,8 +182,8 @@ def draw_page(path: Path) -> None:
         )
         cleanup.callback(load.wait)
         cleanup.callback(load.terminate)
-        time.sleep(25)
-        shot = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1400", "--timeout=8000"]
+        time.sleep(40)
+        shot = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1280,1150", "--timeout=8000"]
         subprocess.run(["chromium", *shot, f"--screenshot={path}", f"http://127.0.0.1:{port}/"], check=True)
 
 

@@ -6,17 +6,17 @@ from types import TracebackType
 
 _WIDTH = 24
 OnProgress = Callable[[str, float], None]
-"""Is told what is being done, and the share of it that is."""
+"""Called with the title of the work and the share of it that is done."""
 
 
-def untold(title: str, share: float) -> None:
-    """For who has nobody to tell."""
+def no_progress(title: str, share: float) -> None:
+    """Used where no progress sink is set."""
 
 
 class Progress:
     """Shows how far a run is; silent when not `shown`. As a context manager it leaves no half-drawn bar behind."""
 
-    def __init__(self, title: str, *, shown: bool, on_progress: OnProgress = untold) -> None:
+    def __init__(self, title: str, *, shown: bool, on_progress: OnProgress = no_progress) -> None:
         self.title, self.shown, self._on_progress = title, shown, on_progress
         self._bar = shown and sys.stderr.isatty()
         self._drawn = False
@@ -30,7 +30,7 @@ class Progress:
         self._end_line()
 
     def update(self, share: float, seconds_left: float, text: str) -> None:
-        """Redraws the bar, which there is on a terminal only; `on_progress` is told everywhere."""
+        """Redraws the bar, on a terminal only; calls `on_progress` everywhere."""
         self._on_progress(self.title, min(share, 1.0))
         if not self._bar:
             return

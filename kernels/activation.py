@@ -1,4 +1,4 @@
-"""Activations of feed-forward blocks: gated (SwiGLU, GeGLU), of gate and up side by side, or plain (GeLU, ReLU).
+"""Activations of feed-forward blocks: gated (SwiGLU, GeGLU), of gate and up in one matrix, or plain (GeLU, ReLU).
 
 Letters: N tokens, F elements of the intermediate.
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, tl
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,7 +22,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-"""The activations there are, in plain PyTorch; the first two make SwiGLU and GeGLU."""
+"""The activations in plain PyTorch; gated, the first two are SwiGLU and GeGLU."""
 _BLOCK = 1024
 
 
@@ -76,3 +77,11 @@ def _activate(x, stride, out, width, KIND: tl.constexpr, GATED: tl.constexpr, BL
     if GATED:
         value = value * tl.load(x + token * stride + width + i, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * width + i, value, mask=there)
+
+
+KERNELS = (
+    Kernel("gated_activation", gated_activation, "cuda", MODEL_DTYPES),
+    Kernel("gated_activation", gated_activation_reference),
+    Kernel("plain_activation", plain_activation, "cuda", MODEL_DTYPES),
+    Kernel("plain_activation", plain_activation_reference),
+)

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: of prompts, their parts, packed slots, and over cached keys for a query token a sequence.
+"""Attention in plain PyTorch: prompts, chunks, packed slots, and decode (one query token a sequence over cached keys).
 
 Letters: B sequences, T query tokens, H query heads, K key/value heads, G = H / K, D head_dim, C context tokens, R
 rows of the cache (one head of one token each), P pairs of a query head and a cached row, X = T + C - 1 distances, S
@@ -6,10 +6,10 @@ slots of packed rows.
 
 Query head h reads key/value head h // G. Bytes of decode: 2 * C * K * D elements a sequence, read once.
 
-On a CPU one decode iteration of all sequences is three operations however long and ragged they are: the scores are
-a product sampled at the wanted pairs, the softmax is dense per length, the weighted sum of values is a weighted
-embedding bag. Against a batched product per sequence that halves the time, because neither operation copies, pads
-or transposes. Not here: where keys and values lie (`runner/compute/kv_cache.py`).
+On a CPU one decode iteration of all sequences is three operations, whatever their lengths: the scores are a matrix
+product sampled at the pairs of query and key, the softmax is dense per length, the weighted sum of values is a weighted
+embedding bag. That takes half the time of a batched product per sequence, because no operation copies, pads or
+transposes. Not here: the location of keys and values (`runner/compute/kv_cache.py`).
 """
 
 import functools
@@ -24,16 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _QUERIES = 256
-"""Where not all keys are seen, so many queries run at a time, against the keys that any of them sees."""
+"""Queries of a causal prompt that run at a time, against the keys that any of them attends to."""
 
 _ADDED = 1 << 18
-"""So many elements are added to scores at a time where a bias has to be made into a matrix."""
+"""Elements of a bias that are expanded to a matrix at a time."""
 
 
 def prefill_attention(
     q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal attention of the last T of C tokens, `[B, T, H, D]`; each sees `window` tokens up to and with itself."""
+    """Causal attention of the last T of C tokens, `[B, T, H, D]`; each attends to `window` tokens, including itself."""
     q_BHTD, k_BHCD, v_BHCD = _by_head(q_BTHD, k_BCKD, v_BCKD)
     queries, context = q_BHTD.shape[2], k_BHCD.shape[2]
     if queries == context and (window is None or window >= context):
@@ -48,7 +48,7 @@ def prefill_attention(
 def _causal_part(
     q_BHTD: Tensor, k_BHCD: Tensor, v_BHCD: Tensor, scale: float, window: int | None, position: int
 ) -> Tensor:
-    """The queries of the tokens from `position` on, against the keys that any of them sees."""
+    """The queries of the tokens from `position` on, against the keys that any of them attends to."""
     stop = position + q_BHTD.shape[2]
     first = 0 if window is None else max(0, position - window + 1)
     query_T1 = torch.arange(position, stop, device=q_BHTD.device)[:, None]
@@ -65,13 +65,13 @@ def full_attention(
 ) -> Tensor:
     """Attention of every query to every key, `[B, T, H, D]`.
 
-    `bias_HX[:, T - 1 + j - i]` is added to the scores of query i and key j: it depends on their distance alone, so that
-    it is read from overlapping pieces of one row a head, and no matrix of them is made.
+    `bias_HX[:, T - 1 + j - i]` is added to the score of query i and key j. It depends only on their distance, so it is
+    an overlapping view of one row a head, without a matrix.
     """
     q_BHTD, k_BHCD, v_BHCD = _by_head(q_BTHD, k_BCKD, v_BCKD)
     if bias_HX is None:
         return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, scale=scale).transpose(1, 2)
-    # The pieces begin one further for every query less: from the last query to the first.
+    # The view of each query starts one element after that of the next query.
     bias_HTC = bias_HX.unfold(1, k_BHCD.shape[2], 1)
     out = F.scaled_dot_product_attention(q_BHTD.flip(2), k_BHCD, v_BHCD, attn_mask=bias_HTC[None], scale=scale)
     return out.flip(2).transpose(1, 2)
@@ -82,8 +82,8 @@ def slot_attention(
 ) -> Tensor:
     """Attention of every slot to itself, `[S, T, H, D]`, with the mask added to its scores, and a bias by distance.
 
-    `bias_HX[:, T - 1 + j - i]` belongs to query i and key j. Slots go through some at a time, so that what is added to
-    their scores stays in the cache.
+    `bias_HX[:, T - 1 + j - i]` is that of query i and key j. A few slots run at a time, so that mask and bias stay in
+    the CPU's cache.
     """
     q_SHTD, k_SHTD, v_SHTD = _by_head(q_STHD, k_STKD, v_STKD)
     slots, heads, tokens = q_SHTD.shape[:3]
@@ -112,7 +112,7 @@ def _by_head(q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor) -> tuple[Tensor, Te
 
 
 class CachedRows:
-    """Which rows of the cache each sequence of a decode batch reads; worked out once and used by every layer."""
+    """The rows of the cache that each sequence of a decode batch reads; computed once and shared by all layers."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class CachedRows:
         like: Tensor,
         biases: Sequence[Tensor] | None = None,
     ) -> None:
-        """`slot_X` are the slots of all sequences one behind the other, `contexts[b]` of them a sequence's.
+        """`slot_X` are the slots of all sequences, concatenated, `contexts[b]` of them of sequence b.
 
         Slot s of head k is row `k * num_slots + s` of tables of the dtype and device of `like`. `biases[b]`, `[H, C]`,
         are added to a sequence's scores.
@@ -170,7 +170,7 @@ def decode_attention(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: 
 
 
 def _decode_gathered(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: CachedRows, scale: float) -> Tensor:
-    """Sequence by sequence over copies of its keys and values: for devices and dtypes without sampled products."""
+    """Each sequence over copies of its keys and values, for devices and dtypes without sampled products."""
     heads, head_dim = q_BHD.shape[1:]
     outputs = []
     biases: Sequence[Tensor | None] = cached.biases or [None] * len(q_BHD)
@@ -199,7 +199,7 @@ def _sparse(ends: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int
 
 @functools.cache
 def _accept_beta_notice() -> None:
-    """torch says once per process that sparse CSR is in beta; a user of ours can do nothing about it."""
+    """Suppresses torch's warning, once per process, that sparse CSR is in beta."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))

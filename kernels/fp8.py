@@ -1,4 +1,4 @@
-"""Rows as 8-bit floats (e4m3) with a scale each: what a product of 8-bit weights takes, and how weights become such.
+"""Quantization of rows to 8-bit floats (e4m3) with a scale each, for the operands of 8-bit matrix products.
 
 Letters: N rows, I elements of a row.
 
@@ -11,15 +11,16 @@ row, in one pass. Operations: some 5 an element.
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 LARGEST = 448.0
 _LEAST = 1e-12
-"""Of a row's largest element: rows of zeros have a scale too."""
+"""Lower bound of a row's largest element, so that a row of zeros has a scale."""
 
 
 def quantize_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows divided by their scales `[N, 1]` (float32), and rounded; elements of a row must be adjacent."""
+    """The rows divided by their scales and rounded, and the scales `[N, 1]` (float32). Rows must be contiguous."""
     rows, size = x_NI.shape
     assert x_NI.stride(1) == 1
     quantized_NI = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x_NI.device)
@@ -38,7 +39,7 @@ def quantize_rows_reference(x_NI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converted; what is too large for 8 bits becomes the largest number instead of none."""
+    """Converted; a value too large for 8 bits becomes the largest number instead of NaN."""
     return x.clamp(-LARGEST, LARGEST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
@@ -51,3 +52,9 @@ def _quantize(x, row_stride, quantized, scales, size, BLOCK: tl.constexpr):
     tl.store(scales + row, scale)
     value = tl.minimum(tl.maximum(value / scale, -448.0), 448.0)
     tl.store(quantized + row * size + i, value.to(quantized.dtype.element_ty), mask=i < size)
+
+
+KERNELS = (
+    Kernel("quantize_rows", quantize_rows, "cuda", MODEL_DTYPES),
+    Kernel("quantize_rows", quantize_rows_reference),
+)

@@ -2,10 +2,10 @@
 
 Letters: N rows (tokens), I inputs, O outputs.
 
-Weights have a scale for each output channel and are quantized when they are loaded; rows are, each with its own scale,
-as they come. Where the GPU multiplies 8-bit floats (compute capability 8.9 on) that is one product of torch's;
-elsewhere the weight is made a matrix of the rows' dtype first, which is the reference and saves memory only. Not here:
-scales from a calibrated checkpoint, 8-bit integers.
+Weights are quantized at load time, with a scale for each output channel; rows at run time, with a scale each. A GPU
+that multiplies 8-bit floats (compute capability 8.9 or higher) runs torch's scaled product; elsewhere the weight is
+dequantized to the rows' dtype first, which is the reference and only saves memory. Not here: scales from a calibrated
+checkpoint, 8-bit integers.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 from exeplan.kernels.fp8 import quantize_rows_reference
 
 _MULTIPLE = 16
-"""Of inputs and outputs that the product of 8-bit floats takes."""
+"""Inputs and outputs of the 8-bit product must be multiples of this."""
 _FIRST_CAPABILITY = (8, 9)
 
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -40,7 +40,7 @@ class Fp8Linear:
 
     @property
     def num_bytes(self) -> int:
-        """Of weight and scales."""
+        """Bytes of weight and scales."""
         return self.weight.nbytes + self.scale_O1.nbytes
 
     def __call__(self, x_NI: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ class Fp8Linear:
         return y_NO if self.bias_O is None else y_NO.add_(self.bias_O)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight `[O, I]` that the 8 bits stand for."""
+        """The dequantized weight `[O, I]`."""
         return (self.weight.float() * self.scale_O1).to(dtype)
 
 
 @functools.cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether a device has products of 8-bit floats."""
+    """Whether a device multiplies 8-bit floats."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY

@@ -1,24 +1,24 @@
-"""Compaction of the KV cache: whole blocks moved to other places, in all layers at once.
+"""Compaction of the KV cache: moves whole blocks in all layers at once.
 
 Letters: L layers, K key/value heads, S slots, R = K * S rows, D head_dim, P moves.
 
-A sequence whose blocks are adjacent is read as a stream; moves bring scattered blocks together. Bytes: 4 * P * L * K *
+Adjacent blocks are read as a stream; moves make scattered blocks adjacent. Bytes: 4 * P * L * K *
 BLOCK_SIZE * D elements, read once and written once; no operations. A block is BLOCK_SIZE * D adjacent elements for each
-layer and head, of keys and of values. Which blocks move where is the cache's to decide.
+layer and head, of keys and of values. The cache decides which blocks move.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 
 def move_blocks(tables_L2RD: Tensor, from_P: Tensor, to_P: Tensor, *, num_kv_heads: int) -> None:
     """Copies block `from_P[p]` to `to_P[p]` (int32 or int64), all at the same time.
 
-    No block may be written that is read or written by another move: to move in a circle takes two calls and a free
-    block.
+    No move may write a block that another move reads or writes: a circular move takes two calls and a free block.
     """
     assert tables_L2RD.is_contiguous()
     layers, _, rows, head_dim = tables_L2RD.shape
@@ -49,3 +49,9 @@ def _move(tables, sources, targets, head_stride, SIZE: tl.constexpr, BLOCK: tl.c
     i = tl.arange(0, BLOCK)
     start = tables + head * head_stride + i
     tl.store(start + target * SIZE, tl.load(start + source * SIZE, mask=i < SIZE), mask=i < SIZE)
+
+
+KERNELS = (
+    Kernel("move_blocks", move_blocks, "cuda", MODEL_DTYPES),
+    Kernel("move_blocks", move_blocks_reference),
+)

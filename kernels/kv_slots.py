@@ -1,14 +1,13 @@
-"""Keys and values between the cache's tables and flat batches: the store of a layer, and whole sequences out and in.
+"""Copies of keys and values between flat batches and the cache's tables: one layer's store, and whole sequences.
 
 Letters: L layers, N tokens, K key/value heads, M = 2 * K (keys before values), S slots, R = K * S rows, D head_dim.
 
-A layer's table of keys stands before that of values, `[2, R, D]`, so that key or value m of slot s is row m * S + s of
-both together. Tables of 8-bit floats take any dtype, saturated. Bytes: 2 * L * N * M * D elements, read once and
-written once; no operations. A token's M heads lie side
-by side in the batch and M * S rows apart in the tables, D elements in a run.
+A layer's tables are `[2, R, D]`, keys before values, so key or value m of slot s is row m * S + s of both together.
+Tables of 8-bit floats take any dtype, saturated. Bytes: 2 * L * N * M * D elements, read once and written once; no
+operations. A token's M heads are adjacent in the batch and M * S rows apart in the tables, D contiguous elements each.
 
-Gathering and scattering hand a sequence over (ExeGPT's WAA): from the cache of one stage to one buffer to send, and
-from what was received into the cache of another.
+Gather and scatter serve KV transfer (ExeGPT's WAA): from one stage's cache to a buffer that is sent, and from the
+received buffer into another stage's cache.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -16,14 +15,15 @@ import torch
 from torch import Tensor
 
 from exeplan.kernels.fp8 import saturated
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl
 
 
 def store_slots(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> None:
     """Writes the keys and values of N tokens into their slots (int32 or int64) of one layer's tables.
 
-    A token whose slot is negative is padding and written nowhere. No slot may occur twice. The heads of a token must be
-    adjacent; tokens may lie apart, as in a view of the product that made them.
+    A token with a negative slot is padding and not written. No slot may occur twice. The heads of a token must be
+    adjacent; tokens may be strided, as in a view of the product.
     """
     _copy(kv_NMD[None], slot_N, table_2RD[None], gather=False)
 
@@ -44,7 +44,7 @@ def scatter_slots_reference(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor
 
 
 def gather_slots(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
-    """The keys and values `[L, N, M, D]` in some slots; zeros where a slot is negative."""
+    """The keys and values `[L, N, M, D]` in these slots; zeros where a slot is negative."""
     layers, _, _, head_dim = tables_L2RD.shape
     kv_LNMD = tables_L2RD.new_empty(layers, len(slot_N), 2 * num_kv_heads, head_dim)
     _copy(kv_LNMD, slot_N, tables_L2RD, gather=True)
@@ -114,3 +114,13 @@ def _copy_slots(
         if SATURATE:
             value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
         tl.store(cached_ptr, value.to(tables.dtype.element_ty), mask=cached)
+
+
+KERNELS = (
+    Kernel("store_slots", store_slots, "cuda", MODEL_DTYPES),
+    Kernel("store_slots", store_slots_reference),
+    Kernel("gather_slots", gather_slots, "cuda", MODEL_DTYPES),
+    Kernel("gather_slots", gather_slots_reference),
+    Kernel("scatter_slots", scatter_slots, "cuda", MODEL_DTYPES),
+    Kernel("scatter_slots", scatter_slots_reference),
+)

@@ -1,10 +1,10 @@
-"""Triton's language where kernels can run: with a torch built for GPUs, which brings triton along, or interpreted.
+"""Triton's language where kernels can run: with a CUDA build of torch, which includes triton, or interpreted.
 
-Elsewhere stand-ins take its place, so that every file of this folder can be imported without triton; only a launch
-fails. `TRITON_INTERPRET=1` must be set before this is imported: triton decides when it compiles a function how it runs.
+Elsewhere placeholders replace it, so that every file of this folder can be imported without triton; only a launch
+fails. `TRITON_INTERPRET=1` must be set before this import: triton decides at `jit` how a function runs.
 
-What the kernels leave out runs differently between triton 3.5 and 3.9, or not at all in the interpreter: block
-pointers, chained comparisons, `tl.softmax`, products of bfloat16 (see `upcast`).
+The kernels avoid features that differ between triton 3.5 and 3.9, or that the interpreter lacks: block pointers,
+chained comparisons, `tl.softmax`, products of bfloat16 (see `upcast`).
 """
 
 import os
@@ -20,7 +20,7 @@ __all__ = ["AVAILABLE", "INTERPRETED", "heads_are_adjacent", "jit", "next_power_
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = False
-"""Whether kernels can be launched: on CUDA tensors, or, interpreted, on those of the CPU."""
+"""Whether kernels can be launched: on CUDA tensors or, interpreted, on CPU tensors."""
 
 jit: Callable[[Callable[..., Any]], Any]
 """Makes a kernel of a function; `kernel[grid](...)` launches it."""
@@ -36,7 +36,7 @@ if not TYPE_CHECKING:
     except ImportError:
 
         class tl:  # noqa: N801 - the name the whole field uses
-            """Only what runs when a kernel's `def` is executed."""
+            """The names that are evaluated when a kernel is defined."""
 
             @staticmethod
             def constexpr(value: object) -> object:
@@ -52,12 +52,11 @@ def next_power_of_2(count: int) -> int:
 
 
 def heads_are_adjacent(x_NHD: torch.Tensor) -> bool:
-    """Whether each token's heads are one run of elements, wherever the tokens lie."""
+    """Whether each token's heads are contiguous; tokens may be strided."""
     _, heads, head_dim = x_NHD.shape
     return x_NHD.stride(2) == 1 and (heads == 1 or x_NHD.stride(1) == head_dim)
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether operands of a matrix product are made float32 first: the interpreter multiplies bfloat16's bit
-    patterns."""
+    """Whether operands of a matrix product are converted to float32: the interpreter multiplies bfloat16 wrongly."""
     return INTERPRETED and dtype == torch.bfloat16

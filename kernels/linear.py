@@ -21,14 +21,14 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight_OI.shape
         self.bias_O = bias_O
-        self.packed = packs(weight_OI.device, weight_OI.dtype)
+        self.packed = prepacks(weight_OI.device, weight_OI.dtype)
         if self.packed:
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
         self.weight = weight_OI
 
     @property
     def adds(self) -> bool:
-        """Whether `addmm` of the weight does the same, and so can add to something at no cost."""
+        """Whether `addmm` with the weight computes the same, so that a sum can be fused into the product."""
         return self.bias_O is None and not self.packed
 
     def __call__(self, x_NI: Tensor) -> Tensor:
@@ -41,14 +41,13 @@ class Linear:
         return y_NO[:rows]
 
 
-def rounded_rows(rows: int) -> int:
-    """The next of the numbers of rows that products should be asked for: all to 32, then 16 to each power of two, and
-    multiples of 16 from 256 on."""
+def row_bucket(rows: int) -> int:
+    """Rounds a row count up to a bucket: all counts up to 32, then 16 a power of two, and multiples of 16 from 256."""
     step = 1 << min(4, max(0, (rows - 1).bit_length() - 5))
     return max(_MIN_ROWS, -(-rows // step) * step)
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a weight of that kind is packed, so that its plain copy is not kept."""
+def prepacks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights of that device and dtype are packed, which replaces the plain copy."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call] # torch has no types here
     return device.type == "cpu" and dtype == torch.float32 and has_onednn

@@ -1,8 +1,8 @@
 """Mixed attention: prefilled spans and decoded sequences of one batch in one launch.
 
-Source: selective batching of ORCA (OSDI 2022, section 4.2): all of a layer but attention runs over the flat batch; here
-attention does, too. Tiles of queries come first in the grid, because they run longest, then the parts of the decoded
-contexts, which fill the multiprocessors that tiles leave idle: one bound by operations, the other by bytes.
+Source: selective batching of ORCA (OSDI 2022, section 4.2): a whole layer except attention runs over the flat batch;
+here attention does as well. Tiles of queries come first in the grid, because they run longest, then the parts of the
+decoded contexts, which fill the idle multiprocessors: the former are compute-bound, the latter memory-bound.
 
 Letters, bytes and operations: those of `ragged_attention.py` and `paged_attention.py`, added up.
 """
@@ -11,6 +11,7 @@ Letters, bytes and operations: those of `ragged_attention.py` and `paged_attenti
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, tl
 from exeplan.kernels.online_softmax import DistanceBias, PagedKV
 from exeplan.kernels.paged_attention import (
@@ -63,9 +64,9 @@ def mixed_attention(
     num_parts: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """The attention `[N, H, D]` of causal spans, which come first, and of B decoded tokens behind them.
+    """The attention `[N, H, D]` of causal spans, which come first, and of B decoded tokens after them.
 
-    It equals `ragged_attention` of the former, over `span_cache`, beside `paged_attention` of the latter, over `cache`.
+    Equals `ragged_attention` of the spans over `span_cache`, then `paged_attention` of the tokens over `cache`.
     """
     tokens, heads, kv_heads = spans.num_tokens, q_NHD.shape[1], cache.num_kv_heads
     batch = len(end_B)
@@ -148,3 +149,9 @@ def _mixed(
         number = program - num_tile_programs
         part, pair = number % DECODE.NUM_PARTS, number // DECODE.NUM_PARTS
         decode_part(pair // KV_HEADS, pair % KV_HEADS, part, decode, DECODE, COLUMNS)
+
+
+KERNELS = (
+    Kernel("mixed_attention", mixed_attention, "cuda", MODEL_DTYPES),
+    Kernel("mixed_attention", mixed_attention_reference),
+)

@@ -1,8 +1,8 @@
-"""The most likely token of each row, and whether the row is sound.
+"""The most likely token of each row of logits, and whether its logit is finite.
 
 Letters: R rows, V tokens of the vocabulary, P parts of a row.
 
-Bytes: 4 * V a row, read once; no other operation but comparisons. A row is cut into parts, so that a few rows fill the
+Bytes: 4 * V a row, read once; the only operations are comparisons. A row is cut into parts, so that a few rows fill the
 device, and a second launch takes the best of the parts.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -10,14 +10,15 @@ device, and a second launch takes the best of the parts.
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 _PART = 16384
-"""So many tokens of a row are one program's when only the most likely is wanted."""
+"""Tokens of a row that one program reads."""
 
 
 def most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the token of the largest logit, the first of equal ones (int64), and whether that logit is finite.
+    """For each row the token of the largest logit, the first of equal ones (int64), and whether that logit is finite.
 
     A NaN anywhere in a row counts as the largest.
     """
@@ -85,3 +86,9 @@ def _best_of_row(best, place, token, sound, PARTS: tl.constexpr, BLOCK: tl.const
     value, where = first_best(value, where)
     tl.store(token + row, where)
     tl.store(sound + row, (value < float("inf")) & (value > float("-inf")))
+
+
+KERNELS = (
+    Kernel("most_likely", most_likely, "cuda", MODEL_DTYPES),
+    Kernel("most_likely", most_likely_reference),
+)

@@ -2,9 +2,9 @@
 
 Letters: N rows, E elements of a row.
 
-Bytes, fused: the block's output and the residual are read, the sum and its norm written, 4 * N * E elements, where sum
-and norm apart move 5; alone 2 * N * E. Operations: some 4 * N * E. One program holds a whole row, so that it is read
-once; sums are float32. Source: Zhang and Sennrich 2019 (RMSNorm), Ba et al. 2016 (LayerNorm).
+Bytes, fused: the block's output and the residual are read, the sum and its norm written, 4 * N * E elements, while
+separate sum and norm move 5; alone 2 * N * E. Operations: about 4 * N * E. One program holds a whole row, so that it is
+read once; sums are float32. Source: Zhang and Sennrich 2019 (RMSNorm), Ba et al. 2016 (LayerNorm).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """`x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension of `[N, E]` or, as for heads, `[N, H, E]`.
 
-    `out` may be `x` itself; by default the result is new. Elements of a row must be adjacent, rows may lie apart.
+    `out` may be `x` itself; by default the result is new. A row must be contiguous; rows may be strided.
     """
     return _launch(x, None, weight_E, None, eps, out, centre=False)
 
@@ -38,7 +39,7 @@ def layer_norm_reference(x_NE: Tensor, weight_E: Tensor | None, bias_E: Tensor |
 
 
 def add_rms_norm(x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Adds `x` to `residual`, in place, rounded to its dtype; the RMSNorm of the sum."""
+    """Adds `x` to `residual`, in place, rounded to its dtype; returns the RMSNorm of the sum."""
     return _launch(x_NE, residual_NE, weight_E, None, eps, None, centre=False)
 
 
@@ -49,7 +50,7 @@ def add_rms_norm_reference(x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor, 
 def add_layer_norm(
     x_NE: Tensor, residual_NE: Tensor, weight_E: Tensor | None, bias_E: Tensor | None, eps: float
 ) -> Tensor:
-    """Adds `x` to `residual`, in place, rounded to its dtype; the LayerNorm of the sum."""
+    """Adds `x` to `residual`, in place, rounded to its dtype; returns the LayerNorm of the sum."""
     return _launch(x_NE, residual_NE, weight_E, bias_E, eps, None, centre=True)
 
 
@@ -130,3 +131,15 @@ def _norm(
     if bias is not None:
         value = value + tl.load(bias + i, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * out_stride + head * out_head_stride + i, value, mask=there)
+
+
+KERNELS = (
+    Kernel("rms_norm", rms_norm, "cuda", MODEL_DTYPES),
+    Kernel("rms_norm", rms_norm_reference),
+    Kernel("layer_norm", layer_norm, "cuda", MODEL_DTYPES),
+    Kernel("layer_norm", layer_norm_reference),
+    Kernel("add_rms_norm", add_rms_norm, "cuda", MODEL_DTYPES),
+    Kernel("add_rms_norm", add_rms_norm_reference),
+    Kernel("add_layer_norm", add_layer_norm, "cuda", MODEL_DTYPES),
+    Kernel("add_layer_norm", add_layer_norm_reference),
+)

@@ -1,12 +1,12 @@
-"""What the attention kernels share: where keys lie, and one step of a softmax that sees them block by block.
+"""Shared by the attention kernels: addresses of cached keys, and one step of the online softmax over a block of keys.
 
 Letters: M rows of queries, N keys of a block, B sequences, T blocks of a sequence, H query heads, K key/value heads, D
 head_dim, S slots of the cache, R = K * S rows of its tables (slot s of head k is row k * S + s), X distances.
 
-Source: Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 (FlashAttention). The weights of the keys so far
-add up to `total` times exp(`top`), where `top` is their largest score; `acc` is the sum of their values, weighted
-alike. All three are float32. Products take operands in the model's dtype and add up in float32; those of float32 are
-exact (no TF32).
+Source: Milakov and Gimelshein 2018 (online softmax), Dao et al. 2022 (FlashAttention). The sum of the weights of the
+keys so far is `total` times exp(`top`), where `top` is their largest score; `acc` is the sum of their values with the
+same weights. All three are float32. Products take operands in the model's dtype and accumulate in float32; products of
+float32 are exact (no TF32).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -20,13 +20,13 @@ from exeplan.kernels.language import jit, tl
 
 
 class PagedKV(NamedTuple):
-    """The cached keys and values of some sequences: one layer's tables, and which blocks are whose."""
+    """The cached keys and values of sequences: one layer's tables, and the block table."""
 
     keys: Tensor
-    """`[R, D]`, as the values."""
+    """`[R, D]`, like the values."""
     values: Tensor
     block_table: Tensor
-    """`[B, T]`, int32: the block of the tokens from `t * BLOCK_SIZE` on; not read behind the end of a sequence."""
+    """`[B, T]`, int32: the block of the tokens from `t * BLOCK_SIZE` on; not read after the end of a sequence."""
     num_kv_heads: int
 
     @property
@@ -34,7 +34,7 @@ class PagedKV(NamedTuple):
         return len(self.keys) // self.num_kv_heads
 
     def rows(self, sequence: int, position_C: Tensor) -> Tensor:
-        """The rows `[K, C]` of a sequence's tokens, of the table of keys and of that of values."""
+        """The rows `[K, C]` of a sequence's tokens in both tables."""
         block_C = self.block_table[sequence, position_C // BLOCK_SIZE].long()
         head_K = torch.arange(self.num_kv_heads, device=block_C.device)
         return head_K[:, None] * self.num_slots + block_C * BLOCK_SIZE + position_C % BLOCK_SIZE
@@ -47,7 +47,7 @@ class PagedKV(NamedTuple):
 
 
 class CacheArguments(NamedTuple):
-    """`PagedKV` among the arguments of a kernel. Triton's tuples have a field `values` of their own."""
+    """`PagedKV` as an argument of a kernel. Triton's tuples have a field `values` of their own."""
 
     key_rows: Tensor | None = None
     value_rows: Tensor | None = None
@@ -57,15 +57,15 @@ class CacheArguments(NamedTuple):
 
 
 class DistanceBias(NamedTuple):
-    """What is added to scores by the position of the key less that of the query."""
+    """A bias on scores by the position of the key minus that of the query."""
 
     by_head: Tensor
-    """`[H, X]`; whatever lies beyond the first or the last distance takes its column, as T5's buckets do."""
+    """`[H, X]`; distances beyond the first or the last take that column, as T5's buckets do."""
     zero: int
     """The column of distance 0."""
 
     def at(self, distance: Tensor) -> Tensor:
-        """The biases of some distances, heads first, float32."""
+        """The biases of these distances, heads first, float32."""
         return self.by_head[:, (distance + self.zero).clamp(0, self.by_head.shape[1] - 1)].float()
 
     def arguments(self) -> "BiasArguments":
@@ -73,7 +73,7 @@ class DistanceBias(NamedTuple):
 
 
 class BiasArguments(NamedTuple):
-    """`DistanceBias` among the arguments of a kernel."""
+    """`DistanceBias` as an argument of a kernel."""
 
     bias: Tensor | None = None
     bias_width: int | None = None

@@ -3,9 +3,9 @@
 Letters: B sequences, H query heads, K key/value heads, G = H / K, D head_dim, C context tokens, P parts of a context.
 
 Bytes: 2 * C * K * D elements of keys and values a sequence, each read once, because one program takes the whole group
-of G query heads of its key/value head; beside them 2 * H * D elements of queries and outputs, and with P > 1 parts 8 *
-P * H * (D + 1) bytes to write and to read again. Operations: 4 * C * H * D a sequence, 2 * G for an element read, far
-less than a GPU can do meanwhile: the floor is the bytes.
+of G query heads of its key/value head; also 2 * H * D elements of queries and outputs, and with P > 1 parts 8 * P * H *
+(D + 1) bytes that are written and read again. Operations: 4 * C * H * D a sequence, 2 * G for each element read: the
+kernel is memory-bound.
 
 Where sequences and heads are too few to fill the device, each context is split over P programs, and a second launch
 joins the parts (flash decoding, Dao et al. 2023). P depends on the shapes of the tensors, never on lengths, so that a
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import BiasArguments, DistanceBias, PagedKV, attend, cache_offsets, distance_bias
 from exeplan.kernels.tuning import AttentionConfigs, Config, best_config
@@ -35,7 +36,7 @@ CONFIGS = AttentionConfigs(
     exact=(Config(columns=64, num_warps=8, num_stages=2), Config(columns=32, num_warps=8, num_stages=2)),
 )
 _PART_TOKENS, _MAX_PARTS = 256, 64
-"""A part of fewer tokens costs more to join than it saves; more parts than that take longer to join than to compute."""
+"""Joining a part of fewer tokens costs more than it saves; joining more parts takes longer than computing them."""
 
 
 def paged_attention(
@@ -50,11 +51,11 @@ def paged_attention(
     num_parts: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """The attention of each sequence's last token, `[B, H, D]`; zeros for a sequence that sees nothing.
+    """The attention of each sequence's last token, `[B, H, D]`; zeros for a sequence without keys.
 
-    The query stands at position `end_B - 1` and sees the cached tokens from `first_B` (0 where None) to `end_B`,
-    exclusive, the last `window` of them. The heads of `q_BHD` must be adjacent, its rows may lie apart. Keys and values
-    may be of another dtype than the queries, such as fp8: they are converted as they are read.
+    The query is at position `end_B - 1` and attends to the cached tokens from `first_B` (0 where None) to `end_B`,
+    exclusive, the last `window` of them. The heads of `q_BHD` must be adjacent; its rows may be strided. Keys and
+    values may have another dtype than the queries, such as fp8: they are converted when read.
     """
     batch, _, head_dim = q_BHD.shape
     out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
@@ -107,9 +108,9 @@ def paged_attention_reference(
 
 
 class DecodeArguments(NamedTuple):
-    """What decoding programs read and write; None for what is not there.
+    """Arguments of the decoding programs; None for an absent tensor.
 
-    It holds no tuples of its own: triton 3.6 loses the ones and Nones in these.
+    It contains no nested tuples: triton 3.6 loses ones and Nones in these.
     """
 
     q: Tensor
@@ -132,7 +133,7 @@ class DecodeArguments(NamedTuple):
 
 
 class DecodeConstants(NamedTuple):
-    """What decoding programs are compiled for."""
+    """Compile-time constants of the decoding programs."""
 
     HEADS: int
     GROUP: int
@@ -155,7 +156,7 @@ def decode_arguments(
     out_BHD: Tensor,
     parts: int,
 ) -> DecodeArguments:
-    """With room for the parts where there are several."""
+    """Allocates the outputs of the parts where there are several."""
     batch, heads, head_dim = q_BHD.shape
     assert heads_are_adjacent(q_BHD)
     part_out = part_weight = None
@@ -185,7 +186,7 @@ def decode_constants(q_BHD: Tensor, num_kv_heads: int, parts: int, window: int |
 
 
 def num_parts_for(num_programs: int, block_table_BT: Tensor, device: torch.device) -> int:
-    """Into how many parts each context is split, so that there are about two programs for every multiprocessor."""
+    """Number of parts of each context that gives about two programs a multiprocessor."""
     wanted = round(2 * _num_multiprocessors(device) / num_programs)
     return max(1, min(wanted, block_table_BT.shape[1] * BLOCK_SIZE // _PART_TOKENS, _MAX_PARTS))
 
@@ -196,7 +197,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def join_parts(arguments: DecodeArguments, out_BHD: Tensor) -> None:
-    """The second pass: the outputs of all parts, weighted, as one; nothing to do where there is one part."""
+    """The second launch: joins the outputs of all parts by their weights; does nothing for a single part."""
     if arguments.part_out is None:
         return
     batch, heads, parts, head_dim = arguments.part_out.shape
@@ -285,3 +286,9 @@ def _join(
     parts = tl.load(part_out + (row * NUM_PARTS + p)[:, None] * HEAD_DIM + d[None, :], mask=there, other=0.0)
     joined = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * HEAD_DIM + d, joined, mask=d < HEAD_DIM)
+
+
+KERNELS = (
+    Kernel("paged_attention", paged_attention, "cuda", MODEL_DTYPES),
+    Kernel("paged_attention", paged_attention_reference),
+)

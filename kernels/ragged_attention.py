@@ -1,19 +1,19 @@
-"""Ragged prefill attention: many new tokens of each of several sequences, side by side in one flat batch.
+"""Ragged prefill attention: several sequences with many new tokens each, concatenated in one flat batch.
 
 Letters: N tokens of the flat batch, B sequences, T new tokens of one, C cached ones before them, H query heads, K
 key/value heads, G = H / K, D head_dim.
 
-A sequence's queries see its cached tokens first, through its block table, and then its new ones in the flat batch, so
-that one kernel serves whole prompts (C = 0), later chunks of a prompt, an encoder (not causal, C = 0), and a decoder's
-attention to its prompt (not causal, no new keys). Whether the new keys are in the cache already makes no difference.
+A sequence's queries attend to its cached tokens, through its block table, and then to its new ones in the flat batch.
+So one kernel serves whole prompts (C = 0), later chunks of a prompt, an encoder (not causal, C = 0), and cross
+attention to the prompt (not causal, no new keys). The new keys may or may not be in the cache already.
 
-Operations: 4 * D * H for each pair of a query and a key that it sees, T * (C + T / 2) pairs of a causal sequence.
+Operations: 4 * D * H for each pair of a query and a key, T * (C + T / 2) pairs for a causal sequence.
 Bytes: at least (2 * H + 2 * K) * T * D + 2 * K * C * D elements; a program reads the keys and values of one head once
-for its tile of queries, G * T / tile times in all, mostly from the device's cache. Prompts of some hundred tokens are
-bound by operations.
+for its tile of queries, G * T / tile times in all, mostly from the device's cache. Prompts of a few hundred tokens are
+compute-bound.
 
-Where spans are long and there is nothing but a causal mask, torch's FlashAttention is one more configuration: whichever
-is faster on the GPU at hand serves (`tuning.py`). It takes a launch a span, so that short ones stay with the kernel.
+For long spans with a plain causal mask, torch's FlashAttention is one more configuration: the faster one on this GPU is
+used (`tuning.py`). It takes one launch a span, so short spans stay with the kernel.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exeplan.core.batch import BLOCK_SIZE
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import (
     BiasArguments,
@@ -39,7 +40,7 @@ from exeplan.kernels.spans import Spans
 from exeplan.kernels.tuning import AttentionConfigs, Config, best_config
 
 _LONG = 512
-"""Tokens of a span from which on a launch for it alone pays."""
+"""Tokens of a span above which a launch of its own pays."""
 CONFIGS = AttentionConfigs(
     usual=(
         Config(rows=128, columns=64, num_warps=8, num_stages=3),
@@ -73,11 +74,11 @@ def ragged_attention(
     bias: DistanceBias | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """The attention of the tokens of all spans, `[N, H, D]`; zeros for a query that sees nothing.
+    """The attention of the tokens of all spans, `[N, H, D]`; zeros for a query without keys.
 
-    Query i of a span with `cached` tokens up to C stands at position C + i, its new key j at C + j. With `causal` it
-    sees no later position, and with `window` so many up to and with its own; without, it sees all. `cache` has the
-    blocks of the spans in their order. The heads of a token must be adjacent, tokens may lie apart, as in views of one
+    Query i of a span with `cached` tokens up to C is at position C + i, its new key j at C + j. With `causal` it
+    attends to no later position, and with `window` to that many, including its own; else to all. `cache` has the blocks
+    of the spans in their order. The heads of a token must be adjacent; tokens may be strided, as in views of one
     product.
     """
     out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
@@ -109,13 +110,13 @@ def ragged_attention(
 
 
 def _long_and_whole(spans: Spans) -> bool:
-    """Whether all spans see all of themselves and nothing else, and have many tokens in the mean."""
+    """Whether all spans attend to exactly their own tokens, and are long in the mean."""
     whole = all(span.new_keys == span.num_queries for span in spans.spans)
     return whole and not spans.is_cached and spans.num_tokens >= _LONG * len(spans.spans)
 
 
 def _by_library(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, spans: Spans, scale: float, out_NHD: Tensor) -> None:
-    """Span by span with torch's FlashAttention; cuDNN's would prepare itself anew for every length."""
+    """Each span with torch's FlashAttention; cuDNN's would build a new plan for every length."""
     start, grouped = 0, q_NHD.shape[1] > k_NKD.shape[1]
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         for span in spans.spans:
@@ -165,7 +166,7 @@ def ragged_attention_reference(
 
 
 class PrefillArguments(NamedTuple):
-    """What prefilling programs read and write; None for what is not there."""
+    """Arguments of the prefilling programs; None for an absent tensor."""
 
     q: Tensor
     q_stride: int
@@ -187,7 +188,7 @@ class PrefillArguments(NamedTuple):
 
 
 class PrefillConstants(NamedTuple):
-    """What prefilling programs are compiled for."""
+    """Compile-time constants of the prefilling programs."""
 
     HEADS: int
     GROUP: int
@@ -303,3 +304,9 @@ def prefill_tile(tile, head, a, tiles, C: tl.constexpr, ROWS: tl.constexpr, COLU
 
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(a.out + (query_row * C.HEADS + head) * C.HEAD_DIM + d[None, :], out, mask=ours)
+
+
+KERNELS = (
+    Kernel("ragged_attention", ragged_attention, "cuda", MODEL_DTYPES),
+    Kernel("ragged_attention", ragged_attention_reference),
+)

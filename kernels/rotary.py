@@ -4,21 +4,21 @@ Letters: N tokens, M heads of queries and keys, D rotated dimensions of a head.
 
 Bytes: 2 * N * M * D elements, read and written once, and 2 * N * D of cosines and sines; torch's four operations move
 three times as much. Operations: 3 * N * M * D, in float32. One program takes all heads of a token, so that its angles
-are read once. Source: Su et al. 2021. Not here: angles, which are the runner's.
+are read once. Source: Su et al. 2021. Not here: the angles (`runner/compute/rotary.py`).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, next_power_of_2, tl
 
 
 def rotate(x_NMD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> None:
     """Rotates the first D dimensions of every head: dimension i pairs with i + D / 2.
 
-    The sine is signed: negative in its first half. Dimensions of a head must be adjacent; heads and tokens may lie
-    apart.
+    The sine is signed: negative in its first half. A head must be contiguous; heads and tokens may be strided.
     """
     tokens, heads, _ = x_NMD.shape
     dim = cos_N1D.shape[-1]
@@ -73,3 +73,9 @@ def _rotate(
     sin_2 = tl.load(sin + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)
     tl.store(first_ptr, first * cos_1[None, :] + second * sin_1[None, :], mask=there)
     tl.store(first_ptr + HALF, second * cos_2[None, :] + first * sin_2[None, :], mask=there)
+
+
+KERNELS = (
+    Kernel("rotate", rotate, "cuda", MODEL_DTYPES),
+    Kernel("rotate", rotate_reference),
+)

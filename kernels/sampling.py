@@ -1,20 +1,19 @@
-"""Sampling on the device: a token drawn from those that top-k, top-p and min-p leave.
+"""Sampling on the device: a token drawn from those that top-k, top-p and min-p keep.
 
 Letters: R rows, V tokens of the vocabulary, K tokens kept.
 
 Drawing adds Gumbel noise to the scaled logits and takes the largest; the noise is the hash of
-`runner/compute/noise.py`, bit
-for bit up to its logarithm. So tokens equal the CPU's, but where two scores differ by less than rounding (some 1e-6),
-where top-p cuts between tokens whose mass differs from 1 - p by less than that, and where tokens tie for the k-th
-place: all of those are kept.
+`runner/compute/noise.py`, bit for bit up to its logarithm. So tokens equal the CPU's, except where two scores differ by
+less than rounding (about 1e-6), where top-p cuts between tokens whose mass differs from 1 - p by less than that, and
+where tokens tie for the k-th place: all of those are kept.
 
-The cut is found without a sort: how far a token's scaled logit lies below the largest is a float that is not negative,
-whose bits are ordered as integers. Bisection over these finds the token where the count reaches k, or where the mass of
-the rest falls to 1 - p, and ends once no more than one token lies between its bounds: on 128,000 normal logits of
-standard deviation 1 to 8 after 16 steps for the 50 most likely, 10 to 27 for 90 % of the mass, at most 31 ever.
+The cut needs no sort: the difference between the largest scaled logit and a token's is a non-negative float, whose bits
+are ordered as integers. Bisection over these finds the token where the count reaches k, or where the mass of the rest
+falls to 1 - p, and ends once at most one token is between its bounds: on 128,000 normal logits of standard deviation 1
+to 8 after 16 steps for the 50 most likely, 10 to 27 for 90 % of the mass, always within 31.
 
-Bytes: 4 * V a row, read twice, and once for each step of a bisection and once or twice before it, which the device's
-cache serves. Operations: about 40 for every token that noise is computed for, under 10 a step.
+Bytes: 4 * V a row, read twice, and once for each step of a bisection and once or twice before it, from the device's
+cache. Operations: about 40 for every token that noise is computed for, under 10 a step.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -23,6 +22,7 @@ import math
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import jit, tl
 from exeplan.kernels.most_likely import best_in, first_best, load_logits, most_likely_reference
 from exeplan.kernels.tuning import Config, best_config
@@ -49,9 +49,9 @@ def draw(
     *,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of each row a token (int64), and whether its largest logit is finite; without that the token means nothing.
+    """For each row a token (int64), and whether its largest logit is finite; if not, the token is meaningless.
 
-    A row of temperature 0 takes the most likely token. `top_k_R` (int32) is 0 where that keeps all, `tail_R` is 1 less
+    A row of temperature 0 takes the most likely token. `top_k_R` (int32) is 0 where all are kept, `tail_R` is 1 -
     top-p, `least_R` the logarithm of min-p; `key_R` (int64) are the keys of `noise_key`, as signed numbers. Logits and
     other parameters are float32. The order is min-p, top-k, top-p.
     """
@@ -99,7 +99,7 @@ def draw_reference(
 
 
 def _top_p_cut(below_K: Tensor, tail: Tensor) -> Tensor:
-    """Of the least likely token kept: those less likely hold no more than `tail` of the mass."""
+    """The bound of the least likely token kept: less likely ones have at most `tail` of the mass."""
     descending_K = below_K.sort(descending=True).values
     mass_K = (-descending_K).exp().cumsum(0)
     num_cut = (mass_K <= tail * mass_K[-1]).sum().clamp(max=len(mass_K) - 1)
@@ -209,3 +209,9 @@ def _draw(
         _, choice = first_best(best, place)
     tl.store(token + number, choice)
     tl.store(sound + number, finite)
+
+
+KERNELS = (
+    Kernel("draw", draw, "cuda", MODEL_DTYPES),
+    Kernel("draw", draw_reference),
+)

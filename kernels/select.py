@@ -1,35 +1,29 @@
-"""Which implementation of the kernels serves a device and a dtype: Triton's on a GPU, plain PyTorch elsewhere.
+"""Selects the kernels for a device and a dtype: Triton's on a GPU, plain PyTorch elsewhere.
 
-The runner asks once, when it loads a model, and calls what it is given; nothing else compares devices. The CPU's own
-fast paths, `attention.py` and `linear.py`, are not among them: they take other arguments, because what is fast on a CPU
-is another layout of the same work.
+The table is built from the files of this folder: a file that lists `KERNELS` (`kernel.Kernel`) is found by being there.
+The runner asks once, when it loads a model; nothing else compares devices. Not in the table: the CPU's fast paths,
+`attention.py` and `linear.py`, which take other arguments because they use another memory layout.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from exeplan.kernels import (
-    activation,
-    fp8,
-    kv_blocks,
-    kv_slots,
-    language,
-    mixed_attention,
-    most_likely,
-    norm,
-    paged_attention,
-    ragged_attention,
-    rotary,
-    sampling,
-    slot_attention,
-)
+from exeplan.kernels import language
+from exeplan.kernels.kernel import Kernel
+
+_FOLDER = "exeplan.kernels"
 
 
-class Kernels(NamedTuple):
-    """Functions of one implementation; what they take and give is written where they are defined."""
+class Kernels(SimpleNamespace):
+    """A function for each op, as an attribute; its arguments are documented where it is defined.
+
+    Annotated are the ops that the runner calls. An op of a new file is an attribute as well.
+    """
 
     paged_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
@@ -51,49 +45,34 @@ class Kernels(NamedTuple):
     draw: Callable[..., tuple[Tensor, Tensor]]
 
 
-TRITON = Kernels(
-    paged_attention=paged_attention.paged_attention,
-    ragged_attention=ragged_attention.ragged_attention,
-    mixed_attention=mixed_attention.mixed_attention,
-    slot_attention=slot_attention.slot_attention,
-    store_slots=kv_slots.store_slots,
-    gather_slots=kv_slots.gather_slots,
-    scatter_slots=kv_slots.scatter_slots,
-    move_blocks=kv_blocks.move_blocks,
-    rms_norm=norm.rms_norm,
-    layer_norm=norm.layer_norm,
-    add_rms_norm=norm.add_rms_norm,
-    add_layer_norm=norm.add_layer_norm,
-    rotate=rotary.rotate,
-    gated_activation=activation.gated_activation,
-    plain_activation=activation.plain_activation,
-    quantize_rows=fp8.quantize_rows,
-    most_likely=most_likely.most_likely,
-    draw=sampling.draw,
-)
-REFERENCE = Kernels(
-    paged_attention=paged_attention.paged_attention_reference,
-    ragged_attention=ragged_attention.ragged_attention_reference,
-    mixed_attention=mixed_attention.mixed_attention_reference,
-    slot_attention=slot_attention.slot_attention_reference,
-    store_slots=kv_slots.store_slots_reference,
-    gather_slots=kv_slots.gather_slots_reference,
-    scatter_slots=kv_slots.scatter_slots_reference,
-    move_blocks=kv_blocks.move_blocks_reference,
-    rms_norm=norm.rms_norm_reference,
-    layer_norm=norm.layer_norm_reference,
-    add_rms_norm=norm.add_rms_norm_reference,
-    add_layer_norm=norm.add_layer_norm_reference,
-    rotate=rotary.rotate_reference,
-    gated_activation=activation.gated_activation_reference,
-    plain_activation=activation.plain_activation_reference,
-    quantize_rows=fp8.quantize_rows_reference,
-    most_likely=most_likely.most_likely_reference,
-    draw=sampling.draw_reference,
-)
-
-
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Triton's on a GPU that has it, for the dtypes that models run in; PyTorch's for anything else."""
-    on_triton = device.type == "cuda" and language.AVAILABLE and not language.INTERPRETED
-    return TRITON if on_triton and dtype in (torch.float32, torch.float16, torch.bfloat16) else REFERENCE
+    """The most specific kernel of each op. A GPU without Triton gets the kernels that serve any device.
+
+    Raises RuntimeError where two files serve an op equally.
+    """
+    compiles = language.AVAILABLE and not language.INTERPRETED
+    return _table(None if device.type == "cuda" and not compiles else device.type, dtype)
+
+
+def _table(device_type: str | None, dtype: torch.dtype) -> Kernels:
+    chosen: dict[str, Kernel] = {}
+    for kernel in _found():
+        best = chosen.get(kernel.op)
+        if not kernel.serves(device_type, dtype) or (best and best.specificity > kernel.specificity):
+            continue
+        if best and best.specificity == kernel.specificity:
+            files = " and ".join(found.function.__module__ for found in (best, kernel))
+            raise RuntimeError(f"op '{kernel.op}' is served for {device_type} and {dtype} by both {files}")
+        chosen[kernel.op] = kernel
+    return Kernels(**{op: kernel.function for op, kernel in chosen.items()})
+
+
+def _found() -> Iterator[Kernel]:
+    for file in pkgutil.iter_modules(importlib.import_module(_FOLDER).__path__):
+        yield from getattr(importlib.import_module(f"{_FOLDER}.{file.name}"), "KERNELS", ())
+
+
+TRITON = _table("cuda", torch.float32)
+"""The GPU's kernels, also where they can only be interpreted."""
+REFERENCE = _table(None, torch.float32)
+"""Plain PyTorch, on any device."""

@@ -1,13 +1,13 @@
 """Slot attention: prompts concatenated in rows, rows cut into slots; a slot attends to itself, block-diagonally.
 
-Letters: N tokens of all rows, one row behind the other, S slots, T tokens of a slot, H query heads, K key/value heads,
+Letters: N tokens of all rows, concatenated, S slots, T tokens of a slot, H query heads, K key/value heads,
 G = H / K, D head_dim.
 
-Source: TCB (ICPP 2022), equations 5, 6 and 8. A token sees the prompt that it belongs to, which lies in one slot; the
-rest of the slot is masked, and other slots are never read. One slot a row is pure ConcatBatching.
+Source: TCB (ICPP 2022), equations 5, 6 and 8. A token attends to its own prompt, which is in one slot; the rest
+of the slot is masked, and other slots are never read. One slot a row is pure ConcatBatching.
 
-Operations: 4 * D * H for each of the S * T * T pairs of a slot, masked ones included: what slots save is what the paper
-says they save. `ragged_attention` reads no foreign key at all, and serves batches that are not packed. Bytes: at least
+Operations: 4 * D * H for each of the S * T * T pairs of a slot, masked ones included, so that slots save what the
+paper says. `ragged_attention` reads no other prompt's keys, and serves batches that are not packed. Bytes: at least
 (2 * H + 2 * K) * N * D elements.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exeplan.kernels.kernel import MODEL_DTYPES, Kernel
 from exeplan.kernels.language import heads_are_adjacent, jit, next_power_of_2, tl, upcast
 from exeplan.kernels.online_softmax import BiasArguments, DistanceBias, attend, distance_bias
 from exeplan.kernels.ragged_attention import CONFIGS
@@ -26,7 +27,7 @@ from exeplan.kernels.tuning import Config, best_config
 
 
 class Slots:
-    """Which tokens of packed rows see which, on a device; made once for a batch and used by every layer."""
+    """The range that each token of packed rows attends to, on a device; built once a batch and shared by all layers."""
 
     def __init__(
         self, num_tokens: int, slot_tokens: int, prompts: Iterable[tuple[int, int]], device: torch.device
@@ -39,7 +40,7 @@ class Slots:
             assert first // slot_tokens == (end - 1) // slot_tokens, "a prompt lies in one slot"
             seen_N2[first:end] = first, end
         self.seen_N2 = torch.from_numpy(seen_N2).to(device)
-        """The first and, exclusive, the last token that each sees; nothing, and (0, 0), for padding."""
+        """The first and, exclusive, the last token that each attends to; (0, 0) for padding."""
 
 
 def slot_attention(
@@ -54,10 +55,10 @@ def slot_attention(
     bias: DistanceBias | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """The attention of every token to its own prompt, `[N, H, D]`; zeros for padding, which nobody reads.
+    """The attention of every token to its own prompt, `[N, H, D]`; zeros for padding.
 
-    With `causal` a token sees none behind itself, and with `window` so many up to and with itself. The heads of a token
-    must be adjacent, tokens may lie apart, as in views of one product.
+    With `causal` a token attends to no later one, and with `window` to that many, including itself. The heads of a
+    token must be adjacent; tokens may be strided, as in views of one product.
     """
     assert all(heads_are_adjacent(x) for x in (q_NHD, k_NKD, v_NKD))
     assert causal or window is None, "a window looks backwards"
@@ -129,7 +130,7 @@ def slot_attention_reference(
 
 
 class _Arguments(NamedTuple):
-    """What programs read and write; None for what is not there."""
+    """Arguments of the programs; None for an absent tensor."""
 
     q: Tensor
     q_stride: int
@@ -147,7 +148,7 @@ class _Arguments(NamedTuple):
 
 
 class _Constants(NamedTuple):
-    """What programs are compiled for."""
+    """Compile-time constants of the programs."""
 
     HEADS: int
     GROUP: int
@@ -203,3 +204,9 @@ def _slot(a, tiles, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     ours = inside[:, None] & (d < C.HEAD_DIM)[None, :]
     tl.store(a.out + (query_row * C.HEADS + head) * C.HEAD_DIM + d[None, :], out, mask=ours)
+
+
+KERNELS = (
+    Kernel("slot_attention", slot_attention, "cuda", MODEL_DTYPES),
+    Kernel("slot_attention", slot_attention_reference),
+)

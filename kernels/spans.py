@@ -1,6 +1,6 @@
-"""The spans of a flat batch: which rows are whose, what each attends to, and its cut into tiles of queries.
+"""The spans of a flat batch: the rows of each sequence, the tokens that they attend to, and their tiles of queries.
 
-Not here: where cached tokens lie (`online_softmax.PagedKV`).
+Not here: the location of cached tokens (`online_softmax.PagedKV`).
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exeplan.kernels.sending import sent
+from exeplan.kernels.to_device import to_device
 
 
 class Span(NamedTuple):
@@ -18,10 +18,9 @@ class Span(NamedTuple):
 
     num_queries: int
     num_keys: int | None = None
-    """So many of its tokens are attended to; None for all, fewer where the rest is padding."""
+    """New tokens that are attended to; None for all, fewer where the rest is padding."""
     cached: tuple[int, int] = (0, 0)
-    """The first and, exclusive, the last of its cached tokens that are attended to; its first query stands at the
-    last."""
+    """The first and, exclusive, the last cached token that is attended to; the latter is the first query's position."""
 
     @property
     def new_keys(self) -> int:
@@ -29,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """The spans of a batch on a device; made once and used by every layer."""
+    """The spans of a batch on a device; built once and shared by all layers."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = tuple(spans)
@@ -40,16 +39,16 @@ class Spans:
         fields = [
             (start, span.num_queries, span.new_keys, *span.cached) for start, span in zip(starts, spans, strict=False)
         ]
-        # Without spans nothing is sent, which a CUDA graph under capture would not let happen.
+        # Without spans nothing is copied, because CUDA graph capture forbids it.
         empty = torch.empty((0, 5), dtype=torch.int32, device=device)
-        self.fields_B5 = sent(np.array(fields, dtype=np.int32), device) if fields else empty
-        """Of each: its first row in the batch, queries, new keys, first and last cached token."""
+        self.fields_B5 = to_device(np.array(fields, dtype=np.int32), device) if fields else empty
+        """For each span: its first row in the batch, queries, new keys, first and last cached token."""
         self._tiles: dict[int, Tensor] = {}
 
     def tiles(self, rows: int) -> Tensor:
-        """(sequence, first query) of every tile of `rows` queries, `[tiles, 2]`; those that see most come first."""
+        """(sequence, first query) of every tile of `rows` queries, `[tiles, 2]`; those with most keys come first."""
         if rows not in self._tiles:
             tiles = [(b, query) for b, span in enumerate(self.spans) for query in range(0, span.num_queries, rows)]
             tiles.sort(key=lambda tile: -(self.spans[tile[0]].cached[1] + tile[1]))
-            self._tiles[rows] = sent(np.array(tiles, dtype=np.int32).reshape(-1, 2), self.fields_B5.device)
+            self._tiles[rows] = to_device(np.array(tiles, dtype=np.int32).reshape(-1, 2), self.fields_B5.device)
         return self._tiles[rows]

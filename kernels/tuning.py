@@ -1,9 +1,9 @@
-"""Tuning: which of a kernel's few configurations is fastest on this GPU, measured once and kept in a file.
+"""Tuning: the fastest of a kernel's few configurations on this GPU, measured once and stored in a file.
 
-A kernel lists its configurations, the best guess first. What decides between them (dtype, head size, ...) is the key:
-the first launch with a new key times all of them, later ones and later processes read the answer. Where nothing can be
-timed (the interpreter, a CUDA graph under capture), or shall be (`untimed`), and nothing is known, the first is taken.
-Not here: configurations that no kernel listed; a search over them would cost more than it gains.
+A kernel lists its configurations, the best guess first. The key is what decides between them (dtype, head size, ...):
+the first launch with a new key times all of them, later launches and processes read the result. Without a result the
+first is taken where timing is impossible (the interpreter, CUDA graph capture) or disabled (`untimed`).
+Not here: a search over more configurations, which would cost more than it gains.
 """
 
 import functools
@@ -23,22 +23,22 @@ from exeplan.files import read_json, write_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """How a kernel is cut into programs, and how each is compiled."""
+    """The tile sizes of a kernel's programs, and their compile options."""
 
     rows: int = 16
-    """Rows of queries that a program works on."""
+    """Rows of queries of a program."""
     columns: int = 64
-    """Keys, or columns of the matrix, that it takes at a time."""
+    """Keys, or columns of the matrix, that it reads at a time."""
     num_warps: int = 4
     num_stages: int = 2
     library: bool = False
-    """Torch's own attention instead, which then ignores the numbers above."""
+    """Torch's own attention instead, which ignores the numbers above."""
 
 
 class AttentionConfigs(NamedTuple):
-    """The configurations of an attention kernel by what its operands leave of a multiprocessor's registers and memory.
+    """The configurations of an attention kernel, by its operands' use of registers and shared memory.
 
-    Each was compiled for sm_90 with heads of the width named, and spills no registers.
+    Each was compiled for sm_90 with heads of that width, and spills no registers.
     """
 
     usual: tuple[Config, ...]
@@ -46,7 +46,7 @@ class AttentionConfigs(NamedTuple):
     wide: tuple[Config, ...]
     """For 16-bit elements and heads of 256."""
     exact: tuple[Config, ...]
-    """For float32, whose products run outside the matrix units: larger tiles would compile for a minute, and spill."""
+    """For float32, whose products do not use the matrix units: larger tiles compile for a minute, and spill."""
 
     def of(self, dtype: torch.dtype, head_dim: int) -> tuple[Config, ...]:
         if dtype == torch.float32:
@@ -55,12 +55,12 @@ class AttentionConfigs(NamedTuple):
 
 
 _untimed: list[None] = []
-"""One entry for each `untimed` that is entered."""
+"""One entry for each active `untimed`."""
 
 
 @contextmanager
 def untimed() -> Iterator[None]:
-    """For launches unlike those that will come: within, what is not known takes the first configuration for now."""
+    """Disables timing, for launches unlike real ones: an unknown key uses the first configuration and stays unknown."""
     _untimed.append(None)
     try:
         yield
@@ -75,14 +75,14 @@ def best_config(
     launch: Callable[[Config], object],
     device: torch.device,
 ) -> Config:
-    """The fastest of `configs` for a kernel that may be launched again and again with the same result."""
+    """The fastest of `configs` for a kernel that may be launched repeatedly with the same result."""
     if device.type != "cuda":
         return configs[0]
     return _table(device).best(f"{kernel} {' '.join(map(str, key))}", configs, functools.partial(_seconds, launch))
 
 
-class Table:
-    """Which configuration is best by key, in a JSON file; a damaged or missing file is an empty one."""
+class TuningTable:
+    """The best configuration by key, in a JSON file; a damaged or missing file counts as empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Table:
         self._chosen: dict[str, Config] = {}
 
     def best(self, key: str, configs: Sequence[Config], seconds: Callable[[Config], float | None]) -> Config:
-        """The known one if it is still listed, else the one of least `seconds`; the first where that gives None."""
+        """The known one if it is still listed, else the fastest by `seconds`; the first where that gives None."""
         if key in self._chosen:
             return self._chosen[key]
         for config in configs:
@@ -110,16 +110,16 @@ class Table:
 
 
 @functools.cache
-def _table(device: torch.device) -> Table:
+def _table(device: torch.device) -> TuningTable:
     import triton
 
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = torch.cuda.get_device_name(device).replace(" ", "-")
-    return Table(home / "exeplan" / f"kernels-{name}-triton-{triton.__version__}.json")
+    return TuningTable(home / "exeplan" / f"kernels-{name}-triton-{triton.__version__}.json")
 
 
 def _seconds(launch: Callable[[Config], object], config: Config) -> float | None:
-    """The median time of a launch; None where it cannot be timed, or needs more shared memory than there is."""
+    """The median time of a launch; None where it cannot be timed or needs too much shared memory."""
     if _untimed or torch.cuda.is_current_stream_capturing():
         return None
     from triton import testing

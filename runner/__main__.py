@@ -1,16 +1,16 @@
-"""One plan on several hosts, each of which runs
+"""Serves one plan on several hosts, each of which runs
 
     EXEPLAN_CLUSTER_KEY=... torchrun --nnodes 2 --nproc-per-node K --node-rank R --master-addr A --master-port P \\
         -m exeplan.runner plan.yaml [options of exeplan serve]
 
 Device d of the plan is torchrun's rank d, so a stage whose ranks share memory takes devices of one host. Rank 0 serves,
-and has the engine; the others keep a worker each. torchrun only starts these processes, and must not restart them:
-workers that die are started again by the engine. SIGTERM to the first host's torchrun ends all of them.
+and has the engine; every other rank is a node agent with one worker. torchrun only starts these processes, and must not
+restart them: the engine restarts workers that die. SIGTERM to the first host's torchrun ends all of them.
 
-Nothing listens but on A (rank 0: port P + 1 for keepers and workers, and a free one for the store where workers find
-each other), on the interface with a host's own address (the workers' gloo or NCCL), and where --host says (HTTP).
-torchrun's own store listens on port P of all interfaces while it runs. A connection to P + 1 must prove that it knows
-EXEPLAN_CLUSTER_KEY; tensors and the stores are not protected, so hosts need a network that is theirs.
+exeplan listens on A (rank 0: port P + 1 for node agents and workers, and a free port for the store where workers find
+each other), on the interface with a host's own address (the workers' gloo or NCCL), and on --host (HTTP), and nowhere
+else. torchrun's own store listens on port P of all interfaces while it runs. A peer that connects to P + 1 must prove
+that it knows EXEPLAN_CLUSTER_KEY; tensors and the stores are not protected, so hosts need a private network.
 """
 
 import argparse
@@ -23,24 +23,26 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_model, read_plan
-from exeplan.runner.distributed.node_agent import keep
+from exeplan.runner.distributed.node_agent import run_agent
 from exeplan.runner.ipc.handshake import cluster_key
+from exeplan.runner.ipc.messages import AgentHello, LauncherSetup
 from exeplan.runner.server.arguments import add_arguments, run_server
 from exeplan.version import __version__
 
 _FILES = ("model", "workload", "profile", "cluster")
-"""Fields of a plan that name files, which may lie elsewhere on another host."""
+"""Fields of a plan that name files, whose paths may differ between hosts."""
 _WATCH_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What torchrun says to a process that it starts."""
+    """The environment that torchrun gives to a process that it starts."""
 
     rank: int
     local_rank: int
@@ -51,7 +53,7 @@ class Launched:
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> "Launched":
-        """Raises InputError when it was not torchrun that started this process."""
+        """Raises InputError when torchrun did not start this process."""
         try:
             return cls(
                 rank=int(environment["RANK"]),
@@ -69,7 +71,7 @@ class Launched:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves on rank 0, keeps a worker on the others. Returns an exit status as the command line does."""
+    """Serves on rank 0, runs a node agent on the others. Returns an exit status as the command line does."""
     parser = argparse.ArgumentParser(
         prog="exeplan.runner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,13 +94,28 @@ def _run(args: argparse.Namespace, launched: Launched) -> int:
     if launched.world_size == 1:
         return run_server(args)
     key = cluster_key()
-    own = {"host": launched.node, "local_device": launched.local_rank, "fingerprint": fingerprint(plan, spec)}
     if launched.rank == 0:
-        listen = {"address": launched.address, "port": launched.port, "num_devices": launched.world_size}
-        return run_server(args, hosts={**own, **listen})
-    directory = str(spec.directory.resolve()) if spec.directory else None
-    hello = {**own, "device": launched.rank, "model_directory": directory}
-    return keep(launched.address, launched.port, key, hello, beside_engine=launched.node == 0)
+        return run_server(args, launcher=_launcher(launched, fingerprint(plan, spec)))
+    hello = partial(
+        AgentHello,
+        device=launched.rank,
+        host=launched.node,
+        local_device=launched.local_rank,
+        model_directory=str(spec.directory.resolve()) if spec.directory else None,
+        fingerprint=fingerprint(plan, spec),
+    )
+    return run_agent(launched.address, launched.port, key, hello, on_engine_host=launched.node == 0)
+
+
+def _launcher(launched: Launched, of_plan: str) -> LauncherSetup:
+    return LauncherSetup(
+        host=launched.node,
+        local_device=launched.local_rank,
+        fingerprint=of_plan,
+        address=launched.address,
+        port=launched.port,
+        num_devices=launched.world_size,
+    )
 
 
 def _check_devices(plan: Plan, world_size: int) -> None:
@@ -118,7 +135,7 @@ def fingerprint(plan: Plan, spec: ModelSpec) -> str:
 
 
 def _end_with(launcher: int) -> None:
-    """Ends this process as SIGTERM would when torchrun is gone, who can no longer."""
+    """Sends SIGTERM to this process when torchrun is gone, as it can no longer do so."""
     while os.getppid() == launcher:
         time.sleep(_WATCH_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Plays a load against the engine in this process or against a server, and records every token's time.
+"""Plays a load on an engine in this process or on a server, and records the time of every token.
 
-Three kinds of load: everything at once (a backlog, what a plan's throughput is about), a closed loop at a given
+Three kinds of load: all requests at once (a backlog, for which a plan predicts throughput), a closed loop at a given
 concurrency, and an open loop at a Poisson rate or at a trace's own arrival times. Prompts are random token ids of the
-drawn lengths, outputs are forced to theirs, so that the work is the workload's whatever the model says.
+sampled lengths, and outputs are forced to theirs, so that the work is the workload's whatever the model generates.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ class Load:
     input_tokens: Ints
     output_tokens: Ints
     arrivals: Floats | None = None
-    """Seconds from the start; None: all at once, or as `concurrency` lets them."""
+    """Seconds from the start; None: all at once, or as `concurrency` admits them."""
     concurrency: int | None = None
     deadlines: Floats | None = None
-    """Seconds from a request's arrival by which it has to begin; None: none has one."""
+    """Seconds from a request's arrival by which it has to begin; None for no deadlines."""
     seed: int = 0
 
     def deadline(self, index: int) -> float | None:
@@ -52,11 +52,11 @@ class Load:
 
     @property
     def backlog(self) -> bool:
-        """Whether somebody is always waiting, as far as the load goes."""
+        """Whether the queue never runs empty before the end of the load."""
         return self.arrivals is None
 
     def prompt(self, index: int, vocab_size: int) -> list[int]:
-        """Random token ids; a vocabulary's first ones are often special, so they are left out where there is room."""
+        """Random token ids. The first ids are often special, so a large vocabulary goes without them."""
         low = min(100, vocab_size // 2)
         rng = np.random.default_rng([self.seed, index])
         return rng.integers(low, vocab_size, int(self.input_tokens[index])).tolist()
@@ -71,10 +71,10 @@ def draw_load(
     rate: float | None = None,
     trace_arrivals: bool = False,
 ) -> Load:
-    """A stratified sample of the workload; with `trace_arrivals`, the first requests of its trace when they came.
+    """A stratified sample of the workload; with `trace_arrivals`, the first requests of its trace at their own times.
 
-    The workload's deadlines count unless all requests come at once. Raises InputError when the workload has no such
-    times.
+    The workload's deadlines apply unless all requests arrive at once. Raises InputError when the workload has no
+    arrival times.
     """
     if trace_arrivals:
         trace = workload.trace
@@ -102,8 +102,10 @@ def draw_load(
 
 
 def _sample_with_tail(workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints]:
-    """A sample that holds its share of outputs of the 99th-percentile length, or one at least: they are what a bound is
-    about, and in a small sample chance may leave them out."""
+    """A sample with its share of outputs of at least the 99th-percentile length, and at least one.
+
+    The bound is on them, and a small sample may miss them by chance.
+    """
     p99 = workload.output_quantile(0.99)
     for attempt in range(_ATTEMPTS):
         inputs, outputs = workload.sample(num_requests, seed=seed + attempt * 7919)
@@ -113,13 +115,13 @@ def _sample_with_tail(workload: Workload, num_requests: int, *, seed: int) -> tu
 
 
 def enough_requests(schedule: Schedule, *, throughput: float, seconds: float) -> int:
-    """Requests for a backlog of about so many seconds, and of a dozen cycles at least: fewer say little of the mean."""
+    """Requests for a backlog of about `seconds`, and of at least a dozen cycles: fewer give no stable mean."""
     return max(50, round(throughput * seconds), _CYCLES * load_policy(schedule.policy).starts_together(schedule))
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request under way; times in seconds."""
+class _InFlight:
+    """A request in flight; times in seconds."""
 
     arrival: float
     start: float = 0.0
@@ -128,7 +130,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """A load played in this process. On a machine that others use too, the two clocks tell their share from ours."""
+    """A load played in this process. On a shared machine, the two clocks tell this process from the others."""
 
     records: list[RequestRecord]
     """By the wall clock, in order of arrival."""
@@ -137,7 +139,7 @@ class EngineRun:
     """The wall clock and this thread's CPU clock after every step, seconds from the start."""
 
     def on_cpu_clock(self) -> list[RequestRecord]:
-        """The records as they would be had nobody else used the core. For a backlog, where the engine never sleeps."""
+        """The records on a core without other processes. Only for a backlog, in which the engine never sleeps."""
         return [
             replace(
                 r,
@@ -162,15 +164,15 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
         )
         for index, output in enumerate(load.output_tokens)
     ]
-    under_way: dict[str, _Open] = {}
+    in_flight: dict[str, _InFlight] = {}
     done: dict[int, RequestRecord] = {}
     arrived, began, cpu_began = 0, time.perf_counter(), time.thread_time()
     clocks = [(0.0, 0.0)]
     while len(done) < len(requests):
         now = time.perf_counter() - began
-        while arrived < len(requests) and _may_arrive(load, arrived, now, len(under_way)):
+        while arrived < len(requests) and _may_arrive(load, arrived, now, len(in_flight)):
             due = now if load.arrivals is None else float(load.arrivals[arrived])
-            under_way[str(arrived)] = _Open(arrival=due)
+            in_flight[str(arrived)] = _InFlight(arrival=due)
             patience = load.deadline(arrived)
             deadline = None if patience is None else began + due + patience
             engine.add(replace(requests[arrived], deadline=deadline))
@@ -179,12 +181,12 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
             time.sleep(max(0.0, float(load.arrivals[arrived]) - (time.perf_counter() - began)))
             continue
         for output in engine.step():
-            request = under_way[output.request_id]
+            request = in_flight[output.request_id]
             request.start = output.start - began
             request.token_times += [output.time - began] * len(output.token_ids)
             if output.finish_reason is not None:
                 index, expired = int(output.request_id), output.finish_reason == "expired"
-                done[index] = _record(load, index, under_way.pop(output.request_id), expired=expired)
+                done[index] = _record(load, index, in_flight.pop(output.request_id), expired=expired)
         clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
     wall, cpu = np.array(clocks).T
     return EngineRun(records=[done[index] for index in range(len(requests))], wall=wall, cpu=cpu)
@@ -193,11 +195,11 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
 async def play_url(
     url: str, load: Load, *, model: str, vocab_size: int, api_key: str | None = None, stream: bool = True
 ) -> list[RequestRecord]:
-    """Runs the load against an OpenAI-compatible server; raises InputError when it does not answer as one.
+    """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
 
-    Not streamed, a request's tokens are taken as evenly spread between the first and the last of the server's `timing`.
-    The start of a request's prefill is its first token less the prefill time that exeplan's server reports in `timing`;
-    for other servers it is the arrival, waiting included.
+    Without streaming, tokens are spread evenly between the first and the last one of the server's `timing`. A prefill
+    starts at the first token minus the prefill time in the `timing` of exeplan's server; for other servers it starts at
+    the arrival, so that the wait is included.
     """
     import aiohttp
 
@@ -212,8 +214,8 @@ async def play_url(
                 await asyncio.sleep(max(0.0, float(load.arrivals[index]) - (time.perf_counter() - began)))
             async with gate:
                 body = {**_completion(load, index, model=model, vocab_size=vocab_size), "stream": stream}
-                answer = _stream if stream else _whole
-                return await answer(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
+                play = _stream if stream else _whole
+                return await play(client, f"{url.rstrip('/')}/v1/completions", body, load, index, began)
 
         try:
             return list(await asyncio.gather(*(one(index) for index in range(len(load.input_tokens)))))
@@ -225,8 +227,8 @@ def _headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def _may_arrive(load: Load, index: int, now: float, under_way: int) -> bool:
-    if load.concurrency is not None and under_way >= load.concurrency:
+def _may_arrive(load: Load, index: int, now: float, in_flight: int) -> bool:
+    if load.concurrency is not None and in_flight >= load.concurrency:
         return False
     return load.arrivals is None or float(load.arrivals[index]) <= now
 
@@ -245,7 +247,7 @@ def _completion(load: Load, index: int, *, model: str, vocab_size: int) -> dict[
 async def _whole(
     client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
 ) -> RequestRecord:
-    request = _Open(arrival=time.perf_counter() - began)
+    request = _InFlight(arrival=time.perf_counter() - began)
     async with client.post(url, json=body) as response:
         answer = await response.json(content_type=None)
         if response.status == _EXPIRED and load.deadlines is not None:
@@ -264,7 +266,7 @@ async def _whole(
 async def _stream(
     client: "aiohttp.ClientSession", url: str, body: dict[str, Any], load: Load, index: int, began: float
 ) -> RequestRecord:
-    request = _Open(arrival=time.perf_counter() - began)
+    request = _InFlight(arrival=time.perf_counter() - began)
     prefill_seconds: float | None = None
     async with client.post(url, json=body) as response:
         if response.status == _EXPIRED and load.deadlines is not None:
@@ -287,7 +289,7 @@ async def _stream(
     return _record(load, index, request)
 
 
-def _record(load: Load, index: int, request: _Open, *, expired: bool = False) -> RequestRecord:
+def _record(load: Load, index: int, request: _InFlight, *, expired: bool = False) -> RequestRecord:
     patience = load.deadline(index)
     spread = () if expired else _spread(request.token_times, int(load.output_tokens[index]))
     return RequestRecord(
@@ -300,7 +302,7 @@ def _record(load: Load, index: int, request: _Open, *, expired: bool = False) ->
 
 
 def _spread(times: Sequence[float], num_tokens: int) -> Sequence[float]:
-    """One time a token: a server that sends several tokens a chunk has them spread evenly between its chunks."""
+    """One time per token; the tokens of a server that sends several per chunk are spread evenly between its chunks."""
     if len(times) == num_tokens:
         return times
     if not times:
@@ -309,7 +311,7 @@ def _spread(times: Sequence[float], num_tokens: int) -> Sequence[float]:
 
 
 def served_model(url: str, api_key: str | None = None) -> str:
-    """The name of the model that a server serves. Raises InputError when it does not say."""
+    """The name of the model that a server serves. Raises InputError when the server does not list it."""
     import urllib.request
 
     try:

@@ -1,7 +1,7 @@
-"""Logs of the server and its engine, on standard error: one line a record for people, or one JSON object a line.
+"""Logs of the server and its engine, on standard error: a readable line a record, or one JSON object a line.
 
-Every record made while a request is answered carries its id. What users write or get is never logged: a record has
-counts of tokens, never their text.
+Every record made while a request is answered has its id. Prompts and answers are never logged: a record has counts of
+tokens, never their text.
 """
 
 import contextvars
@@ -14,18 +14,18 @@ from typing import Any
 
 REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 _ENVIRONMENT = "EXEPLAN_LOG"
-"""How the engine's process learns what the server was told: FORMAT,LEVEL."""
+"""Passes the server's options to the engine process: FORMAT,LEVEL."""
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def configure(log_format: str, level: str) -> None:
-    """Sets up this process, and those that it will start."""
+    """Configures this process, and those that it will start."""
     os.environ[_ENVIRONMENT] = f"{log_format},{level}"
     _install(log_format, level)
 
 
 def configure_child() -> None:
-    """Sets up a process that a configured one has started; without one, as if it were `text` and `info`."""
+    """Configures a process that a configured one has started; otherwise as `text` and `info`."""
     log_format, _, level = os.environ.get(_ENVIRONMENT, "text,info").partition(",")
     _install(log_format, level)
 
@@ -34,13 +34,13 @@ def _install(log_format: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else Text())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    # What uvicorn says of a connection, the access log says better.
+    # The access log has what uvicorn logs of a connection.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as `extra`, and the request that is being answered."""
+    """What was given as `extra`, and the id of the request that is being answered."""
     found = {name: value for name, value in vars(record).items() if name not in _STANDARD}
     request_id = found.pop("request_id", None) or REQUEST_ID.get()
     return {"request_id": request_id, **found} if request_id else found
@@ -68,7 +68,7 @@ class JsonLines(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """Time, level, message, fields; a line break in a message, which could pass for a record, is shown as such."""
+    """Time, level, message, fields; a line break in a message is escaped, as it could pass for another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())

@@ -26,7 +26,7 @@ from exeplan.simulator.cost import CostModel
 from exeplan.workload.arrivals import Arrivals, residents
 
 _ALIKE = np.ones(1)
-_TURN_POINTS = 9
+_WAIT_POINTS = 9
 """Points at which the wait for an admission is spread."""
 
 
@@ -38,35 +38,35 @@ class _Mix:
     """Weights of the batches as requests in service see them."""
     joining: Floats
     """Weights as an arriving request sees them, itself included."""
-    turns: Floats
+    waiting: Floats
     """Probability of arriving while each batch runs and so waiting for the next admission; the rest finds no batch."""
     queue: float
     """Mean seconds in the queue beyond full batches."""
 
 
-def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, about: str) -> Estimate:
+def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, metric: str) -> Estimate:
     """The Estimate of a schedule under arrivals; `points` are its steady states with rising batches, the last one full.
 
     Its throughput must exceed the rate. KV cache and memory are those of full batches.
     """
     full = points[-1]
     mix = _mix(points, arrivals)
-    turns = np.array([point.turn for point in points])
-    waiting = mix.queue + float(mix.turns @ turns) / 2
+    intervals = np.array([point.admission_interval for point in points])
+    waiting = mix.queue + float(mix.waiting @ intervals) / 2
     tpot = _harmonic(np.array([point.tpot for point in points]), mix.aboard)
-    ttft = mix.queue + float(mix.joining @ [point.ttft for point in points] + mix.turns @ turns / 2)
+    ttft = mix.queue + float(mix.joining @ [point.ttft for point in points] + mix.waiting @ intervals / 2)
     length = np.array([float(full.workload.output_quantile(0.99))])
     at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + waiting
-    share = share_of_requests(about)
+    share = share_of_requests(metric)
     return replace(
-        estimate(full, cost, about),
+        estimate(full, cost, metric),
         throughput=arrivals.rate,
         token_throughput=arrivals.rate * full.workload.mean_output,
         ttft=ttft,
         tpot=tpot,
         latency=at_length
         if share is None
-        else _quantile(points, mix, share, factors=deadline_factors(full.workload, about)),
+        else _quantile(points, mix, share, factors=deadline_factors(full.workload, metric)),
         latency_p50=_quantile(points, mix, 0.5),
         latency_p99=_quantile(points, mix, 0.99),
     )
@@ -85,7 +85,7 @@ def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
     return _Mix(
         aboard=aboard / aboard.sum(),
         joining=after @ chance,
-        turns=nearest[:, 1:] @ chance[1:],
+        waiting=nearest[:, 1:] @ chance[1:],
         queue=beyond / arrivals.rate * (1 + arrivals.variability) / 2,
     )
 
@@ -93,7 +93,9 @@ def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
 def _in_system(point: SteadyState) -> float:
     """Requests in service or waiting for admission, by Little's law."""
     law = point.workload.output_law
-    return point.throughput * (float(law.weights @ point.latency(law.tokens.astype(float))) + point.turn / 2)
+    return point.throughput * (
+        float(law.weights @ point.latency(law.tokens.astype(float))) + point.admission_interval / 2
+    )
 
 
 def _harmonic(values: Floats, weights: Floats) -> float:
@@ -104,8 +106,10 @@ def _harmonic(values: Floats, weights: Floats) -> float:
 def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float, *, factors: Floats = _ALIKE) -> float:
     """Over the length law, the batches, the waits and the factors; a batch is assumed to last as long as a request."""
     law = points[0].workload.output_law
-    spread = (np.arange(_TURN_POINTS) + 0.5) / _TURN_POINTS
-    times = [np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.turn * spread) for p in points]
+    spread = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
+    times = [
+        np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.admission_interval * spread) for p in points
+    ]
     times = [np.multiply.outer(t, factors) for t in times]
     weights = [w * np.repeat(law.weights / times[0][0].size, times[0][0].size) for w in mix.aboard]
     return weighted_quantile(np.concatenate([t.ravel() for t in times]), np.concatenate(weights), share)

@@ -21,7 +21,7 @@ KV_SIGMAS = 3.0
 """Standard deviations of the KV cache's occupancy that a plan leaves room for."""
 NO_WAIT = Wait()
 _ALIKE = np.ones(1)
-_TURN_POINTS = 9
+_WAIT_POINTS = 9
 """Points at which the wait for an admission is spread."""
 
 
@@ -52,10 +52,10 @@ class SteadyState:
         return self.steady.latency(output_tokens)
 
     @property
-    def turn(self) -> float:
+    def admission_interval(self) -> float:
         """Seconds between two admissions: what the policy says, or the cycle of the requests that start together."""
-        if self.steady.turn is not None:
-            return self.steady.turn
+        if self.steady.admission_interval is not None:
+            return self.steady.admission_interval
         return load_policy(self.schedule.policy).starts_together(self.schedule) / self.throughput
 
     @property
@@ -72,18 +72,18 @@ class SteadyState:
         paces = (self.latency(law.tokens[many].astype(float)) - self.ttft) / (law.tokens[many] - 1.0)
         return float(np.average(paces, weights=law.weights[many]))
 
-    def bound_latency(self, about: str, wait: Wait = NO_WAIT) -> float:
-        """The value that a bound on `about` (`exeplan/core/bounds.py`) limits, the wait included."""
-        if about == "tpot":
+    def bound_latency(self, metric: str, wait: Wait = NO_WAIT) -> float:
+        """The value that a bound on `metric` (`exeplan/core/bounds.py`) limits, the wait included."""
+        if metric == "tpot":
             return self.tpot
-        if about == "ttft":
+        if metric == "ttft":
             return self.ttft + wait.mean
-        if about == "p99-length":
+        if metric == "p99-length":
             length = float(self.workload.output_quantile(0.99))
             return float(self.latency(np.array([length]))[0]) + wait.mean
-        share = share_of_requests(about)
+        share = share_of_requests(metric)
         assert share is not None
-        return self.quantile(share, wait, factors=deadline_factors(self.workload, about))
+        return self.quantile(share, wait, factors=deadline_factors(self.workload, metric))
 
     def quantile(self, share: float, wait: Wait = NO_WAIT, *, factors: Floats = _ALIKE) -> float:
         """The quantile `share` of the requests' times, over the length law and the wait.
@@ -91,15 +91,15 @@ class SteadyState:
         Times are scaled by `factors`, each equally likely.
         """
         law = self.workload.output_law
-        times, points = self.latency(law.tokens.astype(float)), _TURN_POINTS if wait.turn else 1
-        waits = wait.queue + wait.turn * (np.arange(points) + 0.5) / points
+        times, points = self.latency(law.tokens.astype(float)), _WAIT_POINTS if wait.admission_interval else 1
+        waits = wait.queue + wait.admission_interval * (np.arange(points) + 0.5) / points
         scaled = np.multiply.outer(np.add.outer(times, waits), factors)
         return weighted_quantile(scaled.ravel(), np.repeat(law.weights, points * len(factors)), share)
 
 
-def deadline_factors(workload: Workload, about: str) -> Floats:
+def deadline_factors(workload: Workload, metric: str) -> Floats:
     """Factors that scale the times of requests where a bound is on their deadlines."""
-    return workload.deadlines.factors if workload.deadlines and is_deadline(about) else _ALIKE
+    return workload.deadlines.factors if workload.deadlines and is_deadline(metric) else _ALIKE
 
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
@@ -108,7 +108,7 @@ def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> Ste
 
 
 def estimate(
-    steady: SteadyState, cost: CostModel, bound_about: str = "p99-length", *, wait: Wait = NO_WAIT
+    steady: SteadyState, cost: CostModel, bound_metric: str = "p99-length", *, wait: Wait = NO_WAIT
 ) -> Estimate:
     """Throughput, latencies and memory of a steady state on a placement, the wait included."""
     return Estimate(
@@ -116,7 +116,7 @@ def estimate(
         token_throughput=float(steady.throughput * steady.workload.mean_output),
         ttft=steady.bound_latency("ttft", wait),
         tpot=steady.tpot,
-        latency=steady.bound_latency(bound_about, wait),
+        latency=steady.bound_latency(bound_metric, wait),
         latency_p50=steady.quantile(0.5, wait),
         latency_p99=steady.quantile(0.99, wait),
         kv_tokens=float(steady.kv_tokens),

@@ -78,7 +78,7 @@ class CostModel(PlacementTimings):
         curve = self.shards[kind.size].decode_curve(rows)
         return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth) / rows)
 
-    def handover_seconds(self, num_tokens: float) -> float:
+    def kv_transfer_seconds(self, num_tokens: float) -> float:
         """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.
 
         Every device that prefills sends its share at the same time.

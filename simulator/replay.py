@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import BLOCK_SIZE, Batch, Sequence
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.metrics import RequestRecord
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _Request(Sequence):
+class _Request(SequenceState):
     arrival: float
     patience: float | None = None
     """Seconds from arrival to deadline."""
@@ -122,7 +122,7 @@ def replay(
         while events and events[0].time <= now:
             _, number, what, batch, ends = heappop(events)
             if what == "arrived":
-                scheduler.hand_over(batch)
+                scheduler.kv_arrived(batch)
                 continue
             num_finished = _produce(batch, passes[number].start, ends, prefills=cost.first_token_from_prefill)
             if clients is not None:
@@ -130,7 +130,7 @@ def replay(
                     heappush(clients, now + next(pauses))
             scheduler.complete(batch)
             if batch.phase == "prefill":
-                heappush(events, _Event(now + _handover_seconds(batch, cost), number, "arrived", batch, ends))
+                heappush(events, _Event(now + _kv_transfer_seconds(batch, cost), number, "arrived", batch, ends))
     return Run(
         requests=tuple(_record(r) for r in requests),
         passes=tuple(passes),
@@ -238,10 +238,10 @@ def _produce(batch: Batch, start: float, ends: list[float], *, prefills: bool) -
     return num_finished
 
 
-def _handover_seconds(batch: Batch, cost: CostModel) -> float:
+def _kv_transfer_seconds(batch: Batch, cost: CostModel) -> float:
     """Of the rows that continue to decode; the token that the prefill yielded is in no cache yet."""
     going_on = [row.num_tokens - cost.first_token_from_prefill for row in batch.prefill if not row.finished]
-    return cost.handover_seconds(sum(going_on)) if going_on else 0.0
+    return cost.kv_transfer_seconds(sum(going_on)) if going_on else 0.0
 
 
 def _pass_record(batch: Batch, spans: tuple[tuple[int, float, float], ...]) -> PassRecord:

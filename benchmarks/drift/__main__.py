@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from exeplan.planner.tables import table
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.files import load_workload
@@ -160,8 +160,8 @@ def _plan(problem: Problem, workload: Path, folder: Path, args: argparse.Namespa
 async def _play(
     rules: Rules | None, spec: ModelSpec, plan: Plan, trace: Trace, folder: Path
 ) -> tuple[list[Served], list[tuple[float, str, str]]]:
-    def setup(other: Plan) -> Mapping[str, Any]:
-        return {"kind": "setup", **engine_setup(other, spec, dummy_weights=True)}
+    def setup(other: Plan) -> EngineSetup:
+        return engine_setup(other, spec, dummy_weights=True)
 
     client = await EngineClient.start(setup(plan))
     replans: list[tuple[float, str, str]] = []
@@ -191,8 +191,8 @@ async def _backlog(client: EngineClient, spec: ModelSpec, trace: Trace) -> list[
 
     async def one(prompt: list[int], count: int) -> None:
         job = client.reserve(1)
-        sampling = asdict(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
-        client.submit(job, [{"prompt_token_ids": prompt, "sampling": sampling}], stream=False)
+        sampling = Sampling(**asdict(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+        client.submit(job, [Prompt(prompt_token_ids=prompt, sampling=sampling)], stream=False)
         begun = False
         while True:
             for event in await job.next_events():

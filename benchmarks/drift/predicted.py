@@ -17,7 +17,7 @@ from exeplan.drift.watch import Watch
 from exeplan.planner.load_problem import plan_problem
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Done, producing_rows
+from exeplan.runner.engine.executor import BatchDone, sampled_requests
 from exeplan.simulator.cost import CostModel
 from exeplan.workload.workload import Trace
 
@@ -27,7 +27,7 @@ class PredictedDevice:
 
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = 1
-    foresees = False
+    async_scheduling = False
     room = None
 
     def __init__(self, spec: ModelSpec, cost: CostModel, slowdown: float) -> None:
@@ -45,12 +45,12 @@ class PredictedDevice:
     def start(self, batch: Batch) -> None:
         self._batch = batch
 
-    def results(self) -> Sequence[Done]:
+    def results(self) -> Sequence[BatchDone]:
         batch, self._batch = self._batch, None
         assert batch is not None
         self.now += self._slowdown * sum(self._cost.stage_seconds(batch))
         token = SampledToken(token_id=7, logprob=None, top_logprobs=())
-        return (Done(batch, {row.request_id: token for row in producing_rows(batch, self.spec)}),)
+        return (BatchDone(batch, {row.request_id: token for row in sampled_requests(batch, self.spec)}),)
 
     def wake(self) -> None:
         """Nothing ever waits here."""
@@ -90,11 +90,11 @@ def play_predicted(
                 served.append(Served(output.start, output.time))
         if watch and device.now >= look:
             look = device.now + watch.rules.every
-            census = engine.census()
-            watch.note(census.left, census.running)
+            stats = engine.length_stats()
+            watch.note(stats.left, stats.running)
             _, proposal = watch.look(device.now)
             if proposal:
-                engine.adopt(proposal.plan.schedule)
+                engine.switch_plan(proposal.plan.schedule)
                 watch.adopted(proposal, now=device.now)
                 replans.append((round(device.now, 1), str(proposal.plan.schedule), proposal.reason))
     return served, replans

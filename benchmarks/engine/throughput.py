@@ -58,13 +58,13 @@ def run_exeplan(folder: str, work: list[tuple[list[int], int]]) -> tuple[float, 
     from exeplan.runner.compute.model_runner import ModelRunner
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.engine import Engine, Request
-    from exeplan.runner.engine.executor import Local
+    from exeplan.runner.engine.executor import InProcessExecutor
     from exeplan.runner.engine_process.build import warm_up
 
     num_blocks = sum((len(prompt) + output) // 16 + 2 for prompt, output in work)
     runner = ModelRunner(load_model_spec(folder), dtype="float32", device="cpu", num_blocks=num_blocks)
     schedule = Schedule("rra", {"prefill_batch": 16, "decode_steps": 1})
-    engine = Engine(Local(runner), schedule, tokenizer=None, num_blocks=num_blocks)
+    engine = Engine(InProcessExecutor(runner), schedule, tokenizer=None, num_blocks=num_blocks)
     warm_up(engine)
     tokens: list[list[int]] = [[] for _ in work]
     began = time.process_time()

@@ -81,7 +81,7 @@ def _draw(policy: str, rng: np.random.Generator) -> tuple[Variant, Schedule] | N
     for knob in module.knobs(law, problem.max_seqs):
         share = rng.random() ** 2 if knob.name != "decode_steps" else rng.random() ** 0.5
         point[knob.name] = knob.values[min(int(share * len(knob.values)), len(knob.values) - 1)]
-    schedule = module.schedule({**point, **variant.filling}, law)
+    schedule = module.schedule({**point, **variant.enumerated}, law)
     try:
         module.check(schedule)
     except ValueError:

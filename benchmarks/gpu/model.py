@@ -8,11 +8,11 @@ weight of the layers and token, and those of causal attention.
 import torch
 
 from benchmarks.gpu.setting import Clock, Section, Setting, seconds_as_it_comes
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.layer_costs import layer_parameters
 from exeplan.profiler.measuring.captured_decode import recorded, replay_seconds
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.warm_up import tune
+from exeplan.runner.compute.warm_up import tune_kernels
 
 _ROOM = 0.75
 """Of the memory that is free, at most, for keys and values."""
@@ -43,7 +43,7 @@ def _runner(setting: Setting, batch: int, context: int) -> ModelRunner:
     if setting.place.type == "cuda":
         wanted = min(wanted, int(_ROOM * torch.cuda.mem_get_info()[0]) // runner.cache.num_bytes)
     runner.use_blocks(wanted)
-    tune(runner)
+    tune_kernels(runner)
     for layer in range(setting.spec.num_layers):
         runner.cache.both_tables(layer).normal_()
     return runner
@@ -59,7 +59,7 @@ def _decodes(runner: ModelRunner, setting: Setting, section: Section, batch: int
             continue
         rows, token_ids = _rows(batch, context)
         graphs.replay(*runner.decode_inputs(Batch(decode=rows), token_ids), None)
-        seconds = replay_seconds(graphs.recorded[batch].replay, setting.place)
+        seconds = replay_seconds(graphs.captured[batch].replay, setting.place)
         for row in rows:
             runner.free(row.request_id)
         kept = batch * context * spec.kv_bytes_per_token(setting.dtype)
@@ -70,9 +70,11 @@ def _decodes(runner: ModelRunner, setting: Setting, section: Section, batch: int
         section.add((*cells, f"{100 * share:.0f} %"), case=name, seconds=seconds, bytes=num_bytes, share=share)
 
 
-def _rows(batch: int, context: int) -> tuple[tuple[Sequence, ...], dict[str, list[int]]]:
+def _rows(batch: int, context: int) -> tuple[tuple[SequenceState, ...], dict[str, list[int]]]:
     rows = tuple(
-        Sequence(request_id=str(n), num_prompt_tokens=context, max_output_tokens=1, num_blocks=num_blocks_for(context))
+        SequenceState(
+            request_id=str(n), num_prompt_tokens=context, max_output_tokens=1, num_blocks=num_blocks_for(context)
+        )
         for n in range(batch)
     )
     return rows, {row.request_id: [7] * context for row in rows}

@@ -22,8 +22,8 @@ from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.compute.warm_up import make_ready
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.compute.warm_up import warm_up_runner
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
 
 _LEAST_SECONDS = 60.0
@@ -98,11 +98,11 @@ def _exeplan(setting: Setting, work: Work) -> float:
     blocks = sum(num_blocks_for(len(prompt) + output + 1) for prompt, output in work)
     options = {"dtype": setting.dtype, "device": str(setting.place), "dummy_weights": True, "paged_with": paged_with}
     runner = ModelRunner(setting.spec, num_blocks=blocks, **options)
-    make_ready(runner, len(work))
+    warm_up_runner(runner, len(work))
 
     def play() -> None:
         schedule = Schedule("orca", {"max_num_seqs": len(work)})
-        engine = Engine(Ahead(runner), schedule, num_blocks=blocks)
+        engine = Engine(AsyncExecutor(runner), schedule, num_blocks=blocks)
         for index, (prompt, output) in enumerate(work):
             sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
             engine.add(Request(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))

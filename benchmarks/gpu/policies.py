@@ -30,8 +30,8 @@ from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import make_problem
 from exeplan.profiler.profile_model import profile_model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.warm_up import make_ready
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.compute.warm_up import warm_up_runner
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.load import Load, draw_load, play_engine
 from exeplan.simulator.cost import CostModel
@@ -169,7 +169,7 @@ class _Driver:
         if setting.place.type == "cuda":
             blocks = int(_ROOM * torch.cuda.mem_get_info()[0]) // self._runner.cache.num_bytes
         self._runner.use_blocks(blocks)
-        make_ready(self._runner, setting.size(_MAX_SEQS, 8))
+        warm_up_runner(self._runner, setting.size(_MAX_SEQS, 8))
 
     def play(self, case: Case, seconds: float) -> tuple[Estimate, Estimate]:
         """What was predicted for some requests, and what the engine did with them."""
@@ -180,7 +180,7 @@ class _Driver:
         load = draw_load(law, max(8, round(plan.estimate.throughput * seconds)))
         blocks = (plan.kv_cache_tokens or 0) // BLOCK_SIZE
         blocks = min(blocks, self._runner.cache.num_blocks)
-        engine = Engine(Ahead(self._runner), plan.schedule, num_blocks=blocks)
+        engine = Engine(AsyncExecutor(self._runner), plan.schedule, num_blocks=blocks)
         records = play_engine(engine, load, vocab_size=self._profile.model.vocab_size).records
         return self._summary(law, self._replayed(plan, load, blocks)), self._summary(law, records)
 

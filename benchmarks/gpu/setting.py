@@ -19,7 +19,7 @@ from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.kernels.select import REFERENCE, Kernels, kernels_for
 from exeplan.profiler.measuring.captured_decode import replay_seconds
 from exeplan.profiler.measuring.device import cache_bytes, synchronize
-from exeplan.runner.compute.recording import Recorder
+from exeplan.runner.compute.graph_capture import GraphCapturer
 
 _MOST_SETS = 16
 TOY = {
@@ -152,7 +152,7 @@ def seconds_of(works: Sequence[Callable[[], object]], setting: Setting) -> float
             found = work()
         return (found,) if isinstance(found, Tensor) else ()
 
-    return replay_seconds(Recorder(setting.place).record(run).replay, setting.place) / len(works)
+    return replay_seconds(GraphCapturer(setting.place).capture(run).replay, setting.place) / len(works)
 
 
 @torch.inference_mode()

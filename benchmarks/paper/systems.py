@@ -77,14 +77,14 @@ def searched(placed: Problem, policy: str, bound: float) -> Point | None:
     """The best schedule of a policy on this placement; None when none keeps the bound."""
     module, best = load_policy(policy), None
     problem = replace(placed, bound=Bound(seconds=bound))
-    for filling in module.fillings(len(problem.cost.decode_stages)):
+    for values in module.enumerated(len(problem.cost.decode_stages)):
 
-        def evaluate(point: Mapping[str, int], filling: Mapping[str, int] = filling) -> Outcome:
-            return problem.evaluate(module.schedule({**point, **filling}, problem.workload))
+        def evaluate(point: Mapping[str, int], values: Mapping[str, int] = values) -> Outcome:
+            return problem.evaluate(module.schedule({**point, **values}, problem.workload))
 
         knobs = module.knobs(problem.workload, problem.max_seqs)
         found = search(knobs, evaluate, bound=bound, capacity=1.0).best
         if found and (best is None or found.outcome.throughput > best.throughput):
-            schedule = module.schedule({**found.point, **filling}, problem.workload)
+            schedule = module.schedule({**found.point, **values}, problem.workload)
             best = Point(schedule, found.outcome.throughput, found.outcome.latency)
     return best

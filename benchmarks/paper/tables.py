@@ -64,7 +64,7 @@ class StageTimes:
         """[1, passes]."""
         return np.where(cycle.num_prefill > 0, self.prefill, self.decode)[None]
 
-    def handover_seconds(self, num_tokens: float) -> float:
+    def kv_transfer_seconds(self, num_tokens: float) -> float:
         return 0.0
 
 

@@ -49,7 +49,7 @@ def _most(problem: Problem, policy: str, ratio: float, bound: float) -> float:
     best = 0.0
     for variant in placed.values():
         count = max(1, round(ratio * len(variant.problem.cost.decode_stages)))
-        grid = Variant(problem=variant.problem, filling={"micro_batches": count}).grid(module, knobs, limits)
+        grid = Variant(problem=variant.problem, enumerated={"micro_batches": count}).grid(module, knobs, limits)
         best = max(best, _found(grid, best))
     return best
 

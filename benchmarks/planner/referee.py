@@ -60,7 +60,7 @@ def _different(grid: Grid, variant: Variant, policy: Policy) -> int:
     """Values of the first knob up to the last that changes the schedule: another variable may limit it."""
 
     def schedule(value: int) -> Schedule:
-        variables = {**grid.point((value, *grid.bottom[1:])), **variant.filling}
+        variables = {**grid.point((value, *grid.bottom[1:])), **variant.enumerated}
         return policy.schedule(variables, variant.problem.workload)
 
     low, high = 0, grid.top[0]

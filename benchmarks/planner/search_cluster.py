@@ -74,7 +74,7 @@ def compare(seed: int, max_seqs: int) -> dict | None:
     free = search_variants(problem, policy, method="branch-and-bound", bound=float("inf"))
     if free is None or free[0].best is None:
         return None
-    bound = float(rng.choice(FACTORS)) * free[0].gentlest.outcome.latency
+    bound = float(rng.choice(FACTORS)) * free[0].lowest_latency.outcome.latency
     best, found = (
         search_variants(problem, policy, method=method, bound=bound) for method in ("exhaustive", "branch-and-bound")
     )

@@ -34,7 +34,7 @@ _PATHS = (
     b"/health",
     b"/",
     b"/plan",
-    b"/live",
+    b"/dashboard",
     b"/%00",
     b"/..%2f",
     b"*",

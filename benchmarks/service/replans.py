@@ -16,7 +16,6 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -29,6 +28,7 @@ from exeplan.planner.tables import table
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
 
 KV_TOKENS = 16384
 LAYERS = 6
@@ -126,24 +126,24 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
         await client.close()
 
 
-def _setup(spec: ModelSpec, placement: Placement, schedule: Schedule) -> Mapping[str, Any]:
+def _setup(spec: ModelSpec, placement: Placement, schedule: Schedule) -> EngineSetup:
     plan = Plan(model="demo", schedule=schedule, placement=placement, kv_cache_tokens=KV_TOKENS)
-    return {"kind": "setup", **engine_setup(plan, spec, dummy_weights=True)}
+    return engine_setup(plan, spec, dummy_weights=True)
 
 
-async def _replan(client: EngineClient, setup: Mapping[str, Any], name: str, gaps: list[float]) -> dict[str, Any]:
+async def _replan(client: EngineClient, setup: EngineSetup, name: str, gaps: list[float]) -> dict[str, Any]:
     gaps.clear()
     began = time.perf_counter()
-    answer = await client.adopt(setup)
+    switched = await client.switch_plan(setup)
     took = time.perf_counter() - began
     await asyncio.sleep(0.5)  # Whoever was interrupted has had a token again.
     return {
         "to": name,
-        "stages": len(setup["placement"]),
-        "paused_s": round(answer["seconds"], 4),
+        "stages": len(setup.placement),
+        "paused_s": round(switched.seconds, 4),
         "took_s": round(took, 3),
-        "carried": answer["num_carried"],
-        "recomputed": answer["num_recomputed"],
+        "carried": switched.num_carried,
+        "recomputed": switched.num_recomputed,
         "gap_s": round(max(gaps, default=0.0), 3),
     }
 
@@ -152,8 +152,8 @@ async def _answer(client: EngineClient, body: tuple[list[int], int], gaps: list[
     """Tokens of one request, counted as they come: more than were asked for would be seen."""
     prompt, count = body
     job = client.reserve(1)
-    sampling = asdict(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
-    client.submit(job, [{"prompt_token_ids": prompt, "sampling": sampling}])
+    sampling = Sampling(**asdict(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)))
+    client.submit(job, [Prompt(prompt_token_ids=prompt, sampling=sampling)])
     tokens: list[int] = []
     last = None
     while True:

@@ -16,7 +16,7 @@ from scipy.sparse import coo_matrix
 
 from benchmarks.tcb.load import MEAN, Load, poisson
 from benchmarks.tcb.slots import full_batch
-from exeplan.core.batch import Sequence as Waiting
+from exeplan.core.batch import SequenceState
 from exeplan.core.queue_order import Das, QueueArrays, in_rows
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
@@ -155,9 +155,9 @@ def _choosing(schedule: Schedule, load: Load, waiting: Sequence[int]) -> float:
     return time.perf_counter() - begin
 
 
-def _waiting(load: Load, number: int) -> Waiting:
+def _waiting(load: Load, number: int) -> SequenceState:
     tokens = int(load.tokens[number])
-    return Waiting(
+    return SequenceState(
         request_id=str(number),
         num_prompt_tokens=tokens + 1,
         num_begin_tokens=1,

@@ -16,7 +16,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 
 ROWS, ROW_TOKENS = 64, 400
 SHARES = (0.3, 0.6, 0.9, 1.2)
@@ -61,7 +61,9 @@ def serve(
     A backlog may be timed by another clock, such as that of the CPU.
     """
     begin = clock()
-    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks, clock=lambda: clock() - begin)
+    engine = Engine(
+        InProcessExecutor(runner), schedule, num_blocks=runner.cache.num_blocks, clock=lambda: clock() - begin
+    )
     requests, arrivals = [request(load, number) for number in range(len(load))], load.arrivals.tolist()
     ended: dict[int, bool] = {}
     last, added = 0.0, 0

@@ -15,7 +15,7 @@ from benchmarks.tcb.serve import ROW_TOKENS, request
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.engine.engine import Engine
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 
 SLOTS = (1, 2, 3, 4, 5, 6, 7, 8, 10)
 
@@ -32,7 +32,7 @@ def full_batch(
     """The first batch of a backlog that fills it, with requests as they come."""
     cut = {"slot_tokens": row_tokens // slots} if slots > 1 else {}
     schedule = Schedule("concat", {"rows": rows, "row_tokens": row_tokens, **cut})
-    engine = Engine(Local(runner), schedule, num_blocks=runner.cache.num_blocks)
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=runner.cache.num_blocks)
     tokens = lengths(np.random.default_rng(seed), 2 * rows * row_tokens // MEAN, variance)
     # Whoever is longer than a slot would get a batch of its own.
     tokens = tokens[tokens <= row_tokens // slots]

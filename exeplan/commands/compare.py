@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", required=True, nargs="+", metavar="W", help="trace files, shipped names, or laws")
     parser.add_argument("--latency-bound", required=True, metavar="T,T", help="such as 5s,10s,inf")
     parser.add_argument("--bound-on", default="p99-length", metavar="WHAT", help="p99-length (default) or p99-requests")
-    parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
+    parser.add_argument(
+        "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
+    )
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to each model's context")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows as CSV too")
     parser.add_argument("--json", action="store_true", help="print one JSON object a row instead of a table")
@@ -66,7 +68,7 @@ def _bounds(text: str, about: str) -> "list[Bound]":
     from exeplan.core.bounds import Bound, check_together
     from exeplan.units import seconds
 
-    bounds = [Bound(seconds=seconds(word, "--latency-bound"), about=about) for word in text.split(",")]
+    bounds = [Bound(seconds=seconds(word, "--latency-bound"), metric=about) for word in text.split(",")]
     check_together(bounds[:1])
     return bounds
 

@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default: 60s)")
     parser.add_argument("--every", default="5s", metavar="TIME", help="between two looks (default: 5s)")
     parser.add_argument("--gain", default="3%", metavar="SHARE", help="throughput worth a re-plan (default: 3%%)")
-    parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
+    parser.add_argument(
+        "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the last plan that was adopted")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 

@@ -72,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "meet rate and bounds",
     )
     parser.add_argument("--across-nodes", action="store_true", help="let tensor parallelism span nodes")
-    parser.add_argument("--policy", default="auto", help="a policy, or auto for the best of all (default)")
+    parser.add_argument(
+        "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
+    )
     parser.add_argument("--method", default="branch-and-bound", help="branch-and-bound (default), exhaustive, bayesian")
     parser.add_argument("--fit-context", action="store_true", help="scale the lengths to the model's context")
     room = parser.add_mutually_exclusive_group()

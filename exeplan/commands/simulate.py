@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.core.bounds import fullest
+    from exeplan.core.bounds import binding
     from exeplan.core.plan import as_json, save_plan
     from exeplan.errors import InputError
     from exeplan.planner.load_problem import plan_problem, read_plan, refer
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             gpus=None if args.cluster else plan.gpus,
         )
         save_plan(saved, args.output)
-    full = fullest(problem.bounds, replayed)
+    full = binding(problem.bounds, replayed)
     broken = full is not None and full[1] > 1
     if args.json:
         beyond = problem.cost.beyond(steady_state(schedule, problem.workload, problem.cost).cycle)

@@ -1,6 +1,6 @@
-"""Sequences, batches and packed rows: what a scheduler orders, a policy chooses from, and a driver runs or times.
+"""Sequences, batches and packed rows: the values that scheduler, policies, replay and engine exchange.
 
-Not here: who is admitted, preempted and dismissed (`exeplan/scheduling/scheduler.py`).
+Not here: which sequence is admitted, preempted or finished (`exeplan/scheduling/scheduler.py`).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
+class SequenceState:
     """One request as the scheduler sees it. Identity, not value: two sequences of equal lengths are not equal."""
 
     request_id: str
@@ -23,23 +23,24 @@ class Sequence:
     num_blocks: int = 0
     """KV blocks held; 0 while waiting."""
     num_computed_tokens: int = 0
-    """Tokens whose keys and values the chunks so far have computed of a prefill with more to come; 0 otherwise."""
+    """Tokens computed by the chunks of a prefill that is not complete; 0 otherwise."""
     group: int = 0
     """The micro-batch in which it decodes."""
     in_flight: bool = False
-    """In a batch that is under way, or being handed over."""
+    """In a batch in flight, or in KV transfer."""
     admission: int = 0
-    """How many were admitted before it: who is older."""
+    """Number of sequences admitted before it: a smaller number is older."""
     finished: bool = False
     preemptions: int = 0
     num_begin_tokens: int = 0
-    """Tokens counted in the prompt that nobody sent: 1 for an encoder-decoder model, whose decoder begins with it."""
+    """Tokens counted in the prompt that the client did not send: 1 for an encoder-decoder model, the decoder's
+    start."""
     deadline: float | None = None
-    """Seconds on the driver's clock; one that has not started by then never does."""
+    """Seconds on the driver's clock; a request that has not started by then expires."""
     weight: float = 1.0
-    """What its answer is worth beside others of its length."""
+    """Worth of its answer relative to others of its length."""
     slot: int = 0
-    """Where finished rows are kept: with whom it leaves (see `Packing.slots`)."""
+    """Where finished rows are kept: the sequences of one slot leave together (see `Packing.slots`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +66,7 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class Place(NamedTuple):
+class PackedPrompt(NamedTuple):
     """Where a prompt lies in a packed batch: its first token is token `start` of a row."""
 
     row: int
@@ -83,7 +84,7 @@ class Packing:
 
     row_tokens: int
     slot_tokens: int
-    places: tuple[Place, ...]
+    places: tuple[PackedPrompt, ...]
     """One for each prefilled row of the batch, in its order."""
 
     @property
@@ -119,8 +120,8 @@ class Batch:
     and attends to `num_tokens`.
     """
 
-    prefill: tuple[Sequence, ...] = ()
-    decode: tuple[Sequence, ...] = ()
+    prefill: tuple[SequenceState, ...] = ()
+    decode: tuple[SequenceState, ...] = ()
     pad_to: int = 0
     chunks: tuple[Chunk, ...] = ()
     group: int = 0
@@ -130,7 +131,7 @@ class Batch:
     packing: Packing | None = None
 
     @property
-    def whole_prefills(self) -> tuple[Sequence, ...]:
+    def whole_prefills(self) -> tuple[SequenceState, ...]:
         """Prefilled rows of which nothing is left to prefill after this pass."""
         if not self.chunks:
             return self.prefill
@@ -152,18 +153,18 @@ class Batch:
 
 
 def num_blocks_for(num_tokens: int) -> int:
-    """KV blocks that hold so many tokens."""
+    """KV blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def balanced_part(rows: tuple[Sequence, ...], parts: int) -> tuple[Sequence, ...]:
-    """The fullest of `parts` nearly equal shares of the rows by tokens: longest first, each to the emptiest share."""
+def balanced_part(rows: tuple[SequenceState, ...], parts: int) -> tuple[SequenceState, ...]:
+    """The largest of `parts` nearly equal shares of the rows by tokens: longest first, each to the smallest share."""
     if parts == 1:
         return rows
-    shares: list[tuple[int, int, list[Sequence]]] = [(0, number, []) for number in range(parts)]
+    shares: list[tuple[int, int, list[SequenceState]]] = [(0, number, []) for number in range(parts)]
     for row in sorted(rows, key=lambda s: -s.num_tokens):
         tokens, number, share = shares[0]
         heapreplace(shares, (tokens + row.num_tokens, number, [*share, row]))
-    _, _, fullest = max(shares, key=lambda share: (share[0], -share[1]))
-    chosen = {id(row) for row in fullest}
+    _, _, largest = max(shares, key=lambda share: (share[0], -share[1]))
+    chosen = {id(row) for row in largest}
     return tuple(row for row in rows if id(row) in chosen)

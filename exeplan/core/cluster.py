@@ -32,7 +32,7 @@ class Link:
     """Seconds before the first byte arrives."""
 
     def seconds(self, size: float) -> float:
-        """To send so many bytes."""
+        """Seconds to send `size` bytes."""
         return self.latency + size / self.bytes_per_second
 
 
@@ -62,7 +62,7 @@ class Cluster:
         return len({self.node_of(gpu) for gpu in gpus}) == 1
 
     def part(self, num_gpus: int) -> "Cluster":
-        """So many GPUs of it: whole nodes, or some of one. Raises InputError when that is not possible."""
+        """`num_gpus` of its GPUs: whole nodes, or a part of one. Raises InputError where neither is possible."""
         if not 1 <= num_gpus <= self.num_gpus:
             raise InputError(f"cluster {self.name} has {self.num_gpus} GPUs, not {num_gpus}")
         if num_gpus <= self.gpus_per_node:

@@ -2,7 +2,7 @@
 
 `encoder` picks an encoder-decoder model's encoder layer instead of its decoder layer. Parameters, not bytes; a tensor
 parallel group shares them evenly, but for normalisation weights and biases, which are left out: OPT-13B's
-layer has 13 hidden sizes of them beside 12 squares of it, 0.02 %.
+layer has 13 hidden sizes of them and 12 squares of it, 0.02 %.
 """
 
 from exeplan.core.model import DTYPE_BYTES, ModelSpec

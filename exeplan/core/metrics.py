@@ -4,15 +4,15 @@
     tpot      (last token - first token) / (output tokens - 1), mean over requests with at least two tokens
     e2e       last token - start of its prefill
     latency   p99-length: mean time from the start until the n-th token, n the planned 99th-percentile length, over the
-              requests that have so many; pNN-requests: the NN-th percentile of e2e
+              requests that reach it; pNN-requests: the NN-th percentile of e2e
     throughput   requests/s: output tokens a second over the mean output length
-    deadline_share   of the requests that came in the window, those whose last token was there by their deadline
-    utility      what these are worth a second, weight / input tokens each
+    deadline_share   share of the requests that arrived in the window whose last token came by their deadline
+    utility      worth of these requests a second, weight / input tokens each
 
 For pNN-deadline latency is the time from arrival to the last token, scaled by the request's own deadline to the mean
 one; a request that expired counts as one that took twice its deadline.
 
-The steady window opens when a whole generation of requests has passed: nobody of the first, synchronised batch is left,
+The steady window opens when a whole generation of requests has passed: none of the first, synchronised batch is left,
 or a quarter of all tokens is out, whichever is earlier; at once where batches do not overlap. It closes when the queue
 has run dry. A batch that fills up or drains is not what a plan under a backlog predicts. Rates count what falls in it;
 times count requests that start in it (for p99-length also reach the n-th token in it), or all requests where there are
@@ -71,7 +71,7 @@ def summarize(
     records: Sequence[RequestRecord],
     *,
     p99_output: int,
-    bound_about: str = "p99-length",
+    bound_metric: str = "p99-length",
     backlog: bool = True,
     waiting: bool = False,
     kv_tokens: float = 0.0,
@@ -79,20 +79,20 @@ def summarize(
 ) -> Estimate:
     """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window;
     `waiting` that they came at their own times and the wait counts."""
-    everybody = records
-    records = [r for r in everybody if not r.expired]
+    all_records = records
+    records = [r for r in all_records if not r.expired]
     if not records:
-        return _nothing(everybody, bound_about, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
+        return _nothing(all_records, bound_metric, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
     if waiting:
         records = [replace(r, start=r.arrival) for r in records]
     opens, closes = _arrival_window(records) if waiting else window(records, backlog)
     inside = [r for r in records if opens <= r.start < closes] or records
     e2e = np.array([r.token_times[-1] - r.start for r in inside])
-    share = share_of_requests(bound_about)
+    share = share_of_requests(bound_metric)
     rate = _token_rate(records, opens, closes)
-    came = [r for r in everybody if opens <= r.arrival < closes] if waiting else list(everybody)
+    came = [r for r in all_records if opens <= r.arrival < closes] if waiting else list(all_records)
     latency: float | None
-    if is_deadline(bound_about) and share is not None:
+    if is_deadline(bound_metric) and share is not None:
         latency = _deadline_latency(came, share)
     elif share is None:
         latency = _length_latency(records, p99_output, opens, math.inf if waiting else closes)
@@ -113,13 +113,13 @@ def summarize(
     )
 
 
-def _nothing(records: Sequence[RequestRecord], about: str, *, kv_tokens: float, memory_bytes: float) -> Estimate:
-    """Of a run in which everybody expired."""
+def _nothing(records: Sequence[RequestRecord], metric: str, *, kv_tokens: float, memory_bytes: float) -> Estimate:
+    """The Estimate of a run in which every request expired."""
     times = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency_p50", "latency_p99"), 0.0)
-    share = share_of_requests(about)
+    share = share_of_requests(metric)
     return Estimate(
         **times,
-        latency=_deadline_latency(records, share) if share is not None and is_deadline(about) else None,
+        latency=_deadline_latency(records, share) if share is not None and is_deadline(metric) else None,
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=0.0,
@@ -150,7 +150,7 @@ def _utility(records: Sequence[RequestRecord], seconds: float) -> float | None:
 def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, float]:
     """Seconds at which the steady window opens and closes: starts of a prefill, or the whole run.
 
-    The whole run too where the window would hold little of it, as when everybody is admitted at once.
+    The whole run too where the window would hold little of it, as when all requests are admitted at once.
     """
     times = np.sort(np.concatenate([r.token_times for r in records]))
     whole = min(r.arrival for r in records), float(times[-1])

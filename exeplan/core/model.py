@@ -1,7 +1,7 @@
 """ModelSpec: the shape of a transformer, read from a Hugging Face config; no weights and no torch here.
 
 A model is named by a directory that holds a `config.json`, or by a shipped name: `plans/models/<name>.yaml` holds the
-same fields. What a family does with its shape is known only to `runner/models/<model_type>.py`.
+same fields. What a family does with its shape is known only to `runner/models`.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ class ModelSpec:
     head_dim: int
     intermediate_size: int
     gated_mlp: bool
-    """The MLP has a gate beside its up projection (SwiGLU)."""
+    """The MLP has a gate projection in addition to its up projection (SwiGLU)."""
     tied_head: bool
     """The output head is the embedding."""
     vocab_size: int

@@ -5,6 +5,7 @@ rest.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -49,10 +50,10 @@ class Plan:
     cluster: str | None = None
     """A cluster file or a shipped name; None for one device."""
     gpus: int | None = None
-    """So many GPUs of the cluster; None for all."""
+    """Number of GPUs of the cluster; None for all."""
     bound: Bound | None = None
     more_bounds: tuple[Bound, ...] = ()
-    """Bounds that hold beside it."""
+    """Bounds that hold together with `bound`."""
     arrival_rate: float | None = None
     """Requests a second, Poisson, for which the bounds hold with the wait; None where there is a backlog."""
     deadline: str | None = None
@@ -84,15 +85,18 @@ class Plan:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Writes the plan as YAML, unset fields left out."""
+    """Writes the plan as YAML, unset fields left out; a policy file is named from the plan's folder."""
     import yaml
 
     body = {name: value for name, value in as_json(plan).items() if value not in (None, {}, [])}
+    if plan.schedule.has_policy_file:
+        relative = os.path.relpath(plan.schedule.policy, path.resolve().parent)
+        body["schedule"]["policy"] = relative if relative.startswith("..") else f"./{relative}"
     write_text(path, yaml.safe_dump({"exeplan": 1, **body}, sort_keys=False, default_flow_style=None, width=110))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: `schedule` is flat, its policy beside its variables."""
+    """The plan as plain values: `schedule` is flat, with policy, order and control variables."""
     body = asdict(plan)
     order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
     body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
@@ -100,8 +104,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
         if body[name]:
             body[name] = estimate_json(body[name])
     body["placement"] = [stage_json(stage) for stage in plan.placement]
-    body["more_bounds"] = list(body["more_bounds"])
+    body["bound"] = bound_json(plan.bound) if plan.bound else None
+    body["more_bounds"] = [bound_json(bound) for bound in plan.more_bounds]
     return body
+
+
+def bound_json(bound: Bound) -> dict[str, Any]:
+    """A bound as plain values; its metric is called `about` in files."""
+    return {"seconds": bound.seconds, "about": bound.metric}
 
 
 def estimate_json(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +131,11 @@ def stage_json(stage: Stage) -> dict[str, Any]:
     return {**body, "phase": stage.phase} if stage.phase else body
 
 
-def parse_plan(body: Mapping[str, Any]) -> Plan:
-    """The plan of `as_json` values, its policy unchecked. Raises InputError naming the field that is wrong."""
+def parse_plan(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
+    """The plan of `as_json` values, its policy unchecked. Raises InputError naming the field that is wrong.
+
+    A policy file is taken from `folder`; without a folder, as for a plan from the network, none may be named.
+    """
     known = {f.name for f in fields(Plan)}
     if unknown := sorted({str(name) for name in body} - known):
         raise InputError(f"unknown field '{unknown[0]}'; a plan has {', '.join(sorted(known))}")
@@ -132,7 +145,7 @@ def parse_plan(body: Mapping[str, Any]) -> Plan:
             raise InputError(f"a plan needs '{name}'")
     _check_values(given)
     given.update(
-        schedule=_schedule(given["schedule"]),
+        schedule=_schedule(given["schedule"], folder),
         placement=placement_from(given["placement"]),
         bound=_bound(given["bound"]) if "bound" in given else None,
         more_bounds=_more_bounds(given),
@@ -188,18 +201,23 @@ def _check_values(body: Mapping[str, Any]) -> None:
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):
-            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals beside it")
+            raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals too")
     if "arrival_rate" in body:
         check_rate(body["arrival_rate"])
         if body.get("trace_arrivals"):
             raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
 
 
-def _schedule(body: Any) -> Schedule:
+def _schedule(body: Any, folder: Path | None) -> Schedule:
     if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
         raise InputError("schedule must name a policy and its control variables")
     variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}
-    return Schedule(body["policy"], variables, body.get("order", "fcfs"))
+    schedule = Schedule(body["policy"], variables, body.get("order", "fcfs"))
+    if not schedule.has_policy_file:
+        return schedule
+    if folder is None:
+        raise InputError("this plan cannot name a policy file, which is code; save it as a file where the policy is")
+    return replace(schedule, policy=str((folder / Path(schedule.policy).expanduser()).resolve()))
 
 
 def placement_from(body: Any) -> Placement:
@@ -235,12 +253,12 @@ def _counts(values: Any) -> bool:
 def _bound(body: Any) -> Bound:
     if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about"}:
         raise InputError(f"a bound has seconds and about, found {body!r}")
-    return Bound(**body)
+    return Bound(seconds=body["seconds"], metric=body.get("about", "p99-length"))
 
 
 def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
-    if bound and is_deadline(bound.about) and "deadline" not in body:
-        raise InputError(f"a bound on {bound.about} needs a deadline beside it, such as deadline: 2s")
+    if bound and is_deadline(bound.metric) and "deadline" not in body:
+        raise InputError(f"a bound on {bound.metric} needs a deadline too, such as deadline: 2s")
 
 
 def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:

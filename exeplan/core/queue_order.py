@@ -1,4 +1,4 @@
-"""Orders: who of those that wait goes first. Pure functions of arrays; a policy says how many there is room for.
+"""Orders: which waiting request goes first. Pure functions of arrays; a policy says how many may start.
 
     fcfs          first come, first served
     sjf, edf      shortest prompt first, earliest deadline first
@@ -7,7 +7,7 @@
     slotted-das   TCB Algorithm 2: the same choice, in slots of the longest request of a row's first part
 
     symbol  name       meaning
-    N_t     queue      who has arrived, not started and not expired
+    N_t     queue      requests that have arrived, not started and not expired
     B, L    rows, row_tokens
     z       slot_tokens
     v_n     utility    weight / tokens; 1 / l_n in the paper
@@ -15,7 +15,7 @@
 
 Rounded up, eta * s is at least one request. What `das` takes of a queue earns at least eta q / (eta q + 1) of what the
 best schedule in hindsight does (Theorem 5.1, for utilities 1 / l_n). fcfs, sjf and edf stop at the first request that
-fits nowhere; das goes on to smaller ones. Not here: expiry and memory (`exeplan.scheduling.scheduler`).
+fits nowhere; das continues with smaller ones. Not here: expiry and memory (`exeplan.scheduling.scheduler`).
 """
 
 import math
@@ -28,15 +28,15 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Packing, Place, Sequence
+from exeplan.core.batch import PackedPrompt, Packing, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import Ints
 
 ORDERS = ("fcfs", "sjf", "edf", "das")
 SLOTTED_DAS = "slotted-das"
 ORDER_VARIABLES = ("eta_percent", "q_percent", "lead_ms")
-"""What any schedule may say of its order: the parameters of DAS, and how long before its deadline a request has to
-start at the latest."""
+"""Variables of the order that any schedule may have: the parameters of DAS, and `lead_ms`, how long before its
+deadline a request must have started."""
 ETA = 0.5
 _WIDER = (1.0, 1.02, 1.05)
 """How much longer slots may become, so that requests of like lengths share one."""
@@ -44,7 +44,7 @@ _WIDER = (1.0, 1.02, 1.05)
 
 @dataclass(frozen=True, slots=True)
 class QueueArrays:
-    """Who waits, in order of arrival, one array entry each."""
+    """The waiting requests in order of arrival, one array entry each."""
 
     tokens: Ints
     deadlines: Floats
@@ -61,23 +61,23 @@ class Das:
 
 
 class Pick(NamedTuple):
-    """One of the queue in a bin: a row, or a slot."""
+    """A request of the queue in a bin, which is a row or a slot."""
 
     request: int
-    """Its place in the queue."""
+    """Its index in the queue."""
     bin: int
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Who goes into which of the bins, `bins_a_row` of them in each row."""
+    """Requests assigned to bins, `bins_a_row` of them in each row."""
 
     picks: list[Pick]
     bins_a_row: int = 1
 
     def packing(self, queue: QueueArrays, count: int | None = None) -> Packing:
-        """The first `count` picks, dealt out anew where that makes their rows shorter; no more rows than now."""
+        """The first `count` picks, rebalanced where that makes their rows shorter; no more rows than now."""
         picks = self.picks[:count]
         lengths = queue.tokens.tolist()
         tokens = [lengths[pick.request] for pick in picks]
@@ -85,7 +85,7 @@ class Packed:
         bins = rows * self.bins_a_row if rows > 1 else 1 + max(pick.bin for pick in picks)
         size, lying = _laid([(pick.bin, pick.offset) for pick in picks], tokens, bins, alike=self.bins_a_row > 1)
         per_row = bins // rows
-        places = (Place(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
+        places = (PackedPrompt(bin_ // per_row, bin_ % per_row * size + offset) for bin_, offset in lying)
         return Packing(per_row * size, size, tuple(places))
 
 
@@ -94,11 +94,11 @@ Lying = list[tuple[int, int]]
 
 
 def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[int, Lying]:
-    """How long the bins have to be, and where each request lies then.
+    """The length that the bins need, and where each request lies then.
 
-    Like ones lie together where that needs hardly more: slots leave when all of theirs are done.
+    Requests of like lengths share a bin where that needs hardly more: a slot leaves when all its requests are done.
     """
-    even = dealt(tokens, bins)
+    even = evenly_spread(tokens, bins)
     size, best = min((_longest(where, tokens), where) for where in (lying, even))
     if alike:
         lengths = np.array(tokens)
@@ -112,7 +112,7 @@ def _laid(lying: Lying, tokens: list[int], bins: int, *, alike: bool) -> tuple[i
     return size, best
 
 
-def dealt(tokens: list[int], bins: int) -> Lying:
+def evenly_spread(tokens: list[int], bins: int) -> Lying:
     """Bin and offset of each, longest first, each into the emptiest bin."""
     fill = [(0, number) for number in range(bins)]
     where = [(0, 0)] * len(tokens)
@@ -127,7 +127,7 @@ def _longest(where: Lying, tokens: list[int]) -> int:
     return max(offset + length for (_, offset), length in zip(where, tokens, strict=True))
 
 
-def queue_of(sequences: Iterable[Sequence]) -> QueueArrays:
+def queue_of(sequences: Iterable[SequenceState]) -> QueueArrays:
     """The queue of these sequences."""
     rows = [(s.num_packed_tokens, math.inf if s.deadline is None else s.deadline, s.weight) for s in sequences]
     tokens, deadlines, weights = np.array(rows, dtype=float).reshape(-1, 3).T
@@ -140,7 +140,7 @@ def ranking(order: str, queue: QueueArrays, *, room: int, limit: int, das: Das, 
     DAS then has one row. Where requests start one at a time its first part would be all there is: what eta times their
     number leaves over is carried on from those `before` this one.
     """
-    if order != "das":
+    if order != "das" or not len(queue.tokens):
         return _sorted(order, queue)
     by_utility = np.argsort(-queue.utilities, kind="stable")
     count = int(np.searchsorted(np.cumsum(queue.tokens[by_utility]), room, side="right"))
@@ -154,7 +154,7 @@ def ranking(order: str, queue: QueueArrays, *, room: int, limit: int, das: Das, 
 
 
 def in_rows(order: str, queue: QueueArrays, *, rows: int, row_tokens: int, das: Das) -> Packed:
-    """Who goes into which row. Nobody in the queue may be longer than a row."""
+    """The row of each request. No request of the queue may be longer than a row."""
     if order != "das":
         return Packed(_best_fit(_sorted(order, queue), queue.tokens, bins=rows, size=row_tokens, strict=True))
     picks = []
@@ -165,9 +165,9 @@ def in_rows(order: str, queue: QueueArrays, *, rows: int, row_tokens: int, das: 
 
 
 def in_slots(order: str, queue: QueueArrays, *, rows: int, row_tokens: int, slot_tokens: int, das: Das) -> Packed:
-    """Who goes into which slot. Nobody in the queue may be longer than one.
+    """The slot of each request. No request of the queue may be longer than a slot.
 
-    DAS fills rows, which are then dealt out to all slots, whoever it did not choose last.
+    DAS fills rows, whose requests are then spread over all slots, followed by those that it did not choose.
     """
     slots = row_tokens // slot_tokens
     if order == "das":
@@ -181,19 +181,19 @@ def in_slots(order: str, queue: QueueArrays, *, rows: int, row_tokens: int, slot
 
 
 def in_slots_of_their_own(queue: QueueArrays, *, rows: int, row_tokens: int, das: Das) -> Packed:
-    """Algorithm 2. Whoever is longer than the slot that it comes to waits for another batch."""
+    """Algorithm 2. A request longer than its slot waits for another batch."""
     chosen = das_rows(queue, rows=rows, row_tokens=row_tokens, das=das)
     size = max(int(queue.tokens[row[:first]].max()) for row, first in chosen)
     slots = row_tokens // size
     rank = np.concatenate([row for row, _ in chosen])
-    # As long as so many slots can be.
+    # As long as this many slots can be.
     return Packed(
         _best_fit(rank, queue.tokens, bins=rows * slots, size=row_tokens // slots, strict=False), bins_a_row=slots
     )
 
 
 def das_rows(queue: QueueArrays, *, rows: int, row_tokens: int, das: Das) -> list[tuple[Ints, int]]:
-    """Algorithm 1: who goes into each row, and how many of them for their utility. Nobody may be longer than a row."""
+    """Algorithm 1: the requests of each row, and how many of them for their utility. None may be longer than a row."""
     place = np.empty(len(queue.tokens), dtype=np.int64)
     left = np.argsort(-queue.utilities, kind="stable")
     place[left] = np.arange(len(left))
@@ -213,7 +213,7 @@ def das_rows(queue: QueueArrays, *, rows: int, row_tokens: int, das: Das) -> lis
 def _das_row(
     queue: QueueArrays, left: Ints, by_deadline: Ints, place: Ints, *, room: int, das: Das
 ) -> tuple[Ints, int]:
-    """One row from those `left`, by utility, who have that `place` among all."""
+    """One row from those `left`, by utility; `place` is the rank of each among all."""
     total = np.cumsum(queue.tokens[left])
     if total[-1] <= room:
         return left, len(left)
@@ -232,7 +232,7 @@ def _das_row(
 
 
 def _greedy(tokens: Ints, room: int) -> Ints:
-    """Positions of those that go in one after the other, each where it still fits."""
+    """Positions of those taken one after the other, each if it still fits."""
     taken, here = [], np.arange(len(tokens))
     while len(here := here[tokens[here] <= room]):
         total = np.cumsum(tokens[here])
@@ -249,7 +249,7 @@ def _sorted(order: str, queue: QueueArrays) -> Ints:
 
 
 def _best_fit(rank: Ints, tokens: Ints, *, bins: int, size: int, strict: bool) -> list[Pick]:
-    """Each into the fullest bin where it fits; `strict` stops at the first that fits nowhere."""
+    """Best fit: each into the bin with the least room that holds it; `strict` stops at the first that fits nowhere."""
     rooms = [(size, number) for number in range(bins)]
     least = int(tokens[rank].min(initial=size))
     picks = []

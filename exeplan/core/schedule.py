@@ -1,12 +1,16 @@
-"""What a plan chooses, and what that does: Schedule, Placement, Estimate.
+"""What a plan chooses, and its effect: Schedule, Placement, Estimate.
 
 Not here: the file that holds them (`plan.py`), and how they are found (`exeplan/planner`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from exeplan.core.model import ModelSpec
+
+POLICY_FILE = ".py"
+"""How the name of a policy ends that is a file outside the package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,16 +18,38 @@ class Schedule:
     """A policy with values for its control variables."""
 
     policy: str
+    """A name, or the absolute path of a policy file (see `exeplan.policies`)."""
     variables: Mapping[str, int]
     order: str = "fcfs"
-    """Who of those that wait goes first (see `exeplan.core.queue_order`)."""
+    """Which waiting request goes first (see `exeplan.core.queue_order`)."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Batches in flight on a pipeline, each with its own requests; the variable `micro_batches` of any policy."""
+        return self.variables.get("micro_batches", 1)
+
+    @property
+    def prefill_batch(self) -> int | None:
+        """Requests of one prefill, where the schedule plans them; the variable `prefill_batch` of some policies."""
+        return self.variables.get("prefill_batch")
+
+    @property
+    def lead_seconds(self) -> float:
+        """How long before its deadline a request must have started; the variable `lead_ms` of any order."""
+        return self.variables.get("lead_ms", 0) / 1000
+
+    @property
+    def has_policy_file(self) -> bool:
+        """Whether the policy is a file outside the package: loading it runs its code."""
+        return self.policy.endswith(POLICY_FILE)
 
     def __getitem__(self, name: str) -> int:
         return self.variables[name]
 
     def __str__(self) -> str:
         values = [] if self.order == "fcfs" else [f"order={self.order}"]
-        return f"{self.policy}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
+        name = Path(self.policy).name if self.has_policy_file else self.policy
+        return f"{name}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +79,11 @@ def single_stage(spec: ModelSpec) -> Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a schedule does: predicted by closed form or replay, or measured. Requests/s, seconds, tokens, bytes.
+    """The performance of a schedule, predicted by closed form or replay, or measured. Requests/s, seconds, tokens,
+    bytes.
 
-    Times count from the start of a request's prefill, where requests come at a rate from its arrival. `latency` is the
-    one the bound is about; where a measurement holds no request that long it is None.
+    Times count from the start of a request's prefill, with arrivals from its arrival. `latency` is
+    the metric of the bound; None where a measurement holds no request that long.
     """
 
     throughput: float
@@ -70,7 +97,6 @@ class Estimate:
     """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
     memory_bytes_per_gpu: float
     deadline_share: float | None = None
-    """Share of the requests whose whole answer is there by their deadline; None where they have none, or by closed
-    form."""
+    """Share of the requests whose whole answer comes by their deadline; None without deadlines, and by closed form."""
     utility: float | None = None
-    """What these are worth, weight / input tokens each, a second."""
+    """Worth of these requests a second, weight / input tokens each."""

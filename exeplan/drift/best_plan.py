@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.bounds import scaled, share_of_requests, shares
+from exeplan.core.bounds import scaled, share_of_requests, utilizations
 from exeplan.core.plan import Plan
 from exeplan.drift.evidence import tail_within
 from exeplan.drift.length_monitor import Observed
@@ -56,7 +56,7 @@ def best_plan(
 
     Raises InputError, Infeasible where nothing fits or sustains the rate, however wide the bounds.
     """
-    share = share_of_requests(problem.bound.about) or 0.99
+    share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
     tight = problem.held_to(scaled(problem.bounds, [1 / slowdown] * len(problem.bounds)))
     try:
@@ -110,7 +110,7 @@ def _attempt(problem: Problem, make: Callable[[Problem], Plan], number: int) -> 
         plan = make(problem.held_to(scaled(problem.bounds, [factor] * len(problem.bounds))))
     except Infeasible as refusal:
         return refusal
-    own = max(shares(problem.bounds, plan.replay)) if plan.replay else factor
+    own = max(utilizations(problem.bounds, plan.replay)) if plan.replay else factor
     return Found(plan=plan, missed=max(1.0, min(factor, own)))
 
 

@@ -13,12 +13,12 @@ Not here: what follows from the law (`drift.py`).
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.drift.evidence import Known, dependence, evidence
+from exeplan.drift.state import RequestLengths
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
@@ -34,18 +34,6 @@ _DRAWS = 16
 """Lengths that stand for what one request may become."""
 _TAIL = 0.99
 _NOBODY = 1e-9
-
-
-class Seen(NamedTuple):
-    """A request as far as it is known; `start` in seconds on any one clock."""
-
-    start: float
-    input_tokens: int
-    output_tokens: int
-    complete: bool
-    """False: it still runs, or was dropped, and would have become longer."""
-    seconds: float = 0.0
-    """From its start to its last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +57,8 @@ class LengthMonitor:
 
     def __init__(self, *, half_life: float = HALF_LIFE, most_kept: int = MOST_KEPT) -> None:
         self._half_life = half_life
-        self._ended: deque[Seen] = deque(maxlen=most_kept)
-        self._running: tuple[Seen, ...] = ()
+        self._ended: deque[RequestLengths] = deque(maxlen=most_kept)
+        self._running: tuple[RequestLengths, ...] = ()
         self._since = -np.inf
         self._most_kept = most_kept
         self._alike = 1.0
@@ -78,7 +66,7 @@ class LengthMonitor:
         self.num_noted = 0
         """Requests that have ended, in all."""
 
-    def note(self, ended: Iterable[Seen], running: Sequence[Seen]) -> None:
+    def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
         """Takes those that have ended since the last call, and all that run now."""
         before = tuple(ended)
         self._ended.extend(before)
@@ -90,7 +78,7 @@ class LengthMonitor:
         """Complete requests at hand; what was forgotten early does not count."""
         return sum(seen.complete and seen.start >= self._since for seen in self._ended)
 
-    def recent(self) -> tuple[Seen, ...]:
+    def recent(self) -> tuple[RequestLengths, ...]:
         """Those that have ended and count."""
         return tuple(seen for seen in self._ended if seen.start >= self._since)
 
@@ -135,7 +123,7 @@ class _Sample:
     complete: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[Seen]) -> "_Sample":
+    def of(cls, rows: Sequence[RequestLengths]) -> "_Sample":
         starts, inputs, outputs, complete, _ = zip(*rows, strict=True)
         lengths = np.array([inputs, outputs], np.int64)
         return cls(np.array(starts, float), lengths[0], lengths[1], np.array(complete, bool))

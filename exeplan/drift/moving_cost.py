@@ -5,7 +5,7 @@ prefilled again (ExeGPT, ASPLOS 2024, section 5.3 and Table 4). They stay where 
 Not here: the difference itself (`plan_diff.py`).
 """
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.planner.load_problem import engine_blocks
@@ -38,7 +38,7 @@ def _recompute_seconds(problem: Problem, old: Plan, new: Plan) -> float:
     if cycle.num_seqs < 1:
         return 0.0
     tokens = max(1, round(cycle.kv_tokens / cycle.num_seqs))
-    row = Sequence(request_id="resident", num_prompt_tokens=tokens, max_output_tokens=1)
+    row = SequenceState(request_id="resident", num_prompt_tokens=tokens, max_output_tokens=1)
     there = problem.at(new.placement).cost
     phase = "prefill" if any(stage.phase for stage in new.placement) else ""
     return float(cycle.num_seqs * max(there.stage_seconds(Batch(prefill=(row,), phase=phase))))

@@ -5,7 +5,7 @@ Not here: how it comes about (`drift.py`, `runner/replan/replanner.py`) and how 
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from exeplan.core.plan import Plan
 from exeplan.core.plan import as_json as plan_json
@@ -35,6 +35,18 @@ class Rules:
     """Looks in a row that have to agree."""
     confidence: float = 0.8
     """That the tail is not heavier than the new plan reckons with."""
+
+
+class RequestLengths(NamedTuple):
+    """A request as far as it is known; `start` in seconds on any one clock."""
+
+    start: float
+    input_tokens: int
+    output_tokens: int
+    complete: bool
+    """False: it still runs, or was dropped, and would have become longer."""
+    seconds: float = 0.0
+    """From its start to its last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.plan import Plan
-from exeplan.drift.length_monitor import Seen
-from exeplan.drift.state import DriftState
+from exeplan.drift.state import DriftState, RequestLengths
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.problem import Problem
@@ -77,5 +76,5 @@ def _seconds(watch: Watch, problem: Problem, longest: int) -> Floats:
     return np.maximum.accumulate(steady.latency(np.arange(1.0, longest + 1.0)))
 
 
-def _seen(trace: Trace, arrivals: Floats, number: int, num_tokens: int, complete: bool) -> Seen:
-    return Seen(float(arrivals[number]), int(trace.inputs[number]), num_tokens, complete)
+def _seen(trace: Trace, arrivals: Floats, number: int, num_tokens: int, complete: bool) -> RequestLengths:
+    return RequestLengths(float(arrivals[number]), int(trace.inputs[number]), num_tokens, complete)

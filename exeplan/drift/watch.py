@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.core.bounds import fullest, scaled
+from exeplan.core.bounds import binding, scaled
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.drift.best_plan import STEP, best_plan
 from exeplan.drift.evidence import Known, evidence
-from exeplan.drift.length_monitor import LengthMonitor, Observed, Seen
+from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
-from exeplan.drift.state import DriftState, Rules
+from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.optimize import resolve_policies
 from exeplan.planner.problem import Problem
@@ -91,7 +91,7 @@ class Watch:
         self.rules = rules or Rules()
         self.plan, self.monitor = plan, monitor or LengthMonitor()
         self._problem = _without_trace(problem)
-        self.policies = policies or _policies(problem)
+        self.policies = policies or _policies(problem, plan)
         self._basis = _Basis.of(problem.workload)
         self._planned = self._basis
         self._agreeing, self._told, self._last_replan = 0, 0, -math.inf
@@ -113,7 +113,7 @@ class Watch:
         """What the active plan was made for."""
         return self._planned.known.workload
 
-    def note(self, ended: Iterable[Seen], running: Sequence[Seen]) -> None:
+    def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
         """See `LengthMonitor.note`."""
         self.monitor.note(ended, running)
 
@@ -263,11 +263,15 @@ class Watch:
         return float(np.clip(took[first:].sum() / max(predicted[first:].sum(), 1e-9), 1.0, _MOST_SLOWDOWN))
 
 
-def _policies(problem: Problem) -> tuple[str, ...]:
-    """Those that `auto` is; where the placement stays and has stages set apart, those that need such."""
+def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """The policies of `auto`, and the plan's own where it is from outside the package.
+
+    Where the placement stays and has separate stages, those that need such.
+    """
+    own = () if plan.schedule.policy in policy_names() else (plan.schedule.policy,)
     if problem.cluster is None and any(stage.phase for stage in problem.cost.placement):
-        return tuple(name for name in policy_names() if load_policy(name).SEPARATE_STAGES)
-    return resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None)
+        return (*own, *(name for name in policy_names() if load_policy(name).SEPARATE_STAGES))
+    return (*own, *resolve_policies("auto", problem.cluster, deadlines=problem.workload.deadlines is not None))
 
 
 def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:
@@ -281,7 +285,7 @@ def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float |
 
 def _share(problem: Problem, estimate: Estimate) -> float:
     """How full the fullest bound is; 0 where nothing is bounded."""
-    full = fullest(problem.bounds, estimate)
+    full = binding(problem.bounds, estimate)
     return full[1] if full else 0.0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster
-from exeplan.core.plan import estimate_json, stage_json
+from exeplan.core.plan import bound_json, estimate_json, stage_json
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Placement, Schedule
 from exeplan.errors import Infeasible, InputError
@@ -128,7 +128,7 @@ def as_json(row: Comparison) -> dict[str, Any]:
     """A row for programs: schedule and placement as in a plan, null where there is none."""
     return {
         **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
-        "bound": asdict(row.bound),
+        "bound": bound_json(row.bound),
         "schedule": {"policy": row.schedule.policy, **row.schedule.variables} if row.schedule else None,
         "placement": [stage_json(stage) for stage in row.placement] if row.placement else None,
         "estimate": estimate_json(asdict(row.estimate)) if row.estimate else None,
@@ -153,7 +153,7 @@ def _flat(row: Comparison) -> dict[str, Any]:
     return {
         **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
         "bound_seconds": row.bound.seconds,
-        "bound_about": row.bound.about,
+        "bound_about": row.bound.metric,
         "policy": row.schedule.policy if row.schedule else None,
         "variables": _variables(row.schedule) if row.schedule else None,
         "placement": show_placement(row.placement) if row.placement else None,

@@ -109,7 +109,7 @@ def _what_binds(problem: Problem, winner: Candidate) -> str:
     binding = winner.search.what_binds
     found = []
     if "latency" in binding:
-        found.append(f"the {problem.fullest_bound(winner.schedule)}")
+        found.append(f"the {problem.binding_bound(winner.schedule)}")
     if "memory" in binding:
         steady = steady_state(winner.schedule, problem.workload, problem.cost)
         held = memory_bytes(problem.profile, problem.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)

@@ -19,7 +19,7 @@ def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
     """Why one policy has no schedule."""
     if result.best is not None:
         return f"{policy} sustains {_rate(result.best.outcome.throughput)} within the bounds"
-    outcome = result.gentlest.outcome
+    outcome = result.lowest_latency.outcome
     if "memory" in result.what_binds:
         return f"{policy} needs {show_bytes(outcome.memory * problem.memory)} at its gentlest"
     return f"{policy} needs {show_seconds(outcome.latency)} at its gentlest"
@@ -28,7 +28,7 @@ def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
 def too_tight(problem: Problem, gentlest: Schedule, bound: Bound, needed: float) -> Infeasible:
     """The gentlest schedule needs so many seconds for what the bound is on: what binds, and the tightest bound."""
     length = problem.workload.output_quantile(0.99)
-    name = "latency bound" if bound.on_latency else f"{bound.about} bound"
+    name = "latency bound" if bound.on_latency else f"{bound.metric} bound"
     tightest = _round_up(needed)
     return Infeasible(
         f"{name} {show_seconds(bound.seconds)}, but the gentlest schedule, {gentlest}, needs {show_seconds(needed)} "
@@ -55,14 +55,14 @@ def burst(problem: Problem, schedule: Schedule, bound: Bound, needed: float) -> 
     """The replay with arrivals breaks a bound whichever schedule is taken."""
     return Infeasible(
         f"{problem.arrivals} come, and the best schedule that was replayed with them, {schedule}, needs "
-        f"{show_seconds(needed)} for {bound.about}, the wait included; the bound is {show_seconds(bound.seconds)}",
-        nearest=f"{bound.about} would be {_round_up(needed)}",
+        f"{show_seconds(needed)} for {bound.metric}, the wait included; the bound is {show_seconds(bound.seconds)}",
+        nearest=f"{bound.metric} would be {_round_up(needed)}",
         wider=needed / bound.seconds,
     )
 
 
 def _what_binds(problem: Problem, schedule: Schedule, result: Result) -> str:
-    found = [str(problem.fullest_bound(schedule))] if "latency" in result.what_binds else []
+    found = [str(problem.binding_bound(schedule))] if "latency" in result.what_binds else []
     found += ["memory"] if "memory" in result.what_binds else []
     return f"what binds is {' and '.join(found)}" if found else "no batch is larger"
 
@@ -75,7 +75,7 @@ def wider_bounds(problem: Problem, search_again: Callable[[Problem], tuple[float
     """
     if math.isinf(problem.limit):
         return ""
-    unbounded, placement = search_again(problem.held_to([Bound(seconds=math.inf, about=problem.bound.about)]))
+    unbounded, placement = search_again(problem.held_to([Bound(seconds=math.inf, metric=problem.bound.metric)]))
     if unbounded < problem.required or placement is None:
         return f"; no bounds would do: without any it is {_rate(unbounded)}"
     there = replace(problem.at(placement), cluster=None)
@@ -88,24 +88,24 @@ def wider_bounds(problem: Problem, search_again: Callable[[Problem], tuple[float
 
 
 def _meaning(bound: Bound, length: int) -> str:
-    if bound.about == "p99-length":
+    if bound.metric == "p99-length":
         return f"an output of the 99th-percentile length ({length} tokens)"
-    if is_deadline(bound.about):
-        return f"{bound.about.removeprefix('p').removesuffix('-deadline')} % of requests by their deadline"
+    if is_deadline(bound.metric):
+        return f"{bound.metric.removeprefix('p').removesuffix('-deadline')} % of requests by their deadline"
     if bound.on_latency:
-        return f"{bound.about.removeprefix('p').removesuffix('-requests')} % of requests"
-    return "the first token" if bound.about == "ttft" else "each further token"
+        return f"{bound.metric.removeprefix('p').removesuffix('-requests')} % of requests"
+    return "the first token" if bound.metric == "ttft" else "each further token"
 
 
 def _floor(problem: Problem, bound: Bound, length: int) -> str:
     """Where the time of the gentlest schedule goes: one row through all layers, once a token."""
     cost, layers = problem.cost, problem.profile.model.num_layers
-    if bound.about == "ttft":
+    if bound.metric == "ttft":
         return f"what binds is the prefill of a single request, {problem.workload.mean_input:.0f} tokens on average"
     shard = cost.shards[min(cost.shards)]
     layer = float(shard.rest["decode"](1.0) + shard.decode_attention(1.0, problem.workload.mean_input + length / 2))
     around = float(shard.embed(1.0) + shard.head(1.0) + cost.overhead(1.0))
-    often = "" if bound.about == "tpot" else f", {length} times"
+    often = "" if bound.metric == "tpot" else f", {length} times"
     return (
         f"what binds is one row alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "
         f"them{often}"

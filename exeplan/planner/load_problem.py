@@ -33,14 +33,17 @@ def load_plan(path: Path) -> Plan:
     if body.pop("exeplan", 1) != 1:
         raise InputError(f"{path} is a plan of a newer exeplan")
     try:
-        return plan_from(body)
+        return plan_from(body, folder=path.resolve().parent)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def plan_from(body: Mapping[str, Any]) -> Plan:
-    """The plan of `as_json` values, checked by its policy. Raises InputError naming the field that is wrong."""
-    plan = parse_plan(body)
+def plan_from(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
+    """The plan of `as_json` values, checked by its policy. Raises InputError naming the field that is wrong.
+
+    Only a trusted source has a `folder`, from which a policy file is loaded (see `exeplan.policies`).
+    """
+    plan = parse_plan(body, folder=folder)
     check_schedule(plan.schedule)
     return plan
 

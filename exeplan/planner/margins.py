@@ -28,7 +28,7 @@ class Risk:
     laws: Mapping[str, ErrorLaw]
 
     def law(self, bound: Bound) -> ErrorLaw:
-        return self.laws["latency" if bound.on_latency else bound.about]
+        return self.laws["latency" if bound.on_latency else bound.metric]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

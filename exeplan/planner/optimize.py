@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from exeplan.core.bounds import fullest, scaled, shares
+from exeplan.core.bounds import binding, scaled, utilizations
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan, estimate_json
 from exeplan.core.plan import as_json as plan_json
@@ -26,7 +26,7 @@ from exeplan.planner.infeasible import burst, policy_refusal, too_slow, too_tigh
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
 from exeplan.planner.search_space import pareto, search_variants
-from exeplan.policies import load_policy, policy_names
+from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import Run
@@ -34,7 +34,7 @@ from exeplan.units import show_bytes
 
 _RETRIES = 8
 _MISJUDGED, _GIVEN_UP = 1.1, 2
-"""Latency of a replay over the closed form's from which its placement and filling are given up, so many at most."""
+"""Latency of a replay over the closed form's from which its variant is given up, so many at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +127,17 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
     assert winner.estimate is not None
     if problem.cluster is None or problem.arrivals:
         return False
-    pairs = zip(shares(problem.bounds, replayed), shares(problem.bounds, winner.estimate), strict=True)
+    pairs = zip(utilizations(problem.bounds, replayed), utilizations(problem.bounds, winner.estimate), strict=True)
     return any(full > _MISJUDGED * predicted for full, predicted in pairs)
 
 
 def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
     """How full each bound is: by the replay and, with a margin, by the closed form with it."""
     assert winner.estimate is not None
-    filled = shares(problem.bounds, replayed)
+    filled = utilizations(problem.bounds, replayed)
     if margin is None:
         return filled
-    predicted = shares(problem.bounds, winner.estimate)
+    predicted = utilizations(problem.bounds, winner.estimate)
     return [max(full, share * (1 + value)) for full, share, value in zip(filled, predicted, margin.values, strict=True)]
 
 
@@ -151,8 +151,8 @@ def _refuse_rate(
 ) -> None:
     """Raises Infeasible for a rate that nothing sustains; returns where the bounds alone are what nothing keeps."""
     if problem.arrivals and replays:
-        schedule, replayed = min(replays, key=lambda pair: max(shares(problem.bounds, pair[1])))
-        bound, share = fullest(problem.bounds, replayed) or (problem.bound, 0.0)
+        schedule, replayed = min(replays, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
+        bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
         if share > 1:
             raise burst(problem, schedule, bound, share * bound.seconds)
     most = max(candidates.values(), key=_sustained)
@@ -177,7 +177,7 @@ def _last_resort(
     margin: Margins | None,
 ) -> Optimum:
     """The gentlest schedule of all, if it keeps the bounds; what it needs is the tightest bound that is possible."""
-    gentlest = {c.policy: c.search.gentlest for c in candidates.values() if c.search}
+    gentlest = {c.policy: c.search.lowest_latency for c in candidates.values() if c.search}
     fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
     if not fitting:
         refusals = "; ".join(c.refusal for c in candidates.values())
@@ -189,7 +189,7 @@ def _last_resort(
     estimate = placed.estimate(schedule)  # Refuses a rate beyond it, which takes long to replay.
     run, replayed = replay_estimate(placed, schedule, seed=seed)
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
-    predicted = shares(problem.bounds, estimate)
+    predicted = utilizations(problem.bounds, estimate)
     filled = [max(pair) for pair in zip(predicted, _filled(problem, winner, replayed, margin), strict=True)]
     if max(filled) > 1:
         bound = problem.bounds[filled.index(max(filled))]
@@ -247,7 +247,7 @@ def _optimum(
 def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
     if margin is None:
         return {}
-    kept = {bound.about: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
+    kept = {bound.metric: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
     return {"risk": margin.risk, "margin": kept, "source": margin.source}
 
 
@@ -259,7 +259,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
     """
     assert candidate.search is not None
     assert candidate.placement is not None
-    gentlest = candidate.search.gentlest.outcome.latency
+    gentlest = candidate.search.lowest_latency.outcome.latency
     widest = min(3 * problem.limit, 100 * gentlest)
     if widest <= gentlest:
         return candidate.search
@@ -273,7 +273,7 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
-    """`auto` is every policy that the devices and the requests ask for; otherwise the one that is named.
+    """`auto` is every policy of the package that the devices and the requests ask for; otherwise the one that is named.
 
     On one device none that needs a second; without deadlines none that is made for them.
     """
@@ -284,8 +284,7 @@ def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bo
             for name, policy in policies.items()
             if (cluster or not policy.SEPARATE_STAGES) and (deadlines or not policy.FOR_DEADLINES)
         )
-    load_policy(text)
-    return (text,)
+    return (policy_reference(text),)
 
 
 def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, Any]:

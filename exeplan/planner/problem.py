@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
-from exeplan.core.bounds import Bound, check_together, limit, shares, worst
+from exeplan.core.bounds import Bound, check_together, limit, utilizations, worst
 from exeplan.core.cluster import Cluster
 from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
@@ -122,7 +122,7 @@ class Problem:
         unbounded = math.isinf(self.limit)
         asked = [math.isfinite(b.seconds) or (unbounded and b is self.bound) for b in self.bounds]
         values = [
-            steady.bound_latency(b.about, self._turn(steady)) if needed else 0.0
+            steady.bound_latency(b.metric, self._wait(steady)) if needed else 0.0
             for b, needed in zip(self.bounds, asked, strict=True)
         ]
         return Outcome(throughput=steady.throughput, latency=worst(self.bounds, values), memory=share)
@@ -134,25 +134,25 @@ class Problem:
         """
         full = steady_state(schedule, self.workload, self.cost)
         if self.arrivals is None:
-            return estimate(full, self.cost, self.bound.about)
+            return estimate(full, self.cost, self.bound.metric)
         if full.throughput <= self.arrivals.rate:
             raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {self.arrivals} come")
-        return estimate_at_rate([*self._smaller(schedule), full], self.arrivals, self.cost, self.bound.about)
+        return estimate_at_rate([*self._smaller(schedule), full], self.arrivals, self.cost, self.bound.metric)
 
-    def fullest_bound(self, schedule: Schedule) -> Bound:
+    def binding_bound(self, schedule: Schedule) -> Bound:
         """The bound that a schedule with its batches full fills most."""
         steady = steady_state(schedule, self.workload, self.cost)
-        return max(self.bounds, key=lambda b: steady.bound_latency(b.about, self._turn(steady)) / b.seconds)
+        return max(self.bounds, key=lambda b: steady.bound_latency(b.metric, self._wait(steady)) / b.seconds)
 
-    def _turn(self, steady: SteadyState) -> Wait:
-        return Wait(turn=steady.turn) if self.arrivals else Wait()
+    def _wait(self, steady: SteadyState) -> Wait:
+        return Wait(admission_interval=steady.admission_interval) if self.arrivals else Wait()
 
     def keeps(self, schedule: Schedule) -> bool:
         """Whether a schedule keeps all bounds and, where requests come at a rate, sustains it; by the closed form."""
         if self.arrivals is None:
             return self.evaluate(schedule).latency <= self.limit
         try:
-            return max(shares(self.bounds, self.estimate(schedule))) <= 1
+            return max(utilizations(self.bounds, self.estimate(schedule))) <= 1
         except Infeasible:
             return False
 
@@ -301,7 +301,7 @@ def replay_estimate(
     return run, summarize(
         run.requests,
         p99_output=p99,
-        bound_about=problem.bound.about,
+        bound_metric=problem.bound.metric,
         backlog=arrivals is None,
         waiting=arrivals is not None,
         kv_tokens=float(run.peak_kv_tokens),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from exeplan.core.bounds import Bound, fullest, values_of
+from exeplan.core.bounds import Bound, binding, values_of
 from exeplan.core.plan import Plan
 from exeplan.planner.problem import Problem
 from exeplan.planner.tables import table
@@ -33,13 +33,13 @@ def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
         return []
     predicted, replayed = values_of(problem.bounds, plan.estimate), values_of(problem.bounds, plan.replay)
     rows = [
-        (bound.about, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
+        (bound.metric, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
         for bound, one, two in zip(problem.bounds, predicted, replayed, strict=True)
         if math.isfinite(bound.seconds)
     ]
     lines = [table(("bound on", "at most", "closed form", "replay"), rows)]
-    if full := fullest(problem.bounds, plan.replay):
-        lines.append(f"what binds most: {full[0].about}, {100 * full[1]:.0f} % full in the replay")
+    if full := binding(problem.bounds, plan.replay):
+        lines.append(f"what binds most: {full[0].metric}, {100 * full[1]:.0f} % full in the replay")
     return [*lines, ""]
 
 

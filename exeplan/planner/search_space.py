@@ -1,4 +1,4 @@
-"""Variants: every placement and filling of the pipeline under which a policy's control variables are searched.
+"""Variants: every placement and set of enumerated variables under which a policy's control variables are searched.
 
 Each variant is a grid of its own. A few points of each say how much it promises: those that cannot win are left out,
 the others are searched in turn, the most promising first, and what one has found is what the next has to beat.
@@ -26,23 +26,23 @@ _SLACK = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A placement, and how micro-batches fill its pipeline."""
+    """A placement, and values of the variables that a policy enumerates."""
 
     problem: Problem
     """The problem on that placement."""
-    filling: Mapping[str, int]
+    enumerated: Mapping[str, int]
 
     def holds(self, placement: Placement, schedule: Schedule) -> bool:
         """Whether this schedule on this placement is one of its points."""
-        filled = {**schedule.variables, **self.filling}
-        same = load_policy(schedule.policy).schedule(filled, self.problem.workload).variables == schedule.variables
+        point = {**schedule.variables, **self.enumerated}
+        same = load_policy(schedule.policy).schedule(point, self.problem.workload).variables == schedule.variables
         return same and placement == self.problem.cost.placement
 
     def grid(self, policy: Policy, knobs: Sequence[Knob], limits: Limits) -> Grid:
         """Its grid, nothing of which has been tried."""
 
         def evaluate(point: Mapping[str, int]) -> Outcome:
-            return self.problem.evaluate(policy.schedule({**point, **self.filling}, self.problem.workload))
+            return self.problem.evaluate(policy.schedule({**point, **self.enumerated}, self.problem.workload))
 
         return Grid(knobs, evaluate, limits)
 
@@ -51,8 +51,8 @@ def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
     """Every variant of a policy; none where the cluster is too small for it."""
     for placement in _placements(problem, policy):
         placed = problem.at(placement) if problem.cluster else problem
-        for filling in policy.fillings(len(placed.cost.decode_stages)):
-            yield Variant(problem=placed, filling=filling)
+        for values in policy.enumerated(len(placed.cost.decode_stages)):
+            yield Variant(problem=placed, enumerated=values)
 
 
 def _placements(problem: Problem, policy: Policy) -> list[Placement]:
@@ -102,12 +102,12 @@ def search_variants(
     number = _chosen(results)
     gaps = [result.gap for result in results.values() if result.gap is not None]
     tried = [
-        Trial({**grid.point(index), **variant.filling}, grid.tried[index])
+        Trial({**grid.point(index), **variant.enumerated}, grid.tried[index])
         for variant, grid in zip(found, grids, strict=True)
         for index in grid.frontier()
     ]
     result = replace(
-        _with_filling(results[number], found[number].filling),
+        _with_enumerated(results[number], found[number].enumerated),
         frontier=pareto(tried),
         num_points=sum(len(grid.tried) for grid in grids),
         grid_size=sum(math.prod(grid.shape) for grid in grids),
@@ -173,16 +173,16 @@ def _chosen(results: Mapping[int, Result]) -> int:
     won = {n: result.best.outcome for n, result in results.items() if result.best is not None}
     if won:
         return min(won, key=lambda n: (-won[n].throughput, won[n].latency, n))
-    return min(results, key=lambda n: ("memory" in results[n].what_binds, results[n].gentlest.outcome.latency))
+    return min(results, key=lambda n: ("memory" in results[n].what_binds, results[n].lowest_latency.outcome.latency))
 
 
-def _with_filling(result: Result, filling: Mapping[str, int]) -> Result:
-    """The filling's variables in the best and the gentlest trial."""
+def _with_enumerated(result: Result, enumerated: Mapping[str, int]) -> Result:
+    """The enumerated variables in the best and the gentlest trial."""
 
     def full(trial: Trial) -> Trial:
-        return replace(trial, point={**trial.point, **filling})
+        return replace(trial, point={**trial.point, **enumerated})
 
-    return replace(result, best=full(result.best) if result.best else None, gentlest=full(result.gentlest))
+    return replace(result, best=full(result.best) if result.best else None, lowest_latency=full(result.lowest_latency))
 
 
 def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -1,36 +1,104 @@
-"""Policies: how work is ordered. One file each, found by its name; nobody else compares policy names.
+"""Policies: the rules that choose the next batch. One file each, found by its name; no other code compares names.
 
-A policy module offers what `Policy` lists: what the search may turn, its steady state for the closed form, and what
-runs next for the replay and the runner. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
-becomes `--policy <name>`, underscores read as hyphens. A file whose name starts with an underscore is no policy: it
-holds what two policies share.
+A policy module offers what `interface.Policy` lists: the search's knobs, its steady state for the closed form, and the
+next batch for replay and engine. Adding a policy is adding a file here (and its test); `exeplan.policies.<name>`
+becomes `--policy <name>`, with hyphens for underscores. A file whose name starts with an underscore is not a policy: it
+holds code that several policies share.
+
+A policy may also come from outside the package: from a file, `--policy ./mine.py`, or from an installed package that
+names its module in the entry point group `exeplan.policies`. `auto` never tries these. A schedule holds the absolute
+path of a file, a plan on disk the path from its own folder; on several hosts the file has the same path on each.
+
+Security: a policy file is code, and loading it runs it. It is loaded only where the user names it on the command line
+or in Python, or in a plan file that the user simulates, serves or measures. A plan from the network cannot name one
+(`runner/server/plan_control.py`), and no folder is searched for policies.
 """
 
 import importlib
 import pkgutil
+import sys
 from functools import cache
+from hashlib import sha256
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import cast
 
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import POLICY_FILE, Schedule
 from exeplan.errors import InputError
-from exeplan.policies.interface import Policy
+from exeplan.policies.interface import PassLimits, Policy, missing_members, named
+
+ENTRY_POINTS = "exeplan.policies"
+"""The entry point group of policies from other packages: a name, and the module that is the policy."""
 
 
 @cache
 def load_policy(name: str) -> Policy:
-    """The policy of that name. Raises InputError listing what there is."""
-    if name not in policy_names():
-        raise InputError(f"no policy '{name}'; there are {', '.join(policy_names())}")
-    return cast(Policy, importlib.import_module(f"exeplan.policies.{name.replace('-', '_')}"))
+    """The policy of that name, or in the file at that absolute path. Raises InputError listing what there is."""
+    if name.endswith(POLICY_FILE):
+        return _from_file(Path(name))
+    if name in policy_names():
+        return cast(Policy, importlib.import_module(f"{__name__}.{name.replace('-', '_')}"))
+    installed = _installed()
+    if name not in installed:
+        raise InputError(f"no policy '{name}'; there are {', '.join([*policy_names(), *sorted(installed)])}")
+    module = installed[name].load()
+    return _checked(module, name, f"policy '{name}' of package {installed[name].value}")
 
 
 @cache
 def policy_names() -> tuple[str, ...]:
-    """All policies, sorted."""
+    """The policies of this package, sorted."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return tuple(sorted(name.replace("_", "-") for name in names if not name.startswith("_") and name != "interface"))
+
+
+def policy_reference(text: str) -> str:
+    """How a schedule names the policy that a user names: a file by its absolute path, others as they are.
+
+    Raises InputError where there is no such policy.
+    """
+    name = str(Path(text).expanduser().resolve()) if text.endswith(POLICY_FILE) else text
+    load_policy(name)
+    return name
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """The largest pass that the schedule allows, as its policy says."""
+    return load_policy(schedule.policy).pass_limits(schedule)
 
 
 def check_schedule(schedule: Schedule) -> None:
     """Raises InputError unless the policy exists and takes exactly these control variables, in range."""
     load_policy(schedule.policy).check(schedule)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _from_file(path: Path) -> Policy:
+    if not path.is_absolute():
+        raise InputError(f"policy file {path} must be given by its absolute path")
+    if not path.is_file():
+        raise InputError(f"no policy file {path}")
+    module_name = f"exeplan_policy_{sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module  # Dataclasses look their module up there.
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise InputError(f"policy file {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _checked(module, str(path), f"policy file {path}")
+
+
+def _checked(module: ModuleType, name: str, what: str) -> Policy:
+    """The module as a policy whose schedules carry this name."""
+    if missing := missing_members(module):
+        raise InputError(f"{what} lacks {', '.join(missing)}; exeplan/policies/interface.py says what a policy defines")
+    return named(module, name)

@@ -1,11 +1,12 @@
 """Dynamic workload adjustment: prefill batches of like work, and a decode batch that stays near the planned one.
 
 Source: ExeGPT (ASPLOS 2024) section 5.2. With `adjust_percent` in a schedule the number of requests that are prefilled
-together follows two rules. Those that decode afterwards shall be the planned `decode_batch` within that threshold: if
-they are fewer, more go in, and fewer if they are more. And their prompts shall be the planned `prefill_tokens` within
-it: fewer of long ones, more of short ones. At least one request goes in, so that nothing waits for ever.
+together follows two rules. The requests that decode afterwards stay within that threshold of the planned
+`decode_batch`: where they are fewer, more are prefilled, and the reverse. The prompt tokens of a prefill stay within it
+of the planned `prefill_tokens`: fewer long prompts, more short ones. At least one request is prefilled, so that none
+waits forever.
 
-What rra, waa-c and waa-m share. The closed form plans the mean and knows nothing of it; replay and engine do it.
+Shared by rra, waa-c and waa-m. The closed form plans the mean and ignores it; replay and engine apply it.
 """
 
 from exeplan.core.schedule import Schedule
@@ -13,25 +14,25 @@ from exeplan.errors import InputError
 from exeplan.policies.interface import Queue
 
 VARIABLES = ("adjust_percent", "prefill_tokens")
-_AHEAD = 4
-"""So many times the planned batch is looked at in the queue."""
+_LOOKAHEAD = 4
+"""Waiting requests that are considered, as a multiple of the planned batch."""
 
 
 def check(schedule: Schedule) -> None:
-    """Raises InputError where a threshold stands without the loads that it is about."""
+    """Raises InputError for a threshold without the loads that it applies to."""
     given = schedule.variables
     if "adjust_percent" in given and not {"prefill_tokens", "decode_batch"} <= set(given):
         raise InputError(f"{schedule.policy}: adjust_percent needs prefill_tokens and decode_batch, the planned loads")
 
 
 def adjusted_size(schedule: Schedule, queue: Queue, *, others: int) -> int:
-    """How many of the waiting are to be prefilled now, while `others` are already there."""
+    """How many waiting requests to prefill now, while `others` decode already."""
     batch, share = schedule["prefill_batch"], schedule["adjust_percent"] / 100
     low, high = (round(schedule["decode_batch"] * (1 + sign * share)) - others for sign in (-1, 1))
     size = max(min(max(batch, low), high), 1)
     load = schedule["prefill_tokens"] * size / batch
     count = tokens = 0
-    for sequence in queue.admissible(_AHEAD * size):
+    for sequence in queue.admissible(_LOOKAHEAD * size):
         enough = count >= size and tokens >= load * (1 - share)
         if count and (enough or tokens + sequence.num_tokens > load * (1 + share)):
             break

@@ -30,7 +30,7 @@ _POINTS = 9
 _PARTLY_FULL = 8
 """Kinds of passes with prompt tokens and room for more."""
 _RESTART = 1e-9
-"""Probability with which the chain starts anew, so that it has one steady state."""
+"""Probability with which the chain restarts, so that it has one steady state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""How fast batches of uneven prompts pass a pipeline when only so many may be under way at once.
+"""The rate at which batches of uneven prompts pass a pipeline with a limited number in flight.
 
-A batch enters when the first stage is free and so is one of the places; it gives its place back a while after it has
-left the last stage. Long batches hold up the short ones behind them, so that the mean times of the stages do not tell;
-a recursion over one fixed draw of batches does.
+A batch enters when the first stage and one of the places are free; it releases its place some time after it has left
+the last stage. Long batches delay the short ones behind them, so that the mean times of the stages do not give the
+rate; a recursion over one fixed draw of batches does.
 
-Not here: why places are few, and what becomes of the batches.
+Not here: why places are limited, and what happens to the batches afterwards.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Seconds = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GroupGate:
     """Opens `openings` times, `gap` seconds apart, and again every `round` seconds."""
 
     round: float
@@ -43,7 +43,7 @@ class Gate:
 
 
 class Circulation(NamedTuple):
-    """What batches do; means."""
+    """Mean rate and times of the batches."""
 
     rate: float
     """Batches a second."""
@@ -55,7 +55,7 @@ class Circulation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefills:
-    """What the stages that prefill can do with batches of one size; arrays over the places in use, 0 first."""
+    """Rates of the prefill stages for batches of one size; arrays over the places in use, 0 first."""
 
     batches: Seconds
     places: Floats
@@ -66,7 +66,7 @@ class Prefills:
     """Variance over squared mean of the seconds of a batch."""
 
 
-def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: Gate | None = None) -> Circulation:
+def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: GroupGate | None = None) -> Circulation:
     """The batches one after the other, over and over.
 
     A place is free `delay` seconds after its batch has left the last stage, or when the gate opens after that.
@@ -93,7 +93,7 @@ def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: Gate | No
 
 @lru_cache(maxsize=128)  # A search tries many ways to decode behind the same prefills.
 def prefills(clock: Clock, prompts: LengthLaw, batch: int, places: int) -> Prefills:
-    """Of batches of so many prompts, up to so many of them under way."""
+    """Rates of batches of `batch` prompts, with up to `places` of them in flight."""
     batches = _draw(clock, prompts, batch)
     total = np.sum(batches, axis=1)
     powers = 2 ** np.arange(places.bit_length())
@@ -109,7 +109,7 @@ def prefills(clock: Clock, prompts: LengthLaw, batch: int, places: int) -> Prefi
 
 
 def _draw(clock: Clock, prompts: LengthLaw, batch: int) -> Seconds:
-    """Batches of so many prompts, right in the mean and the spread."""
+    """Batches of `batch` prompts with the law's mean and spread."""
     points = prompts.slice_means(_DRAWS)
     base, one = _prefill_seconds(clock, prompts, batch)
     seconds = points
@@ -142,7 +142,7 @@ def _prefill_seconds(clock: Clock, prompts: LengthLaw, batch: int) -> tuple[Floa
 
 
 def _sums(values: Floats, count: int) -> Floats:
-    """Sums of so many of the values, in no order, that spread as sums of independent draws do."""
+    """Sums of `count` of the values, in random order, with the spread of sums of independent draws."""
     rng = np.random.default_rng(0)
     sums: Floats = np.sum([rng.permutation(values) for _ in range(min(count, _SUMMED))], axis=0)
     spread = float(np.std(sums))

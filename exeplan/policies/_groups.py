@@ -1,4 +1,4 @@
-"""What `orca` and `chunked` share: groups of slots take turns, and each slot goes from request to request."""
+"""Shared by orca and chunked: groups of slots run one after the other, each slot serves request after request."""
 
 from functools import lru_cache
 

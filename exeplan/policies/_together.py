@@ -1,4 +1,4 @@
-"""What static, turbo and concat share: a batch is prefilled and decodes until its longest output; then the next one."""
+"""Shared by static, turbo and concat: a batch is prefilled and decodes until its longest output is complete."""
 
 import numpy as np
 

@@ -3,18 +3,18 @@
 Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. B_E is `prefill_batch`, B_D is `decode_batch`: the rows that
 decode, in `micro_batches` groups. A group that is back from the last decode stage takes requests that are ready into
 its free slots and runs one decode iteration. At most one prefill batch more than there are prefill stages is in
-prefill, handed over or ready, so that neither side runs away from the other.
+prefill, in KV transfer or ready, so that neither side runs ahead of the other.
 
-What waa-c and waa-m share; they differ in how the planner splits the GPUs.
+Shared by waa-c and waa-m, which differ in how the planner splits the GPUs.
 """
 
 from collections.abc import Mapping
 
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
-from exeplan.policies._variables import require, slot_share
-from exeplan.policies.interface import Knob, Queue
+from exeplan.policies.interface import Knob, PassLimits, Queue, Stateless
 from exeplan.workload.workload import Workload
 
 
@@ -34,15 +34,23 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 
 
 def completed(variables: Mapping[str, int], workload: Workload) -> dict[str, int]:
-    """With the prefill batch, unless it is given, that replaces those who finish in one iteration of all groups."""
+    """Adds the prefill batch, unless given, that replaces the requests finished in one iteration of all groups."""
     return {"prefill_batch": max(1, round(variables["decode_batch"] / workload.mean_output)), **variables}
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["decode_batch"], prompts=schedule["prefill_batch"])
 
 
 def starts_together(schedule: Schedule) -> int:
     return schedule["prefill_batch"]
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """Prefill while the limit lets a whole batch in; decode with the group that has been back longest."""
     return _prefill(schedule, queue) if phase == "prefill" else _decode(schedule, queue)
 
@@ -51,17 +59,17 @@ def _prefill(schedule: Schedule, queue: Queue) -> Batch | None:
     if "adjust_percent" in schedule.variables:
         return _prefill_adjusted(schedule, queue)
     size = min(schedule["prefill_batch"], len(queue.waiting))
-    ahead = queue.num_handing_over + len(queue.ready)
-    if ahead + size > (queue.num_prefill_stages + 1) * schedule["prefill_batch"]:
+    prefilled = queue.num_in_transfer + len(queue.ready)
+    if prefilled + size > (queue.num_prefill_stages + 1) * schedule["prefill_batch"]:
         return None
     admitted = queue.admissible(size)
     return Batch(prefill=admitted, phase="prefill") if admitted else None
 
 
 def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
-    """What is on its way or ready counts as decoding: it soon will."""
-    ahead = queue.num_handing_over + len(queue.ready)
-    if ahead and ahead > queue.num_prefill_stages * schedule["prefill_batch"]:
+    """Requests in KV transfer and ready ones count as decoding: they soon will."""
+    prefilled = queue.num_in_transfer + len(queue.ready)
+    if prefilled > queue.num_prefill_stages * schedule["prefill_batch"]:
         return None
     admitted = queue.admissible(_adjustment.adjusted_size(schedule, queue, others=len(queue.running)))
     return Batch(prefill=admitted, phase="prefill") if admitted else None
@@ -69,10 +77,10 @@ def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
 
 def _decode(schedule: Schedule, queue: Queue) -> Batch | None:
     groups = len(queue.groups)
-    for number in queue.turns:
+    for number in queue.group_order:
         if number not in queue.busy:
             rows = queue.groups[number]
-            queue.join_ready(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
+            queue.add_ready_to_group(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
             if rows:
                 return Batch(decode=tuple(rows), group=number, phase="decode")
     return None

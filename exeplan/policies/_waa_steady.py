@@ -1,4 +1,4 @@
-"""The steady state of stages that prefill beside stages that decode: two lines that wait for each other.
+"""The steady state of separate prefill and decode stages: two lines that wait for each other.
 
 With N residents in m groups of b rows, on the stages that decode
 
@@ -13,8 +13,8 @@ the variance of both; the density of such a diffusion is proportional to exp(int
     variance    2 v X; v = [sum_k F (1 - F) + c^2 sum_k F^2] / mu is the variance of N over its mean when requests are
                 admitted evenly (c = 0) or by chance (c = 1) and R does not change
 
-Fewer groups than stages do not stay evenly spaced. They bunch behind the slowest, which meets most of the ready
-requests, and so becomes the fullest; its iteration is everybody's.
+Fewer groups than stages do not stay evenly spaced. They bunch behind the slowest, which takes most of the ready
+requests and so becomes the largest; its iteration time is that of all groups.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.policies._circulation import Gate, Prefills, circulate, prefills
-from exeplan.policies._variables import micro_batches
+from exeplan.policies._circulation import GroupGate, Prefills, circulate, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
@@ -33,7 +32,7 @@ from exeplan.workload.workload import Workload
 _SIZES = 16
 """Group sizes that are timed."""
 _STATES = 128
-"""States on either side of the one with full groups and nobody ready."""
+"""States on either side of the one with full groups and no request ready."""
 _BUNCHING = 4
 """Steps towards how unequal bunched groups become."""
 _LEAST_SPREAD = 0.02
@@ -54,8 +53,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         done = partial(np.full_like, fill_value=float(line.inside[-1]), dtype=float)
         return Steady(cycle=cycle, seconds=seconds, throughput=batch * float(line.rate[-1]), latency=done)
     decodes = _Decodes.of(schedule, law, cycle.num_decode[1:], seconds[list(clock.decode_stages), 1:])
-    handover = clock.handover_seconds(batch * going_on * workload.mean_input)
-    states = _states(line, decodes, batch, places, handover, going_on)
+    transfer = clock.kv_transfer_seconds(batch * going_on * workload.mean_input)
+    states = _states(line, decodes, batch, places, transfer, going_on)
     evenly = float(law.comb(1).active_var[0]) / decodes.steps
     density = states.density(going_on, evenly + (1.0 - evenly) * min(batch * line.variation, 1.0))
     flow = _Flow.of(states, density, going_on)
@@ -72,7 +71,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
 def _passes(schedule: Schedule, workload: Workload, law: DecodeLaw, places: int) -> Cycle:
     """One prefill, and decode iterations of groups from one row to as many as there are slots."""
     batch, slots, comb = schedule["prefill_batch"], schedule["decode_batch"], law.comb(1)
-    rows = 1.0 + (slots / min(micro_batches(schedule), slots) - 1.0) * np.linspace(0.0, 1.0, _SIZES) ** 2
+    rows = 1.0 + (slots / min(schedule.num_micro_batches, slots) - 1.0) * np.linspace(0.0, 1.0, _SIZES) ** 2
     return Cycle(
         num_prefill=np.concatenate([[batch], 0.0 * rows]),
         num_decode=np.concatenate([[0.0], rows]),
@@ -106,7 +105,7 @@ class _Decodes:
     @classmethod
     def of(cls, schedule: Schedule, law: DecodeLaw, rows: Floats, seconds: Floats) -> "_Decodes":
         slots = schedule["decode_batch"]
-        groups = min(micro_batches(schedule), slots)
+        groups = min(schedule.num_micro_batches, slots)
         return cls(
             slots=slots,
             groups=groups,
@@ -125,10 +124,10 @@ class _Decodes:
         in_turn = counts * self._at(mean, self.slowest)
         others = mean
         for _ in range(_BUNCHING):
-            fullest = np.clip(residents - (counts - 1.0) * others, mean, self.slots / self.groups)
-            round_ = np.maximum(in_turn, self._at(fullest, self.through))
+            largest = np.clip(residents - (counts - 1.0) * others, mean, self.slots / self.groups)
+            round_ = np.maximum(in_turn, self._at(largest, self.through))
             gap = self._at(others, self.slowest)
-            second = np.maximum(self._at(fullest, self.entry), gap)
+            second = np.maximum(self._at(largest, self.entry), gap)
             # A group takes what has become ready since another has: little, but for the first of a bunch.
             met = (second + np.maximum(counts - 2.0, 0.0) * gap) / np.maximum(counts - 1.0, 1.0)
             others = np.clip(residents * met / round_, np.minimum(mean, self.together), mean)
@@ -155,7 +154,7 @@ class _States:
     ready: Floats
     residents: Floats
     brought: Floats
-    """Requests a second that prefills bring, those included whom they finish."""
+    """Requests a second that complete a prefill, including those that it finishes."""
     finished: Floats
     """Requests a second that decodes finish, in all."""
     inside: Floats
@@ -175,29 +174,30 @@ class _States:
         return np.asarray(density / density.sum())
 
 
-def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, handover: float, going_on: float) -> _States:
+def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, transfer: float, going_on: float) -> _States:
     slots = decodes.slots
     ready = places * batch * (1.0 - np.arange(_STATES) / _STATES)
-    # Places in use in prefill and handover: a batch begins when there is room for all of it.
+    # Places in use in prefill and transfer: a batch begins when there is room for all of it.
     used = np.maximum(places - ready / batch - (batch - 1) / (2 * batch), 0.0)
-    with_handover = line.places + line.rate * going_on * handover
+    with_transfer = line.places + line.rate * going_on * transfer
     residents = slots * np.linspace(1.0, 0.0, _STATES) ** 2
     finished = decodes.finished(residents)
     # With free slots all places are in use, and each is given back when the next group enters.
     balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
     probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
     gates = [
-        Gate(float(round_), float(gap), decodes.groups) for round_, gap in zip(*decodes.timing(probes), strict=True)
+        GroupGate(float(round_), float(gap), decodes.groups)
+        for round_, gap in zip(*decodes.timing(probes), strict=True)
     ]
-    runs = [circulate(line.batches, places, handover, gate) for gate in gates]
+    runs = [circulate(line.batches, places, transfer, gate) for gate in gates]
     rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))
     return _States(
         ready=np.concatenate([ready, 0.0 * residents]),
         residents=np.concatenate([np.full(_STATES, float(slots)), residents]),
-        brought=batch * np.concatenate([np.interp(used, with_handover, line.rate), rate]),
+        brought=batch * np.concatenate([np.interp(used, with_transfer, line.rate), rate]),
         finished=np.concatenate([np.full(_STATES, finished[0]), finished]),
-        inside=np.concatenate([np.interp(used, with_handover, line.inside), inside]),
-        outside=np.concatenate([np.full(_STATES, handover), outside]),
+        inside=np.concatenate([np.interp(used, with_transfer, line.inside), inside]),
+        outside=np.concatenate([np.full(_STATES, transfer), outside]),
     )
 
 
@@ -252,6 +252,6 @@ def _filled(cycle: Cycle, flow: _Flow, law: DecodeLaw, workload: Workload) -> Cy
 
 
 def _prefill_tokens(num_seqs: int, workload: Workload) -> float:
-    """Tokens of as many prompts as may be in prefill or handed over, and their spread."""
+    """Tokens of the prompts that may be in prefill or KV transfer, and a margin for their spread."""
     law = workload.input_law
     return float(num_seqs * law.mean + _SIGMAS * np.sqrt(num_seqs) * law.std)

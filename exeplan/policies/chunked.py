@@ -1,10 +1,10 @@
 """Chunked prefill: as `orca`, but a pass carries no more than `max_num_batched_tokens` tokens, decodes first.
 
 Source: Sarathi-Serve (OSDI 2024) section 4.2, and vLLM's scheduler. Every row that decodes takes one token of the pass;
-prompts take the rest in order of arrival, the last of them is cut and goes on in the group's next pass. A request takes
-a slot, and KV blocks for its whole prompt, with its first token; where blocks run out the youngest is preempted and
-computed again. Engines may also limit the prompts of a pass (`max_num_prefills`, optional): one of them may wait for a
-pass that has tokens left. The closed form takes such a limit for one on tokens, so many mean prompts' of them.
+prompts take the rest in order of arrival, the last of them is cut and continues in the group's next pass. A request
+takes a slot, and KV blocks for its whole prompt, with its first token; where blocks run out the youngest is preempted
+and computed again. Engines may also limit the prompts of a pass (`max_num_prefills`, optional): one of them may wait
+for a pass that has tokens left. The closed form counts such a limit as tokens of mean prompts.
 
 In the steady state under a backlog (`_chunk_passes.py`) either slots bind, and a pass carries what they ask for, or
 tokens do, and every pass is full; a group completes `completed` prompts a pass. With m groups in flight a round takes
@@ -18,13 +18,12 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, Chunk
+from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings as plain_fillings
-from exeplan.policies._variables import micro_batches, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -43,7 +42,7 @@ _LENGTHS = 16
 def check(schedule: Schedule) -> None:
     optional = ("micro_batches", "max_num_prefills")
     require(schedule, "max_num_seqs", "max_num_batched_tokens", optional=optional)
-    groups, budget = micro_batches(schedule), schedule["max_num_batched_tokens"]
+    groups, budget = schedule.num_micro_batches, schedule["max_num_batched_tokens"]
     slots = slot_share(schedule["max_num_seqs"], groups, 0)
     if slots > budget:
         raise InputError(
@@ -57,10 +56,10 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
-    """Micro-batches, and tokens a pass: which number of them is best hangs on the device, not on the bound alone."""
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """Micro-batches, and tokens a pass: the best number depends on the device, not on the bound alone."""
     return tuple(
-        {**filling, "max_num_batched_tokens": budget} for filling in plain_fillings(num_stages) for budget in _BUDGETS
+        {**values, "max_num_batched_tokens": budget} for values in micro_batchings(num_stages) for budget in _BUDGETS
     )
 
 
@@ -70,6 +69,14 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("chunked", {**variables, "max_num_seqs": min(variables["max_num_seqs"], most)})
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(
+        decode_rows=schedule["max_num_seqs"],
+        prompts=schedule["max_num_seqs"],
+        tokens=schedule["max_num_batched_tokens"],
+    )
+
+
 def starts_together(schedule: Schedule) -> int:
     return 1
 
@@ -77,13 +84,13 @@ def starts_together(schedule: Schedule) -> int:
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """One pass, split by its prompt tokens.
 
-    The passes: those of a group, by what the attention of their prompts takes; those that a request on board sees, its
-    own row decoding beside what the other slots do; and two of its own prefill, a full one and one that finds no prompt
+    The passes: those of a group, by the attention time of their prompts; those that a resident request observes, its
+    own row decoding along with the other slots; and two of its own prefill, a full one and one that finds no prompt
     tokens left over.
     """
     shift = 1.0 if clock.first_token_from_prefill else 0.0
     steps = workload.mean_output + 1.0 - shift
-    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots, budget = schedule["max_num_seqs"] / groups, float(schedule["max_num_batched_tokens"])
     if cap := schedule.variables.get("max_num_prefills"):
         budget = min(budget, slots + cap * workload.mean_input)
@@ -97,17 +104,17 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     shape = (len(_SPREAD), count)
     round_ = round_seconds(through[:kinds].reshape(shape).T, slowest[:kinds].reshape(shape).T, own.probability, groups)
     mean = float(own.probability @ through[:kinds].reshape(shape).mean(axis=0))
-    aboard = float(seen.probability @ through[kinds:-2])
+    observed = float(seen.probability @ through[kinds:-2])
     full, fresh = through[-2:]
     first = seen.left_over * full + (1 - seen.left_over) * fresh
     first += (prefill.passes - 1) * max(round_ + full - mean, full)
-    later = max(round_ + aboard - mean, aboard)
+    later = max(round_ + observed - mean, observed)
     return Steady(
         cycle=cycle,
         seconds=seconds,
         throughput=own.completed * groups / round_,
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
-        turn=round_ / groups,
+        admission_interval=round_ / groups,
     )
 
 
@@ -122,7 +129,7 @@ class _OwnPrefill:
     last_tokens: float
     """Prompt tokens of its last pass, if no others' are left over."""
     others: float
-    """Prompts in it beside its own."""
+    """Other prompts in it."""
 
 
 def _own_prefill(seen: ChunkPasses, budget: float, prompts: LengthLaw) -> _OwnPrefill:
@@ -169,7 +176,7 @@ def _cycle(
 
 
 def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
-    """Attention of passes with so many prompt tokens over its mean, at the points of its spread.
+    """Attention of passes with `tokens` prompt tokens over its mean, at the points of its spread.
 
     A token's attention rises with its place s in its prompt: over s in prompts of length I its variance is
     4/3 E[I^3] / E[I] over the square of its mean a = E[I^2] / E[I], less 1. A pass of many prompts evens it out, down
@@ -183,9 +190,13 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
     return np.maximum(1 + np.outer(_SPREAD, deviation), 0.0).ravel()
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
-    for number in queue.turns:
+    for number in queue.group_order:
         if number not in queue.busy and (batch := _pass_of(schedule, queue, number)):
             return batch
     return None

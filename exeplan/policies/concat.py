@@ -1,14 +1,14 @@
-"""ConcatBatching: prompts share rows, a batch runs to completion, and the order chooses who is in the next one.
+"""ConcatBatching: prompts share rows, a batch runs to completion, and the order chooses the requests of the next one.
 
 Source: TCB (ICPP 2022) sections 4 and 5; B is `rows`, L `row_tokens`, z `slot_tokens`. Without slots a row is one
 (pure ConcatBatching), and a batch keeps its memory until all of it is done; with slots each leaves when its requests
 are done, and attention computes the squares of the slots instead of those of the rows. The order `slotted-das` cuts
 slots by each batch (Algorithm 2).
 
-Nobody is too long: if the request that must not wait longer, the one of the earliest deadline (with `fcfs` the oldest),
-fits no slot, the batch is one of pure rows, and if it fits no row it runs alone in a row of its own. A batch computes
-no more rows, and none longer, than its requests need. Not here: early loading of the next batch; the engine keeps its
-weights and loads nothing.
+No request is too long: if the most urgent one, that of the earliest deadline (with `fcfs` the oldest), fits no slot,
+the batch uses pure rows, and if it fits no row it runs alone in a row of its own. A batch computes
+no more rows, and none longer, than its requests need. Not here: early loading of the next batch; the engine's weights
+stay on the device.
 
 In the steady state under a backlog requests are taken as they come, whatever the order: one that prefers short ones
 has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (best
@@ -25,6 +25,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import require
 from exeplan.core.queue_order import (
     ORDER_VARIABLES,
     ORDERS,
@@ -34,7 +35,7 @@ from exeplan.core.queue_order import (
     Pick,
     QueueArrays,
     das_of,
-    dealt,
+    evenly_spread,
     in_rows,
     in_slots,
     in_slots_of_their_own,
@@ -43,8 +44,7 @@ from exeplan.core.queue_order import (
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._together import generated, latency
-from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -77,13 +77,13 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("max_num_seqs", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
-    """What a row is made of: which slot is best hangs on the lengths, not on the bound alone."""
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """The slots of a row: the best size depends on the lengths, not on the bound alone."""
     return tuple({"slots": slots, "slot_prompts": prompts} for slots in _SLOTS for prompts in _SLOT_PROMPTS)
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
-    """So many `slots` a row that each holds `slot_prompts` of the longest prompts, and rows for all `max_num_seqs`."""
+    """`slots` in a row, each for `slot_prompts` of the longest prompts, and rows for all `max_num_seqs`."""
     given = dict(variables)
     slots, prompts = given.pop("slots", None), given.pop("slot_prompts", 1)
     if slots is not None:
@@ -96,8 +96,14 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("concat", {name: given[name] for name in names if name in given})
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """Rows limit tokens, not requests, and a request longer than a row runs alone."""
+    most = schedule.variables.get("max_num_seqs")
+    return PassLimits(decode_rows=most, prompts=most)
+
+
 def starts_together(schedule: Schedule) -> int:
-    """One a slot at least, as far as so many may start."""
+    """At least one request a slot, up to `max_num_seqs`."""
     slots = schedule["rows"] * (schedule["row_tokens"] // _slot_tokens(schedule))
     return min(slots, schedule.variables.get("max_num_seqs", slots))
 
@@ -107,7 +113,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     prompts, slot, row = workload.input_law, _slot_tokens(schedule), schedule["row_tokens"]
     slots = schedule["rows"] * (row // slot)
     counted = min(schedule["rows"], max(_COUNTED_SLOTS * slot // row, 1))
-    # Beyond so many rows each further one is like the others.
+    # Beyond this number of rows each further one is like the others.
     room = _capacity(prompts, counted, row, slot) * schedule["rows"] / counted
     batch = min(room, schedule.variables.get("max_num_seqs", room))
     used = slots * batch / room
@@ -137,7 +143,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=throughput,
         latency=partial(latency, through[0], np.cumsum(through)[1:], first_tokens),
-        turn=batch / throughput,
+        admission_interval=batch / throughput,
     )
 
 
@@ -149,10 +155,10 @@ def _capacity(prompts: LengthLaw, rows: int, row_tokens: int, slot_tokens: int) 
     at = batches = 0
     while at < _COUNTED_REQUESTS:
         # The draws once more, should a batch hold more than are left of them.
-        ahead = np.roll(tokens, -at)
-        ahead = np.resize(ahead, rows * row_tokens // int(ahead.mean()) * 2 + 1)
-        ahead = ahead[: int(np.searchsorted(np.cumsum(ahead), rows * row_tokens)) + 1]
-        queue = QueueArrays(ahead, np.zeros(len(ahead)), np.ones(len(ahead)))
+        coming = np.roll(tokens, -at)
+        coming = np.resize(coming, rows * row_tokens // int(coming.mean()) * 2 + 1)
+        coming = coming[: int(np.searchsorted(np.cumsum(coming), rows * row_tokens)) + 1]
+        queue = QueueArrays(coming, np.zeros(len(coming)), np.ones(len(coming)))
         at += len(in_slots("fcfs", queue, rows=rows, row_tokens=row_tokens, slot_tokens=slot_tokens, das=Das()).picks)
         batches += 1
     return at / batches
@@ -162,30 +168,30 @@ class _Held(NamedTuple):
     """What slots hold."""
 
     slot_law: LengthLaw
-    """Tokens of a batch's slots, all as long as the fullest."""
+    """Tokens of a batch's slots, all as long as the largest."""
     requests: Floats
-    """In a slot, and the share of the slots that hold so many."""
+    """Requests in a slot; `shares` is the share of the slots that hold as many."""
     shares: Floats
 
 
 @lru_cache(maxsize=4096)
 def _held(prompts: LengthLaw, batch: float, slots: int) -> _Held:
-    """Of a batch of even draws that is dealt out to the slots; of a few of them where there are many."""
+    """The contents of the slots for a batch of even draws; counted on a part of the slots where there are many."""
     some = min(slots, _COUNTED_SLOTS)
     tokens = _drawn(prompts, max(round(batch * some / slots), 1))
-    where = dealt(tokens.tolist(), some)
-    fullest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
+    where = evenly_spread(tokens.tolist(), some)
+    largest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
     longest = prompts.longest_of(batch)
     counts, times = np.unique(np.bincount([slot for slot, _ in where], minlength=some), return_counts=True)
     return _Held(
-        slot_law=LengthLaw(np.maximum(longest.tokens, fullest), longest.weights),
+        slot_law=LengthLaw(np.maximum(longest.tokens, largest), longest.weights),
         requests=counts.astype(float),
         shares=times / times.sum(),
     )
 
 
 def _drawn(prompts: LengthLaw, count: int) -> Ints:
-    """So many lengths, evenly over the law."""
+    """`count` lengths, evenly over the law."""
     shares = (np.arange(count) + 0.5) / count
     return prompts.tokens[np.searchsorted(prompts.cdf, shares).clip(max=len(prompts.tokens) - 1)]
 
@@ -196,7 +202,7 @@ def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -
     if held is None:
         return np.full(len(tokens), batch), batch * tokens
     done, k = 1.0 - law.survival, np.arange(1, len(law.survival) + 1)
-    # What those hold who are done: E[(I + D); D < k].
+    # Tokens of the finished requests: E[(I + D); D < k].
     of_done = mean_input - law.input_sum + generated(law) - (k - 1) * law.survival
     weights = held.requests * held.shares / float(held.requests @ held.shares)
     all_done = done[:, None] ** held.requests
@@ -207,8 +213,12 @@ def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -
     return np.minimum(rows, batch), np.minimum(context, batch * tokens)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
-    """The running batch to its end, then whoever the order packs into the rows."""
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
+    """The running batch to its end, then the requests that the order packs into the rows."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))
     if not queue.waiting:

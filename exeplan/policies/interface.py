@@ -1,16 +1,17 @@
-"""What a policy module offers, and what it sees: Policy, Knob, Cycle, Steady; Clock and Queue.
+"""What a policy module offers, and what it sees: Policy, State, Knob, Cycle, Steady; Clock and Queue.
 
 Not here: the lookup by name (`exeplan/policies/__init__.py`), and the scheduler behind `Queue`
 (`exeplan/scheduling/scheduler.py`).
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections import abc
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Protocol, cast
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
@@ -26,12 +27,12 @@ class Knob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycle:
-    """The steady state of a schedule: the passes that repeat, as expectations, one array entry a pass.
+    """The passes that repeat under a schedule, as expectations, one array entry a pass.
 
     A pass is one micro-batch on its way through the stages. Prompts enter as a law, not as a mean: a pass that
     prefills `num_prefill[i]` requests prefills that many draws from `prompt_law`. A policy may add passes that take no
-    part in the throughput to time what its latency needs, such as an iteration seen by a request that is certainly on
-    board.
+    part in the throughput to time what its latency needs, such as an iteration observed by a request that is certainly
+    resident.
     """
 
     num_prefill: Floats
@@ -72,8 +73,8 @@ class Clock(Protocol):
     def seconds(self, cycle: Cycle) -> Floats:
         """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included."""
 
-    def handover_seconds(self, num_tokens: float) -> float:
-        """To move the keys and values of so many tokens from the stages that prefill to those that decode."""
+    def kv_transfer_seconds(self, num_tokens: float) -> float:
+        """To move the keys and values of `num_tokens` tokens from the stages that prefill to those that decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,55 +87,114 @@ class Steady:
     throughput: float
     """Requests a second."""
     latency: Callable[[Floats], Floats]
-    """Seconds from the start of its prefill until a request has so many tokens, elementwise."""
-    turn: float | None = None
-    """Seconds between two admissions; None where that is the time it takes to serve those who start together."""
+    """Seconds from the start of its prefill until a request has that number of tokens, elementwise."""
+    admission_interval: float | None = None
+    """Seconds between two admissions; None where it is the time to serve the requests that start together."""
 
 
 class Queue(Protocol):
-    """What a policy sees of the scheduler: requests by state, and room in the KV cache."""
+    """What a policy sees of the scheduler: requests by state, and room in the KV cache. Nothing here can be set.
 
-    waiting: deque[Sequence]
-    """In order of arrival, preempted requests first."""
-    running: list[Sequence]
-    """Admitted, oldest first."""
-    groups: list[list[Sequence]]
-    """Running requests by the micro-batch in which they decode, oldest first."""
-    ready: list[Sequence]
-    """Prefilled on stages of their own and in no group yet, oldest first."""
-    busy: set[int]
-    """Groups in flight."""
-    turns: list[int]
-    """All groups, the least recently scheduled first."""
-    entered: list[int]
-    prefills_in_row: int
-    admitted_in_row: int
-    row_size: int | None
-    num_prefills_in_flight: int
-    num_handing_over: int
-    num_prefill_stages: int
-    whole_prompts: bool
-    pass_tokens: int | None
+    `rebalance` and `add_ready_to_group` are all that a policy may do to it.
+    """
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    @property
+    def waiting(self) -> Collection[SequenceState]:
+        """In order of arrival, preempted requests first."""
+
+    @property
+    def running(self) -> abc.Sequence[SequenceState]:
+        """Admitted, oldest first."""
+
+    @property
+    def groups(self) -> abc.Sequence[abc.Sequence[SequenceState]]:
+        """Running requests by the micro-batch in which they decode, oldest first."""
+
+    @property
+    def ready(self) -> abc.Sequence[SequenceState]:
+        """Prefilled on stages of their own and in no group yet, oldest first."""
+
+    @property
+    def busy(self) -> abc.Set[int]:
+        """Groups in flight."""
+
+    @property
+    def group_order(self) -> abc.Sequence[int]:
+        """All groups, the least recently scheduled first."""
+
+    @property
+    def num_prefills_in_flight(self) -> int:
+        """Batches in flight that prefill."""
+
+    @property
+    def num_in_transfer(self) -> int:
+        """Requests admitted to the stages that prefill, and not ready yet."""
+
+    @property
+    def num_prefill_stages(self) -> int:
+        """Stages that prefill."""
+
+    @property
+    def whole_prompts(self) -> bool:
+        """No prompt can be cut, because an encoder attends to all of it at once."""
+
+    @property
+    def pass_tokens(self) -> int | None:
+        """Tokens that the device's memory can prefill at once; None where nothing limits them."""
+
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting requests, in the schedule's order, that fit into the free blocks: at most `limit`."""
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
+    def first_waiting(self, limit: int) -> tuple[SequenceState, ...]:
         """The first `limit` waiting requests in the schedule's order, whether they fit or not."""
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first of these waiting requests that fit into the free blocks: at most `limit`."""
 
-    def turn(self) -> int | None:
-        """The group that has begun the fewest decode iterations; None when no group has requests."""
-
-    def deal(self) -> None:
+    def rebalance(self) -> None:
         """Splits the running requests into groups of nearly equal size; none may be in flight."""
 
-    def join_ready(self, group: int, limit: int) -> None:
+    def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest `ready` requests into a group, at most `limit`."""
+
+
+class State(Protocol):
+    """What a policy remembers between two batches. The scheduler keeps it, reads nothing of it, and tells it this.
+
+    A scheduler has one from `Policy.start`, and a plan switch begins with a new one.
+    """
+
+    def began(self, batch: Batch, times: int) -> None:
+        """The batch was scheduled so often in a row: this batch first, or once more."""
+
+    def drained(self) -> None:
+        """The last running request has left."""
+
+
+class Stateless:
+    """The State of a policy that remembers nothing: the Queue says all that it needs."""
+
+    def began(self, batch: Batch, times: int) -> None:
+        pass
+
+    def drained(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassLimits:
+    """The largest pass that a schedule allows; None where the schedule sets no limit."""
+
+    decode_rows: int | None
+    """Rows that decode in one pass, over all micro-batches."""
+    prompts: int | None
+    """Prompts prefilled in one pass."""
+    tokens: int | None = None
+    """Tokens of one pass, where the scheduling itself keeps to them."""
 
 
 class Policy(Protocol):
@@ -147,8 +207,8 @@ class Policy(Protocol):
     PADS_PROMPTS: bool
     """All prompts of a batch are computed at the length of its longest, or of a row."""
     FOR_DEADLINES: bool
-    """Batches run to completion so that who is chosen for one counts: where requests have no deadlines, `auto` leaves
-    the policy out, because others serve more at every bound."""
+    """Batches run to completion, so that their choice matters under deadlines: without deadlines `auto` leaves the
+    policy out, because others serve more at every bound."""
     SPLIT_BY: str
     """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
 
@@ -156,22 +216,53 @@ class Policy(Protocol):
         """Raises InputError unless the schedule has exactly this policy's control variables, in range."""
 
     def knobs(self, workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
-        """The control variables that trade throughput for latency; nothing may hold more than `max_seqs` residents.
+        """The control variables that trade throughput for latency; with at most `max_seqs` residents.
 
-        The first one says how large the batches may become: where requests come at a rate, it is what stays unfilled.
+        The first one is the batch size: where requests come at a rate, batches smaller than it occur.
         """
 
-    def fillings(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
-        """Values of the other variables: how micro-batches fill a pipeline of so many stages, tried one by one."""
+    def enumerated(self, num_stages: int) -> tuple[Mapping[str, int], ...]:
+        """Values of the other variables, which the search tries one by one: micro-batches on a pipeline of
+        `num_stages`, tokens a pass, and others whose best value depends on the device more than on the bound."""
 
     def schedule(self, variables: Mapping[str, int], workload: Workload) -> Schedule:
-        """The schedule of a point of the search: variables that follow from the others filled in."""
+        """The schedule of a point of the search: variables that follow from the others filled in.
+
+        A policy from outside the package may give it any policy name: its own replaces that.
+        """
+
+    def pass_limits(self, schedule: Schedule) -> PassLimits:
+        """The largest pass that the schedule allows: what an engine measures, captures and keeps memory for."""
 
     def starts_together(self, schedule: Schedule) -> int:
-        """Requests whose prefills belong together; a run holds many times that to say something about the mean."""
+        """Requests whose prefills start together; a run needs many times as many for a reliable mean."""
 
     def steady_state(self, schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
         """The steady state under a backlog, on the clock's stages."""
 
-    def next_batch(self, schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+    def start(self, schedule: Schedule, num_groups: int) -> State:
+        """The state before the first batch; `Stateless()` for a policy that has none."""
+
+    def next_batch(self, schedule: Schedule, queue: Queue, state: State, phase: str) -> Batch | None:
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
+
+
+def missing_members(module: ModuleType) -> tuple[str, ...]:
+    """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only."""
+    optional = () if getattr(module, "SEPARATE_STAGES", False) else ("SPLIT_BY",)
+    return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
+
+
+def named(module: ModuleType, name: str) -> Policy:
+    """The policy of a module from outside the package; its schedules carry the name under which it was loaded."""
+
+    def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
+        return replace(module.schedule(variables, workload), policy=name)
+
+    members = {member: getattr(module, member) for member in _members() if hasattr(module, member)}
+    return cast(Policy, SimpleNamespace(**{**members, "schedule": schedule}))
+
+
+def _members() -> tuple[str, ...]:
+    functions = (name for name, value in vars(Policy).items() if callable(value) and not name.startswith("_"))
+    return (*Policy.__annotations__, *functions)

@@ -1,8 +1,8 @@
 """Iteration-level scheduling: every iteration, finished requests leave and waiting ones take their slots.
 
 Source: ORCA (OSDI 2022) section 4.2, Algorithm 1: first come first served, at most `max_num_seqs` requests in all,
-`micro_batches` batches in flight (its n_workers), KV slots reserved by max_tokens at admission, so that nobody is
-preempted and nothing can deadlock. The prefill of a new request rides in the same pass as the decodes of the others
+`micro_batches` batches in flight (its n_workers), KV slots reserved by max_tokens at admission, so that no request is
+preempted and no deadlock is possible. The prefill of a new request rides in the same pass as the decodes of the others
 (selective batching).
 
 In the steady state under a backlog a batch is always full: each of its b slots starts a new request with probability
@@ -18,10 +18,10 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.policies._groups import resident_tokens, round_seconds
-from exeplan.policies._variables import fillings, micro_batches, require, slot_share
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -32,7 +32,7 @@ FOR_DEADLINES = False
 _POINTS = 9
 """Points of the prompt-length law at which the time of a pass is spread."""
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+enumerated = micro_batchings
 
 
 def check(schedule: Schedule) -> None:
@@ -48,6 +48,10 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("orca", variables)
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["max_num_seqs"], prompts=schedule["max_num_seqs"])
+
+
 def starts_together(schedule: Schedule) -> int:
     return 1
 
@@ -55,11 +59,11 @@ def starts_together(schedule: Schedule) -> int:
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """One iteration, split by how many of its rows are prefills.
 
-    The passes: those iterations, and the ones that a request on board sees: its own row, which first prefills and then
-    decodes, beside k ~ Binomial(b - 1, 1/mu) prefills of the others.
+    The passes: those iterations, and the ones that a resident request observes: its own row, which first prefills and
+    then decodes, along with k ~ Binomial(b - 1, 1/mu) prefills of the others.
     """
     steps = workload.mean_output + (0.0 if clock.first_token_from_prefill else 1.0)  # Iterations of a request.
-    groups = min(micro_batches(schedule), schedule["max_num_seqs"])
+    groups = min(schedule.num_micro_batches, schedule["max_num_seqs"])
     slots = schedule["max_num_seqs"] / groups
     prefills, probability = _binomial(slots, 1.0 / steps)
     others, seen = _binomial(slots - 1, 1.0 / steps)
@@ -85,16 +89,16 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         _spread(through[: len(prefills)], prefills, workload), _spread(slowest, prefills, workload), probability, groups
     )
     first = float(seen @ through[own_prefill][: len(others)])
-    # What one's own row adds to an average iteration of one's group.
-    aboard = float(seen @ through[own_decode] - probability @ through[: len(prefills)])
-    later = max(round_ + aboard, float(seen @ through[own_decode]))
+    # Time that the request's own row adds to an average iteration of its group.
+    own_share = float(seen @ through[own_decode] - probability @ through[: len(prefills)])
+    later = max(round_ + own_share, float(seen @ through[own_decode]))
     shift = 1.0 if clock.first_token_from_prefill else 0.0
     return Steady(
         cycle=cycle,
         seconds=seconds,
         throughput=slots * groups / (steps * round_),
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
-        turn=round_ / groups,
+        admission_interval=round_ / groups,
     )
 
 
@@ -108,10 +112,14 @@ def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
     return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
-    """The next group that is back: fill its free slots from the queue and run everybody in it."""
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
+    """The next group that is not in flight: its free slots filled from the queue, all of its requests run."""
     groups = len(queue.groups)
-    for number in queue.turns:
+    for number in queue.group_order:
         if number in queue.busy:
             continue
         running = queue.groups[number]
@@ -141,6 +149,7 @@ def _binomial(trials: float, chance: float) -> tuple[Floats, Floats]:
 
 
 def _whole_binomial(trials: int, chance: float) -> tuple[Floats, Floats]:
+    """Equals `scipy.stats.binom.pmf` to 1e-12; importing scipy.stats takes as long as a search on one device."""
     k = np.arange(trials + 1, dtype=float)
     if chance >= 1.0:
         return k[-1:], np.ones(1)

@@ -5,7 +5,7 @@ equal size keep S pipeline stages busy. The steady state is the survival comb (`
 for any length law, not the paper's P_D(U), which forgets that long requests stay longer.
 
     t(s)       seconds of one micro-batch on stage s
-    prefill    m max_s t(s) + the time of the fullest micro-batch on all other stages: they are balanced by tokens, as
+    prefill    m max_s t(s) + the time of the largest micro-batch on all other stages: they are balanced by tokens, as
                far as the longest prompt lets them, and the pipeline drains before decoding streams
     iteration  max(m max_s t(s), sum_s t(s)); the last one lasts only until its last micro-batch has left the first
                stage, behind which the next prefills enter
@@ -13,8 +13,8 @@ for any length law, not the paper's P_D(U), which forgets that long requests sta
 An engine may prefill in passes of at most `max_num_batched_tokens` tokens (optional): as many passes as that takes,
 each of whole prompts, one at least. With decode_steps=1 prompts go first and decodes pause for them, as in SGLang.
 
-A cycle whose batch runs empty before its last decode iteration goes on to the next prefill at once; the closed form
-therefore weighs every decode iteration with the probability that somebody is still there.
+A cycle whose batch runs empty before its last decode iteration starts the next prefill at once; the closed form
+therefore weights every decode iteration with the probability that a request is still decoding.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,12 @@ from functools import lru_cache, partial
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence, balanced_part
+from exeplan.core.batch import Batch, SequenceState, balanced_part
+from exeplan.core.control_variables import micro_batchings, require
 from exeplan.core.schedule import Schedule
-from exeplan.policies import _adjustment
-from exeplan.policies._variables import fillings, micro_batches, require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies import _adjustment, _rounds
+from exeplan.policies._rounds import Rounds
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.length_law import Comb, DecodeLaw, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -39,7 +40,8 @@ FOR_DEADLINES = False
 
 _OPTIONAL = ("micro_batches", "max_num_batched_tokens", "decode_batch")
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+enumerated = micro_batchings
+start = _rounds.start
 
 
 def check(schedule: Schedule) -> None:
@@ -60,6 +62,15 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("rra", variables)
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    """Requests stay for as many cycles as their outputs take: only a planned `decode_batch` says how many decode."""
+    return PassLimits(
+        decode_rows=schedule.variables.get("decode_batch"),
+        prompts=schedule["prefill_batch"],
+        tokens=schedule.variables.get("max_num_batched_tokens"),
+    )
+
+
 def starts_together(schedule: Schedule) -> int:
     return schedule["prefill_batch"]
 
@@ -67,15 +78,15 @@ def starts_together(schedule: Schedule) -> int:
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """One prefill of B_E requests, then N_D decode iterations over the survivors of this and all earlier cycles.
 
-    The passes: the mean and the fullest prefill, the N_D iterations, and the same N_D as a request on board sees them,
-    for latency only.
+    The passes: the mean and the largest prefill, the N_D iterations, and the same N_D as a resident request observes
+    them, for latency only.
     """
-    batch, steps, groups = schedule["prefill_batch"], schedule["decode_steps"], micro_batches(schedule)
+    batch, steps, groups = schedule["prefill_batch"], schedule["decode_steps"], schedule.num_micro_batches
     shares = _shares(workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill), steps)
     comb = shares.comb
-    somebody = -np.expm1(batch * comb.log_empty)
-    # Where nobody can be there the pass never occurs; its size is then irrelevant but must be finite.
-    given = np.where(somebody > 0, batch * comb.active / np.maximum(somebody, 1e-300), 0.0)
+    occurs = -np.expm1(batch * comb.log_empty)
+    # A pass that never occurs has an irrelevant size, which must be finite.
+    given = np.where(occurs > 0, batch * comb.active / np.maximum(occurs, 1e-300), 0.0)
     rows = np.concatenate([given, batch * comb.active + 1.0 - shares.own])
     # A group has at least one row, or it does not run.
     counts = np.minimum(np.maximum(np.concatenate([[batch], rows]), 1.0), groups)
@@ -85,7 +96,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     peak = int(np.argmax(in_cache))
     share = batch / counts[0]
     cycle = Cycle(
-        num_prefill=np.concatenate([[share, share * _fullest(workload.input_law, batch, counts[0])], 0 * rows]),
+        num_prefill=np.concatenate([[share, share * _largest_share(workload.input_law, batch, counts[0])], 0 * rows]),
         num_decode=np.concatenate([[0.0, 0.0], rows / counts[1:]]),
         context_tokens=np.concatenate([[0.0, 0.0], rows / counts[1:] * shares.per_row]),
         prompt_law=workload.input_law,
@@ -99,7 +110,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     return Steady(
         cycle=cycle,
         seconds=seconds,
-        throughput=batch / (timeline.prefill + float(somebody @ timeline.rounds[:steps])),
+        throughput=batch / (timeline.prefill + float(occurs @ timeline.rounds[:steps])),
         latency=partial(_latency, timeline, first),
     )
 
@@ -110,7 +121,7 @@ class _Shares:
 
     comb: Comb
     own: Floats
-    """What a request that is there need not expect of itself: its share of the comb is certain."""
+    """Correction for a request that is certainly resident: its own share of the comb is known."""
     per_row: Floats
     """Tokens in the cache for each row that decodes; those of the cycle twice."""
 
@@ -124,7 +135,7 @@ def _shares(law: DecodeLaw, steps: int) -> _Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Timeline:
-    """Seconds; arrays over the N_D iterations of the cycle and then over the N_D that a request on board sees."""
+    """Seconds; arrays over the N_D iterations of the cycle and then over the N_D that a resident request observes."""
 
     prefill: float
     """From the first prefill's start until the last has left the last stage."""
@@ -134,7 +145,8 @@ class _Timeline:
     rounds: Floats
     """What an iteration adds to the cycle."""
     ends: Floats
-    """From the start of decoding to the end of the iterations that a request on board sees, mean over the groups."""
+    """From the start of decoding to the end of the iterations that a resident request observes, mean over the
+    groups."""
 
 
 def _timeline(seconds: Floats, counts: Floats, steps: int) -> _Timeline:
@@ -158,8 +170,8 @@ def _timeline(seconds: Floats, counts: Floats, steps: int) -> _Timeline:
     )
 
 
-def _fullest(prompts: LengthLaw, batch: int, parts: float) -> float:
-    """Tokens of the fullest of `parts` balanced micro-batches over the mean: no less than the longest prompt's."""
+def _largest_share(prompts: LengthLaw, batch: int, parts: float) -> float:
+    """Tokens of the largest of `parts` balanced micro-batches over the mean: no less than the longest prompt's."""
     if parts == 1:
         return 1.0
     longest = prompts.longest_of(batch)
@@ -168,7 +180,7 @@ def _fullest(prompts: LengthLaw, batch: int, parts: float) -> float:
 
 
 def _latency(timeline: _Timeline, first_tokens: float, output_tokens: Floats) -> Floats:
-    """Whole cycles while the request lives through them, then the rest of its last one."""
+    """Whole cycles for as long as the request lasts, then the rest of its last one."""
     steps = len(timeline.ends)
     decodes = np.asarray(output_tokens, dtype=float) - first_tokens
     full = np.maximum(np.ceil(decodes / steps) - 1.0, 0.0)
@@ -177,37 +189,42 @@ def _latency(timeline: _Timeline, first_tokens: float, output_tokens: Floats) ->
     return np.where(decodes > 0, timeline.until_decode + full * cycle + rest, timeline.own_prefill)
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
-    """Prefill when every group has begun its N_D decode iterations, or when nobody is left to decode."""
-    groups, under_way = micro_batches(schedule), queue.prefills_in_row > 0
-    turn = queue.turn()
-    if queue.waiting and (under_way or turn is None or queue.entered[turn] >= schedule["decode_steps"]):
-        limit = schedule.variables.get("max_num_batched_tokens")
-        parts = max(groups - queue.prefills_in_row, 1 if limit else 0)
-        if parts > 0 and (admitted := _admitted(schedule, queue)):
+def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> Batch | None:
+    """Prefill when every group has begun its N_D decode iterations, or when no request is left to decode."""
+    limit = schedule.variables.get("max_num_batched_tokens")
+    if queue.waiting and _prefills_now(schedule, queue, state):
+        parts = max(schedule.num_micro_batches - state.consecutive_prefills, 1 if limit else 0)
+        if parts > 0 and (admitted := _admitted(schedule, queue, state)):
             part = balanced_part(admitted, min(parts, len(admitted)))
             return Batch(prefill=_within(part, limit) if limit else part)
     if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
-    if under_way:
-        queue.deal()
-        turn = queue.turn()
-    if turn is None or turn in queue.busy:
+    if state.consecutive_prefills:
+        queue.rebalance()
+    group = state.next_group(queue)
+    if group is None or group in queue.busy:
         return None
-    return Batch(decode=tuple(queue.groups[turn]), group=turn)
+    return Batch(decode=tuple(queue.groups[group]), group=group)
 
 
-def _admitted(schedule: Schedule, queue: Queue) -> tuple[Sequence, ...]:
-    """Who is still to be prefilled before decoding goes on."""
+def _prefills_now(schedule: Schedule, queue: Queue, state: Rounds) -> bool:
+    group = state.next_group(queue)
+    if state.consecutive_prefills or group is None:
+        return True
+    return state.iterations_since_prefill[group] >= schedule["decode_steps"]
+
+
+def _admitted(schedule: Schedule, queue: Queue, state: Rounds) -> tuple[SequenceState, ...]:
+    """The requests still to be prefilled before decoding resumes."""
     size = schedule["prefill_batch"]
     if "adjust_percent" in schedule.variables:
-        if queue.row_size is None:
-            queue.row_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
-        size = queue.row_size
-    return queue.admissible(size - queue.admitted_in_row)
+        if state.phase_size is None:
+            state.phase_size = _adjustment.adjusted_size(schedule, queue, others=len(queue.running))
+        size = state.phase_size
+    return queue.admissible(size - state.num_admitted)
 
 
-def _within(rows: tuple[Sequence, ...], limit: int) -> tuple[Sequence, ...]:
-    """The first rows that have at most so many tokens together; one at least."""
+def _within(rows: tuple[SequenceState, ...], limit: int) -> tuple[SequenceState, ...]:
+    """The first rows with at most `limit` tokens together; at least one."""
     tokens = np.cumsum([row.num_tokens for row in rows])
     return rows[: max(1, int(np.searchsorted(tokens, limit, side="right")))]

@@ -1,7 +1,7 @@
 """Static batching: prefill a batch padded to its longest prompt, decode until its longest output; then the next one.
 
-Source: FasterTransformer as ExeGPT section 2 describes it: batch sizes are fixed and nobody leaves early, so a finished
-request's row is computed until the whole batch is done. A request's own tokens are delivered as they come. On a
+Source: FasterTransformer as ExeGPT section 2 describes it: batch sizes are fixed and no request leaves early, so a
+finished request's row is computed until the whole batch is done. Tokens are delivered as they are computed. On a
 pipeline the batch is cut into `micro_batches` to decode and `prefill_micro_batches` to prefill; FasterTransformer has
 as many of both, DeepSpeed's hybrid schedule more of the latter.
 """
@@ -12,16 +12,20 @@ from functools import partial
 import numpy as np
 
 from exeplan.core.batch import Batch
+from exeplan.core.control_variables import micro_batch_counts, require
 from exeplan.core.schedule import Schedule
+from exeplan.policies import _rounds
+from exeplan.policies._rounds import Rounds
 from exeplan.policies._together import generated, latency
-from exeplan.policies._variables import micro_batch_counts, micro_batches, require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = True
 SEPARATE_STAGES = False
 PADS_PROMPTS = True
 FOR_DEADLINES = False
+
+start = _rounds.start
 
 
 def check(schedule: Schedule) -> None:
@@ -33,7 +37,7 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("batch_size", tuple(range(1, max_seqs + 1))),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
     """As many micro-batches of both kinds, or two or four times as many to prefill."""
     if num_stages == 1:
         return ({},)
@@ -47,6 +51,10 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("static", variables)
 
 
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
+
+
 def starts_together(schedule: Schedule) -> int:
     return schedule["batch_size"]
 
@@ -54,7 +62,7 @@ def starts_together(schedule: Schedule) -> int:
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """The prefill, then as many decode iterations as the longest of B outputs needs (order statistics)."""
     batch = schedule["batch_size"]
-    prefills, groups = min(_prefill_micro_batches(schedule), batch), min(micro_batches(schedule), batch)
+    prefills, groups = min(_prefill_micro_batches(schedule), batch), min(schedule.num_micro_batches, batch)
     law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     still_going = law.max_survival(batch)
     steps = len(still_going)
@@ -88,12 +96,12 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     )
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
+def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> Batch | None:
     """The running batch to its end, then the next `batch_size` requests, padded to the longest."""
-    parts = _prefill_micro_batches(schedule) - queue.prefills_in_row
-    begun = queue.prefills_in_row > 0
+    parts = _prefill_micro_batches(schedule) - state.consecutive_prefills
+    begun = state.consecutive_prefills > 0
     if (begun or not queue.running) and parts > 0:
-        whole = queue.admissible(schedule["batch_size"] - queue.admitted_in_row, reserve=True)
+        whole = queue.admissible(schedule["batch_size"] - state.num_admitted, reserve=True)
         admitted = whole[: -(-len(whole) // parts)]
         if admitted:
             longest = max(s.num_prompt_tokens for s in (*whole, *queue.running))
@@ -101,12 +109,12 @@ def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
     if queue.num_prefills_in_flight:
         return None  # The pipeline drains before decoding starts.
     if begun:
-        queue.deal()
-    turn = queue.turn()
-    if turn is None or turn in queue.busy or all(s.finished for s in queue.running):
+        queue.rebalance()
+    group = state.next_group(queue)
+    if group is None or group in queue.busy or all(s.finished for s in queue.running):
         return None
-    return Batch(decode=tuple(queue.groups[turn]), group=turn)
+    return Batch(decode=tuple(queue.groups[group]), group=group)
 
 
 def _prefill_micro_batches(schedule: Schedule) -> int:
-    return schedule.variables.get("prefill_micro_batches", micro_batches(schedule))
+    return schedule.variables.get("prefill_micro_batches", schedule.num_micro_batches)

@@ -1,9 +1,9 @@
 """TurboBatching: requests of like lengths are padded to one, and a batch runs to completion.
 
-Source: TurboTransformers (PPoPP 2021) section 5, as TCB (ICPP 2022) measures it. Who waits is sorted by length and cut
-into batches of at most `batch_size` by dynamic programming, so that what they compute is least: their padded tokens,
-and `overhead_tokens` for each batch, which is what its passes cost beside their prompts. The batch that holds the first
-in the schedule's order runs next; the others are cut anew after it.
+Source: TurboTransformers (PPoPP 2021) section 5, as TCB (ICPP 2022) measures it. The waiting requests are sorted by
+length and cut into batches of at most `batch_size` by dynamic programming, at the least cost: padded tokens, and
+`overhead_tokens` for each batch, the cost of its passes apart from its prompts. The batch with the first request of the
+schedule's order runs next; the others are cut again after it.
 
 In the steady state under a backlog the lengths that wait are those of the law, so are the batches that they are cut
 into, and each of these runs as often as any other. Not here: several micro-batches on a pipeline.
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
+from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
 from exeplan.policies._together import generated, latency
-from exeplan.policies._variables import require
-from exeplan.policies.interface import Clock, Cycle, Knob, Queue, Steady
+from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
@@ -29,8 +29,8 @@ SEPARATE_STAGES = False
 PADS_PROMPTS = True
 FOR_DEADLINES = True
 
-_AHEAD, _MOST_AHEAD = 8, 1024
-"""So many times a batch is looked at in the queue, and at most so many requests, if a batch has no more."""
+_LOOKAHEAD, _MOST_LOOKAHEAD = 8, 1024
+"""Waiting requests that are considered: a multiple of the batch size, at most this number, at least one batch."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes that the search tries."""
 _DECODES = 48
@@ -48,13 +48,17 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
     return (Knob("batch_size", tuple(size for size in _SIZES if size <= max_seqs)),)
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
-    """What a batch costs beside its prompts: which figure is best hangs on the device and on the outputs."""
+def enumerated(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """The cost of a batch apart from its prompts: the best value depends on the device and on the outputs."""
     return tuple({"overhead_tokens": tokens} for tokens in _OVERHEADS)
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("turbo", variables)
+
+
+def pass_limits(schedule: Schedule) -> PassLimits:
+    return PassLimits(decode_rows=schedule["batch_size"], prompts=schedule["batch_size"])
 
 
 def starts_together(schedule: Schedule) -> int:
@@ -75,15 +79,15 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         through = np.interp(np.arange(steps), timed, decodes)
         times.append(float(prefill + group.law.max_survival(group.size) @ through))
         latencies.append(partial(latency, prefill, prefill + np.cumsum(through), first_tokens))
-    fullest = int(np.argmax([cycle.kv_tokens for cycle in cycles]))
+    largest = int(np.argmax([cycle.kv_tokens for cycle in cycles]))
     counts = np.array([group.size for group in groups])
     weights = counts / counts.sum()
     return Steady(
-        cycle=cycles[fullest],
-        seconds=seconds[fullest],
+        cycle=cycles[largest],
+        seconds=seconds[largest],
         throughput=int(counts.sum()) / sum(times),
         latency=lambda tokens: np.asarray(sum(w * own(tokens) for w, own in zip(weights, latencies, strict=True))),
-        turn=float(np.mean(times)),
+        admission_interval=float(np.mean(times)),
     )
 
 
@@ -99,7 +103,7 @@ class _Group(NamedTuple):
 def _groups(workload: Workload, size: int, overhead: int, first_tokens: int) -> tuple[_Group, ...]:
     """What a full queue of the law's lengths is cut into; a length at the border of two is in both."""
     prompts = workload.input_law
-    waiting = _ahead(size)
+    waiting = _lookahead(size)
     ends = _cut(prompts.slice_means(waiting), size, overhead)
     groups = []
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
@@ -130,26 +134,30 @@ def _cycle(group: _Group, timed: Ints) -> Cycle:
     )
 
 
-def next_batch(schedule: Schedule, queue: Queue, phase: str) -> Batch | None:
-    """The running batch to its end, then that of the lengths of whoever is first."""
+def start(schedule: Schedule, num_groups: int) -> Stateless:
+    return Stateless()
+
+
+def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
+    """The running batch to its end, then the batch with the first request."""
     if queue.running:
         return None if queue.busy else Batch(decode=tuple(queue.running))
-    ahead = queue.ahead(_ahead(schedule["batch_size"]))
+    ahead = queue.first_waiting(_lookahead(schedule["batch_size"]))
     if not ahead:
         return None
     alike = queue.fitting(_alike(ahead, schedule), limit=schedule["batch_size"], reserve=True)
     return Batch(prefill=alike, pad_to=max(s.num_prompt_tokens for s in alike))
 
 
-def _ahead(size: int) -> int:
-    return max(min(_AHEAD * size, _MOST_AHEAD), size)
+def _lookahead(size: int) -> int:
+    return max(min(_LOOKAHEAD * size, _MOST_LOOKAHEAD), size)
 
 
 def _overhead(schedule: Schedule) -> int:
     return schedule.variables.get("overhead_tokens", _OVERHEADS[0])
 
 
-def _alike(ahead: tuple[Sequence, ...], schedule: Schedule) -> list[Sequence]:
+def _alike(ahead: tuple[SequenceState, ...], schedule: Schedule) -> list[SequenceState]:
     """The batch that holds the first, with it in front."""
     by_length = sorted(range(len(ahead)), key=lambda number: (ahead[number].num_prompt_tokens, number))
     lengths = np.array([ahead[number].num_prompt_tokens for number in by_length])

@@ -1,15 +1,14 @@
 """Workload-aware allocation with the GPUs split by computation: WAA-C.
 
-Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner gives the stages that prefill and those that decode so
-many GPUs that prefilling and decoding take equal time. What both kinds do is in `_waa`.
+Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner divides the GPUs between the stages that prefill and
+those that decode so that prefilling and decoding take equal time. The schedule itself is in `_waa.py`.
 """
 
 from collections.abc import Mapping
 
+from exeplan.core.control_variables import micro_batchings
 from exeplan.core.schedule import Schedule
-from exeplan.policies._variables import fillings
-from exeplan.policies._waa import check, completed, knobs, next_batch, starts_together
-from exeplan.policies._waa_steady import steady_state
+from exeplan.policies import _waa, _waa_steady
 from exeplan.workload.workload import Workload
 
 KEEPS_FINISHED_ROWS = False
@@ -18,9 +17,16 @@ PADS_PROMPTS = False
 FOR_DEADLINES = False
 SPLIT_BY = "time"
 
-__all__ = ["check", "fillings", "knobs", "next_batch", "schedule", "starts_together", "steady_state"]
+check = _waa.check
+knobs = _waa.knobs
+enumerated = micro_batchings
+pass_limits = _waa.pass_limits
+starts_together = _waa.starts_together
+steady_state = _waa_steady.steady_state
+start = _waa.start
+next_batch = _waa.next_batch
 
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     """The schedule with these control variables; the prefill batch follows from the decode batch."""
-    return Schedule("waa-c", completed(variables, workload))
+    return Schedule("waa-c", _waa.completed(variables, workload))

@@ -1,23 +1,23 @@
-"""What replay and runner share: sequences, batches, KV-block accounting, and the scheduler that a policy steers.
+"""The scheduler that replay and engine share: admission, KV-block accounting, preemption; a policy chooses the batches.
 
-The drivers differ in one thing only: the replay times a batch with a profile, the runner executes it. Which batch comes
-next, who is admitted, who is preempted and who leaves is decided here and in `exeplan/policies/<policy>.py`, once.
+The drivers differ in one thing only: the replay times a batch with a profile, the engine executes it. The next batch,
+admission, preemption and completion are decided here and in `exeplan/policies/<policy>.py`, once.
 
 Life of a sequence: `add` puts it into `waiting`; a prefill batch moves it to `running` and yields its first token; each
 decode batch yields one more; it leaves `running` when it is finished (at once, unless the policy keeps finished rows
-until all of their slot are: by default everybody is in one).
+until all of their slot are finished; by default all sequences share one slot).
 When KV blocks run out, the youngest running sequence goes back to the front of `waiting` and is computed again later,
 its tokens kept; the oldest is never preempted, so there is always progress.
 
-On a pipeline several batches are under way: the driver asks for the next one whenever the first stage is free, and
-completes a batch when it has left the last. Who decodes is split into groups (micro-batches); a group under way cannot
-be scheduled again before it is back. Where some stages only prefill, a prefilled sequence is `handed over` to the
-others and waits in `ready` for a place in a group.
+On a pipeline several batches are in flight: the driver asks for the next one whenever the first stage is free, and
+completes a batch when it has left the last. Decoding sequences are split into groups (micro-batches); a group in flight
+cannot be scheduled again before it is complete. Where some stages only prefill, the keys and values of a prefilled
+sequence are transferred to the others, and it waits in `ready` for a place in a group.
 
-Who waits goes in the schedule's order (`exeplan/core/queue_order.py`), behind those that were preempted. Whoever has a
-deadline and has not begun by then is dropped by `expire`, and never computed.
+Waiting sequences start in the schedule's order (`exeplan/core/queue_order.py`), preempted ones first. A sequence with a
+deadline that has not begun by then is dropped by `expire` and never computed.
 
-Not here: which blocks (the runner's KV cache places them) and what tokens mean.
+Not here: which blocks (the runner's KV cache places them), and the tokens themselves.
 """
 
 import math
@@ -27,12 +27,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, Sequence, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, SequenceState, num_blocks_for
 from exeplan.core.queue_order import das_of, queue_of, ranking
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
-from exeplan.policies.interface import Policy
+from exeplan.policies.interface import Policy, State
 
 
 class Scheduler:
@@ -40,8 +40,8 @@ class Scheduler:
 
     Use: `add` sequences; then repeat `batch = next_batch()`, run it, give every row that produced a token
     `num_output_tokens += 1` (and `finished = True` at its end), and call `complete(batch)`. On a pipeline `next_batch`
-    may be called again before that; with stages set apart for prefills (`num_prefill_stages` of them) it is asked for
-    each `phase` on its own, and `hand_over(batch)` says that a prefill's keys and values have arrived.
+    may be called again before that; with separate prefill stages (`num_prefill_stages` of them) it is called for each
+    `phase` on its own, and `kv_arrived(batch)` reports that a prefill's keys and values have been transferred.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Scheduler:
         whole_prompts: bool = False,
         pass_tokens: int | None = None,
     ) -> None:
-        """`whole_prompts` says that no prompt can be cut, as where an encoder looks at all of it at once.
+        """`whole_prompts`: no prompt can be cut, because an encoder attends to all of it at once.
 
-        A device has memory for prefills of `pass_tokens` tokens at once; None where nothing limits them. The replay
-        knows no such limit: where it binds, a plan's prefill becomes several, one after the other.
+        The device has memory to prefill `pass_tokens` tokens at once; None for no limit. The replay has no such limit:
+        where it binds, a plan's prefill becomes several, one after the other.
         """
         self.schedule = schedule
         self.policy: Policy = load_policy(schedule.policy)
@@ -64,32 +64,26 @@ class Scheduler:
         self.free_blocks = num_blocks
         self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
         self.pass_tokens = pass_tokens
-        self.waiting: deque[Sequence] = deque()
-        """In order of arrival, those that were preempted before them."""
+        self.waiting: deque[SequenceState] = deque()
+        """In order of arrival, preempted ones first."""
         self._next_deadline = math.inf
         """No waiting sequence that has not begun has an earlier one."""
-        self.running: list[Sequence] = []
+        self.running: list[SequenceState] = []
         """Admitted sequences, oldest first."""
-        self.groups: list[list[Sequence]] = [[] for _ in range(schedule.variables.get("micro_batches", 1))]
+        self.groups: list[list[SequenceState]] = [[] for _ in range(schedule.num_micro_batches)]
         """Running sequences by the micro-batch in which they decode, oldest first."""
-        self.ready: list[Sequence] = []
-        """Handed over to the stages that decode, and in no group yet; oldest first."""
-        self.num_handing_over = 0
+        self.ready: list[SequenceState] = []
+        """Transferred to the stages that decode, and in no group yet; oldest first."""
+        self.num_in_transfer = 0
         """Admitted to the stages that prefill, and not ready yet."""
         self.busy: set[int] = set()
-        """Groups that are under way."""
-        self.turns = list(range(len(self.groups)))
+        """Groups in flight."""
+        self.group_order = list(range(len(self.groups)))
         """All groups, the one that was scheduled longest ago first."""
-        self.entered = [0] * len(self.groups)
-        """Decode iterations that each group has begun since the last prefill was."""
-        self.prefills_in_row = 0
-        """Batches with prefills since the last one without."""
-        self.admitted_in_row = 0
-        """Sequences in them."""
-        self.row_size: int | None = None
-        """How many there shall be, where a policy has decided that when the row began."""
+        self.state: State = self.policy.start(schedule, len(self.groups))
+        """The policy's own: read by the policy alone; it is notified of what was scheduled."""
         self.num_prefills_in_flight = 0
-        """Batches with prefills that are under way."""
+        """Batches in flight that prefill."""
         self.num_admissions = 0
         self.num_preemptions = 0
 
@@ -98,9 +92,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def under_way(self) -> bool:
-        """Something that runs, or is handed over, will come back without anything being scheduled."""
-        return bool(self.busy or self.num_handing_over)
+    def in_flight(self) -> bool:
+        """Whether a batch or a KV transfer is in flight, which completes without anything being scheduled."""
+        return bool(self.busy or self.num_in_transfer)
 
     @property
     def is_short(self) -> bool:
@@ -108,7 +102,7 @@ class Scheduler:
         needed = sum(s.num_tokens > s.num_blocks * BLOCK_SIZE for s in self.running)
         return needed > self.free_blocks
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         self.check(sequence)
         self.waiting.append(sequence)
@@ -117,15 +111,15 @@ class Scheduler:
 
     @property
     def has_deadlines(self) -> bool:
-        """Whether anybody who waits may expire."""
+        """Whether a waiting sequence may expire."""
         return math.isfinite(self._next_deadline)
 
-    def expire(self, now: float) -> list[Sequence]:
-        """Drops who has not begun and has no time left to, and returns them; call it before `next_batch`.
+    def expire(self, now: float) -> list[SequenceState]:
+        """Drops and returns the sequences that can no longer begin in time; call it before `next_batch`.
 
-        The time left ends at the deadline, or `lead_ms` before it where the schedule says so: what a request needs.
+        A sequence must begin by its deadline, or `lead_ms` before it where the schedule has that variable.
         """
-        latest = now + self.schedule.variables.get("lead_ms", 0) / 1000
+        latest = now + self.schedule.lead_seconds
         if latest <= self._next_deadline:
             return []
         due = [(s.deadline, s) for s in self.waiting if s.deadline is not None and not s.begun]
@@ -134,14 +128,14 @@ class Scheduler:
         self._leave_queue(expired)
         return expired
 
-    def _leave_queue(self, sequences: Iterable[Sequence]) -> None:
+    def _leave_queue(self, sequences: Iterable[SequenceState]) -> None:
         gone = {id(s) for s in sequences}
         while self.waiting and id(self.waiting[0]) in gone:
             gone.discard(id(self.waiting.popleft()))
         if gone:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: SequenceState) -> None:
         """Raises InputError when cache or device could not hold the sequence even alone."""
         needed = num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)
         if needed > self.num_blocks:
@@ -156,36 +150,38 @@ class Scheduler:
                 f"{self.pass_tokens} that the device's memory can prefill at once"
             )
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Drops a sequence wherever it is and frees its blocks at once."""
         if sequence in self.running:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def admissible(self, limit: int, *, reserve: bool = False, max_tokens: int | None = None) -> tuple[Sequence, ...]:
+    def admissible(
+        self, limit: int, *, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
         """The first waiting sequences, in the schedule's order, that fit into the free blocks: at most `limit`.
 
-        With `max_tokens` no more follow once those chosen have so many tokens, be the last of them cut.
-        `reserve` counts every sequence at its full length (ORCA's slots reserved by max_tokens), so that nobody is ever
-        preempted; otherwise each is counted at its tokens so far and the one it is about to produce.
+        With `max_tokens` no more follow once those chosen have as many tokens; the last of them may be cut. `reserve`
+        counts every sequence at its full length (ORCA's slots reserved by max_tokens), so that none is ever preempted;
+        otherwise each is counted at its tokens so far and the one it is about to produce.
         """
         if limit < 1 or not self.waiting:
             return ()
         return self.fitting(self._ranked(limit), limit=limit, reserve=reserve, max_tokens=max_tokens)
 
-    def ahead(self, limit: int) -> tuple[Sequence, ...]:
-        """The first so many waiting sequences in the schedule's order, whether they fit or not."""
+    def first_waiting(self, limit: int) -> tuple[SequenceState, ...]:
+        """The first `limit` waiting sequences in the schedule's order, whether they fit or not."""
         return tuple(islice(self._ranked(limit), limit)) if self.waiting else ()
 
     def fitting(
-        self, sequences: Iterable[Sequence], *, limit: int, reserve: bool = False, max_tokens: int | None = None
-    ) -> tuple[Sequence, ...]:
-        """The first of these waiting sequences as `admissible` counts them, who come in the order that is wanted."""
+        self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
+    ) -> tuple[SequenceState, ...]:
+        """The first of these waiting sequences, in the order given, that fit as `admissible` counts them."""
         room = self.free_blocks
         if reserve:
             room = self.num_blocks - sum(_reserved(s) for s in self.running)
-        chosen: list[Sequence] = []
+        chosen: list[SequenceState] = []
         longest = total = 0
         for sequence in sequences:
             longest, total = max(longest, sequence.num_tokens), total + sequence.num_tokens
@@ -200,7 +196,7 @@ class Scheduler:
                 max_tokens -= sequence.num_tokens
         return tuple(chosen)
 
-    def _ranked(self, limit: int) -> Iterable[Sequence]:
+    def _ranked(self, limit: int) -> Iterable[SequenceState]:
         """The waiting sequences in the schedule's order, behind those that have begun already."""
         if self.schedule.order == "fcfs":
             return self.waiting
@@ -215,28 +211,23 @@ class Scheduler:
         )
         return chain(begun, (fresh[number] for number in rank))
 
-    def deal(self) -> None:
-        """Deals the running sequences out into groups of nearly equal size; none may be under way."""
+    def rebalance(self) -> None:
+        """Splits the running sequences into groups of nearly equal size; none may be in flight."""
         assert not self.busy
         for number in range(len(self.groups)):
             self.groups[number] = self.running[number :: len(self.groups)]
             for sequence in self.groups[number]:
                 sequence.group = number
 
-    def turn(self) -> int | None:
-        """The group with sequences that has begun the fewest decode iterations; None when there is none."""
-        turns = [(entered, number) for number, entered in enumerate(self.entered) if self.groups[number]]
-        return min(turns)[1] if turns else None
-
     def next_batch(self, phase: str = "") -> Batch | None:
-        """What to run now, with its blocks taken; None when nothing can run before a batch under way is complete."""
-        batch: Batch | None = self.policy.next_batch(self.schedule, self, phase)
+        """What to run now, with its blocks taken; None when nothing can run before a batch in flight is complete."""
+        batch: Batch | None = self.policy.next_batch(self.schedule, self, self.state, phase)
         if batch is None:
             return None
         decode = self._grow(batch.decode)
         admitted = self._admit(batch)
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
-            return self.next_batch(phase) if self.has_work and not self.under_way else None
+            return self.next_batch(phase) if self.has_work and not self.in_flight else None
         chunks = batch.chunks[: len(admitted)]
         batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
         if batch.packing:
@@ -245,10 +236,10 @@ class Scheduler:
         return batch
 
     def num_repeats(self, batch: Batch) -> int:
-        """How often in a row this batch, just scheduled, would be if nobody arrived: until one has its last token.
+        """How often this batch, just scheduled, would repeat without arrivals: until a sequence has its last token.
 
-        Above 1 only where a single group does everything and all there is to do is to decode; that batch is the same
-        every time whatever the policy. Nor does anybody who waits change it where a batch runs to its end.
+        Above 1 only where a single group runs everything and only decodes: the next batch is then the same, whatever
+        the policy. Waiting sequences do not change it where a batch runs to its end.
         """
         waiting = self.waiting and not self.policy.KEEPS_FINISHED_ROWS
         if batch.prefill or waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
@@ -257,23 +248,23 @@ class Scheduler:
         return left if len(batch.decode) == len(self.running) and self._growth(batch, left) <= self.free_blocks else 1
 
     def repeat(self, batch: Batch, count: int) -> None:
-        """Schedules a batch that is under way so many times in a row, at most `num_repeats`, with all its blocks."""
+        """Schedules a batch in flight `count` times in all, at most `num_repeats`, and takes all its blocks."""
         self.free_blocks -= self._growth(batch, count)
         for row in batch.decode:
             if not row.finished:
                 row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens + count - 1))
-        self.entered[batch.group] += count - 1
+        self.state.began(batch, count - 1)
 
     def _growth(self, batch: Batch, count: int) -> int:
-        """Blocks that the rows need beyond those they have, to be scheduled so many times in a row."""
+        """Blocks that the rows need beyond those they have, to be scheduled `count` times."""
         return sum(
             max(num_blocks_for(row.num_tokens + count - 1) - row.num_blocks, 0)
             for row in batch.decode
             if not row.finished
         )
 
-    def complete(self, batch: Batch) -> list[Sequence]:
-        """Books a batch that has run. Returns the sequences that left and freed their blocks."""
+    def complete(self, batch: Batch) -> list[SequenceState]:
+        """Accounts for a batch that has run. Returns the sequences that left and freed their blocks."""
         for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
             row.num_computed_tokens = 0 if chunk.last else chunk.end
         self.num_prefills_in_flight -= bool(batch.prefill)
@@ -294,31 +285,26 @@ class Scheduler:
             self._leave(sequence)
         return left
 
-    def hand_over(self, batch: Batch) -> None:
+    def kv_arrived(self, batch: Batch) -> None:
         """The keys and values of a prefilled batch have arrived at the stages that decode."""
         for row in batch.prefill:
             if row.num_blocks:  # Neither finished by its prefill nor removed since.
                 row.in_flight = False
-                self.num_handing_over -= 1
+                self.num_in_transfer -= 1
                 insort(self.ready, row, key=lambda s: s.admission)
 
     def _begin(self, batch: Batch) -> None:
         if batch.phase != "prefill":
             self.busy.add(batch.group)
-            self.turns.remove(batch.group)
-            self.turns.append(batch.group)
+            self.group_order.remove(batch.group)
+            self.group_order.append(batch.group)
         for row in batch.prefill + batch.decode:
             row.in_flight = True
         if batch.prefill:
             self.num_prefills_in_flight += 1
-            self.prefills_in_row += 1
-            self.admitted_in_row += len(batch.prefill)
-            self.entered = [0] * len(self.groups)
-        else:
-            self.end_row()
-            self.entered[batch.group] += 1
+        self.state.began(batch, 1)
 
-    def _grow(self, rows: tuple[Sequence, ...]) -> tuple[Sequence, ...]:
+    def _grow(self, rows: tuple[SequenceState, ...]) -> tuple[SequenceState, ...]:
         """The rows that have room for one more token; younger ones are preempted for it."""
         short = [s for s in rows if s.num_prompt_tokens + s.num_output_tokens > s.num_blocks * BLOCK_SIZE]
         if not short:
@@ -337,13 +323,13 @@ class Scheduler:
             if needed <= self.free_blocks:
                 sequence.num_blocks += max(needed, 0)
                 self.free_blocks -= max(needed, 0)
-            elif not self.under_way:
+            elif not self.in_flight:
                 self._preempt(sequence)
         return tuple(s for s in rows if 0 < num_blocks_for(s.num_tokens) <= s.num_blocks)
 
-    def _admit(self, batch: Batch) -> tuple[Sequence, ...]:
-        admitted: list[Sequence] = []
-        fresh: list[Sequence] = []
+    def _admit(self, batch: Batch) -> tuple[SequenceState, ...]:
+        admitted: list[SequenceState] = []
+        fresh: list[SequenceState] = []
         begun = {id(row) for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)) if chunk.start}
         for sequence in batch.prefill:
             if id(sequence) in begun:
@@ -360,61 +346,56 @@ class Scheduler:
             sequence.admission = self.num_admissions
             self.num_admissions += 1
             if self.policy.SEPARATE_STAGES:
-                self.num_handing_over += 1
+                self.num_in_transfer += 1
             else:
-                self.join(sequence, batch.group)
+                self.add_to_group(sequence, batch.group)
             admitted.append(sequence)
             fresh.append(sequence)
         self._leave_queue(fresh)
         return tuple(admitted)
 
-    def join(self, sequence: Sequence, group: int) -> None:
+    def add_to_group(self, sequence: SequenceState, group: int) -> None:
         """Puts a running sequence into a group."""
         sequence.group = group
         self.groups[group].append(sequence)
 
-    def join_ready(self, group: int, limit: int) -> None:
+    def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest that are ready into a group, at most `limit`."""
         for sequence in self.ready[:limit]:
-            self.join(sequence, group)
+            self.add_to_group(sequence, group)
         del self.ready[:limit]
 
-    def _youngest_idle(self) -> Sequence | None:
+    def _youngest_idle(self) -> SequenceState | None:
         return next((s for s in reversed(self.running) if not s.in_flight), None)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._leave(sequence)
         sequence.num_computed_tokens = 0
         sequence.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         if sequence in self.groups[sequence.group]:
             self.groups[sequence.group].remove(sequence)
         elif sequence in self.ready:
             self.ready.remove(sequence)
         else:
-            self.num_handing_over -= 1
+            self.num_in_transfer -= 1
         self.free_blocks += sequence.num_blocks
         sequence.num_blocks = 0
         if not self.running:
-            self.end_row()
-
-    def end_row(self) -> None:
-        """The next prefill is the first of a new row."""
-        self.prefills_in_row = self.admitted_in_row = 0
-        self.row_size = None
+            self.state.drained()
 
 
-def _placed(admitted: tuple[Sequence, ...], packing: Packing) -> Packing:
-    """The packing of those who were admitted, who learn their slots."""
+def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
+    """The packing of the admitted sequences, whose slots are set."""
     packing = replace(packing, places=packing.places[: len(admitted)])
     for sequence, slot in zip(admitted, packing.slots, strict=True):
         sequence.slot = slot
     return packing
 
 
-def _reserved(sequence: Sequence) -> int:
+def _reserved(sequence: SequenceState) -> int:
     return num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)

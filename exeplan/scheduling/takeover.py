@@ -1,20 +1,20 @@
-"""Switching: one scheduler takes over what another has begun, and keeps the blocks of everybody it can.
+"""Plan switch: a new scheduler takes over the sequences of another, and their KV blocks where it can.
 
-A row keeps its keys and values if the new policy could have brought it where it is: prefilled whole, and handed over
-where stages are set apart. What was cut into chunks, or is between the stages, goes back to the queue with its tokens;
-what is finished and only kept leaves. Nothing may be under way.
+A sequence keeps its keys and values if the new policy could have brought it to the same point: prefilled whole, and
+transferred where stages are separate. A sequence in the middle of a chunked prefill or a KV transfer goes back to the
+queue with its tokens; a finished one that was only kept leaves. No batch may be in flight.
 
-Not here: what a policy does next (`exeplan/policies`), and how keys and values come to devices that hold other layers
-afterwards (the engine's).
+Not here: the policy's next batch (`exeplan/policies`), and the migration of keys and values to devices that hold other
+layers afterwards (`runner/engine`).
 """
 
 from collections.abc import Iterable
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.scheduling.scheduler import Scheduler
 
 
-def keepable(new: Scheduler, old: Scheduler) -> list[Sequence]:
+def can_keep_blocks(new: Scheduler, old: Scheduler) -> list[SequenceState]:
     """The sequences of `old` that could keep their blocks in `new`, which is empty; oldest first."""
     kept, room = [], new.free_blocks
     for sequence in _by_age(old):
@@ -25,17 +25,17 @@ def keepable(new: Scheduler, old: Scheduler) -> list[Sequence]:
     return kept
 
 
-def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[Sequence]) -> list[Sequence]:
-    """Moves all sequences of `old` to `new`, which is empty; some of the `keepable` keep their blocks, no others.
+def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[SequenceState]) -> list[SequenceState]:
+    """Moves all sequences of `old` to `new`, which is empty; `keep`, some of `can_keep_blocks`, keep their blocks.
 
     Returns those that held blocks and no longer do: finished ones, which are in neither, and those to be computed
     again, which are at the head of the queue, oldest first. Raises InputError, and changes neither, for a sequence that
     the new cache could not hold even alone.
     """
-    assert not old.under_way
+    assert not old.in_flight
     for sequence in (*old.running, *old.waiting):
         new.check(sequence)
-    left: list[Sequence] = []
+    left: list[SequenceState] = []
     kept = set(keep)
     for sequence in _by_age(old):
         sequence.in_flight = False
@@ -49,15 +49,15 @@ def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[Sequence]) -> li
         new.add(sequence)
     new.num_preemptions = old.num_preemptions
     if not new.policy.SEPARATE_STAGES:
-        new.deal()
+        new.rebalance()
     return left
 
 
-def _by_age(scheduler: Scheduler) -> list[Sequence]:
+def _by_age(scheduler: Scheduler) -> list[SequenceState]:
     return sorted(scheduler.running, key=lambda s: s.admission)
 
 
-def _keep(new: Scheduler, sequence: Sequence) -> None:
+def _keep(new: Scheduler, sequence: SequenceState) -> None:
     new.free_blocks -= sequence.num_blocks
     sequence.admission = new.num_admissions
     sequence.group = sequence.slot = 0

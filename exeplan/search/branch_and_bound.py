@@ -165,9 +165,10 @@ def _turn(index: Index, knob: int, value: int) -> Index:
 
 
 def _polish(grid: Grid) -> None:
-    """Moves from the best point, or the gentlest if none fits, to better ones around it until there is none."""
+    """Moves from the best point, or the lowest-latency one if none fits, to better ones around it until there is
+    none."""
     start = None
-    while (here := grid.best[2] if grid.best else grid.gentlest()) != start:
+    while (here := grid.best[2] if grid.best else grid.lowest_latency()) != start:
         start = here
         for knob in range(len(grid.shape)):
             for index in _along(grid, grid.best[2] if grid.best else here, knob):

@@ -94,7 +94,7 @@ class Grid:
         """No limit is broken by more than the slack."""
         return not self.limits.broken(self(index), slack)
 
-    def gentlest(self) -> Index:
+    def lowest_latency(self) -> Index:
         """The point tried with the least latency among those that fit the memory, or the least of all if none does."""
 
         def harshness(index: Index) -> tuple[float, float, Index]:

@@ -36,11 +36,11 @@ class Result:
 
     best: Trial | None
     """None when no point tried keeps both limits."""
-    gentlest: Trial
-    """The lower-left corner, or a point tried that is gentler still: the least latency of those that fit the memory."""
+    lowest_latency: Trial
+    """The lower-left corner, or a point tried with less latency still: the least of those that fit the memory."""
     what_binds: tuple[str, ...]
     """Of 'latency' and 'memory': the limits that one step more of any of the winner's knobs breaks, or those that the
-    gentlest point breaks if there is no winner."""
+    lowest-latency point breaks if there is no winner."""
     frontier: tuple[Trial, ...]
     """Points tried that fit the memory and have more throughput than all with less latency; by latency."""
     num_points: int
@@ -114,7 +114,7 @@ def _result(grid: Grid, gap: float | None, dips: Slack | None, seconds: float) -
     winner = grid.best[2] if grid.best else None
     return Result(
         best=trial(winner) if winner is not None else None,
-        gentlest=trial(grid.gentlest()),
+        lowest_latency=trial(grid.lowest_latency()),
         what_binds=_what_binds(grid, winner),
         frontier=tuple(trial(index) for index in grid.frontier()),
         num_points=num_points,
@@ -126,9 +126,9 @@ def _result(grid: Grid, gap: float | None, dips: Slack | None, seconds: float) -
 
 
 def _what_binds(grid: Grid, winner: Index | None) -> tuple[str, ...]:
-    """The limits broken by one step more of any knob, or by the gentlest point if there is no winner."""
+    """The limits broken by one step more of any knob, or by the lowest-latency point if there is no winner."""
     if winner is None:
-        return grid.limits.broken(grid(grid.gentlest()))
+        return grid.limits.broken(grid(grid.lowest_latency()))
     steps = [(*winner[:k], winner[k] + 1, *winner[k + 1 :]) for k in range(len(winner))]
     broken = {limit for step in steps if step in grid for limit in grid.limits.broken(grid(step))}
     return tuple(sorted(broken))

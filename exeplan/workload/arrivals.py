@@ -1,11 +1,11 @@
 """Requests that come at a rate instead of waiting in a backlog: when they come, and how many are there at a time.
 
-    turn        seconds between two admissions, over which arrivals are evenly spread: a cycle, an iteration
+    admission_interval  seconds between two admissions, over which arrivals are evenly spread
     residents   how many are there at a time: a birth-and-death chain; `simulator/at_rate.py` makes times of it
 
-The search asks which schedule carries the highest rate within the bounds with its batches full, turn included, as that
-rises with every knob. With fewer requests coming batches are smaller, which is gentler; how much they and the queue
-vary the Estimate says, and the replay with arrivals, which has the final word.
+The search asks which schedule carries the highest rate within the bounds with full batches, the admission interval
+included, as that rises with every knob. With fewer requests batches are smaller, at lower latency; how much they
+and the queue vary the Estimate says, and the replay with arrivals, which has the final word.
 """
 
 import math
@@ -40,7 +40,7 @@ class Arrivals:
         check_rate(self.rate)
 
     def draw(self, workload: Workload, num_requests: int, *, seed: int) -> tuple[Ints, Ints, Floats]:
-        """Input tokens, output tokens and arrival seconds of so many requests, or of the trace's first ones."""
+        """Input tokens, output tokens and arrival seconds of `count` requests, or of the first ones of the trace."""
         if self.of_trace:
             trace = workload.trace
             assert trace is not None
@@ -57,14 +57,14 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Between arrival and the start of the prefill: `queue` seconds, and evenly spread up to `turn` more."""
+    """From arrival to the start of the prefill: `queue` seconds, and uniformly up to `admission_interval` more."""
 
     queue: float = 0.0
-    turn: float = 0.0
+    admission_interval: float = 0.0
 
     @property
     def mean(self) -> float:
-        return self.queue + self.turn / 2
+        return self.queue + self.admission_interval / 2
 
 
 def check_rate(rate: object) -> float:

@@ -4,7 +4,7 @@ One length for all requests, or evenly spread between two, as services of severa
 `p99-deadline` says that 99 % of the requests have their whole answer by then. Its latency is the time a request takes,
 scaled by its own deadline to the mean one, so that it can be compared with that.
 
-Not here: who expires (`exeplan.scheduling.scheduler`).
+Not here: which request expires (`exeplan.scheduling.scheduler`).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from exeplan.units import seconds
 
 _POINTS = 9
 EXPIRED = 2.0
-"""A request that expired counts as one that took so many times its deadline."""
+"""An expired request counts as one that took this many times its deadline."""
 
 
 @dataclass(frozen=True, slots=True)

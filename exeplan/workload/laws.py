@@ -108,8 +108,8 @@ def quantiles(points: Mapping[float, float]) -> LengthLaw:
     """A law through known quantiles, percent to tokens.
 
     Between them the logarithm of the length is a monotone cubic of the normal score, so that two points alone give a
-    lognormal. Beyond the first and the last point it goes on straight (a lognormal tail), to 0.01 % and 99.99 %; p0 and
-    p100, if given, stand there and end the law.
+    lognormal. Beyond the first and the last point it is extended as a straight line (a lognormal tail), to 0.01 % and
+    99.99 %; p0 and p100, if given, stand there and end the law.
     """
     from scipy.interpolate import PchipInterpolator
     from scipy.special import ndtri
@@ -194,7 +194,7 @@ def _in_step(inputs: LengthLaw, outputs: LengthLaw, *, falling: bool) -> tuple[I
 
 
 def _coarse(law: LengthLaw, points: int) -> LengthLaw:
-    """The law on at most so many lengths: neighbours become the two whole lengths around their mean."""
+    """The law on at most `count` lengths: neighbours become the two whole lengths around their mean."""
     if len(law.tokens) <= points:
         return law
     bins = max(points // 4, 1)

@@ -59,7 +59,7 @@ class LengthLaw:
         return int(self.tokens[index.clip(max=len(self.tokens) - 1)])
 
     def slice_means(self, num_slices: int) -> Floats:
-        """The mean of each of so many slices of equal probability, rising; their mean is the law's."""
+        """The mean of each of `count` slices of equal probability, rising; their mean is the law's."""
         mass = np.concatenate([[0.0], np.cumsum(self.weights * self.tokens)])
         edges = np.linspace(0.0, 1.0, num_slices + 1)
         return np.diff(np.interp(edges, np.concatenate([[0.0], self.cdf]), mass)) * num_slices
@@ -82,7 +82,8 @@ class Comb:
     context: Floats
     """Tokens in the KV cache before iteration u, summed over the requests that decode in it."""
     log_empty: Floats
-    """log Pr(nobody decodes in iteration u): `exp(batch * log_empty)`; -inf where somebody always does."""
+    """log Pr(a request does not decode in iteration u); `exp(batch * log_empty)` for a batch; -inf where it always
+    does."""
     active_var: Floats
     """Variance of the number of requests that decode."""
     kv_var: Floats
@@ -104,12 +105,12 @@ class DecodeLaw:
     def of(cls, steps: Ints, inputs: Ints, weights: Floats) -> "DecodeLaw":
         """The law of points that decode `steps` times (0 is allowed) after `inputs` tokens; weights sum to 1."""
         survival, input_sum, input_square = (
-            # From the far end, so that small tails keep their digits; entry 0 is k = 0, which everybody reaches.
+            # From the far end, so that small tails keep their digits; entry 0 is k = 0, which every request reaches.
             np.cumsum(added_up(steps, terms, minlength=2)[::-1])[::-1][1:]
             for terms in (weights, weights * inputs, weights * np.square(inputs, dtype=np.float64))
         )
         survival = np.minimum(survival, 1.0)
-        survival[: int(steps.min())] = 1.0  # Exactly: log(1 - F) must be -inf where somebody always decodes.
+        survival[: int(steps.min())] = 1.0  # Exactly: log(1 - F) must be -inf where a request always decodes.
         return cls(survival, input_sum, input_square)
 
     @property
@@ -152,7 +153,7 @@ class PaperLaw(DecodeLaw):
     """The steady state as ExeGPT section 6 has it.
 
     A request of D steps is said to be completed in iteration U = 1 + (D - 1) mod N_D of a cycle with probability
-    1 / ceil(D / N_D), whatever share of those on board are long ones; B_D = B_E / sum_U P_D(U). Somebody always
+    1 / ceil(D / N_D), whatever share of the residents are long ones; B_D = B_E / sum_U P_D(U). A request always
     decodes. What a row holds, and how much that varies, is not in the paper and taken from the comb.
     """
 

@@ -17,7 +17,7 @@ from exeplan.workload.deadlines import Deadlines
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw, PaperLaw, added_up
 
 _DENSE_CELLS = 1 << 22
-"""Up to so many cells equal points are merged by counting, above by sorting."""
+"""Up to this many cells equal points are merged by counting, above it by sorting."""
 
 
 @dataclass(frozen=True, eq=False)

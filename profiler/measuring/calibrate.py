@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.measure import Rig

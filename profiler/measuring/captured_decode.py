@@ -5,8 +5,8 @@ alone. A part is the difference of two, so parts add up to the replayed whole, l
 capture would slow it. Replays run back to back as in the engine, over enough layers that weights, keys and values are
 not cached.
 
-On a CPU the captures are the stand-ins of `runner/compute/recording.py`. Not here: prefills, which are not captured and
-are timed by `probe.py`.
+On a CPU the captures are the stand-ins of `runner/compute/graph_capture.py`. Not here: prefills, which are not captured
+and are timed by `probe.py`.
 """
 
 import statistics
@@ -22,10 +22,10 @@ from torch import Tensor
 from exeplan.core.batch import Batch, num_blocks_for
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.runner.compute.decode_graphs import DecodeGraphs
+from exeplan.runner.compute.graph_capture import GraphCapturer
 from exeplan.runner.compute.layers import AttentionShape, Layer, Model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.recording import Recorder
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine
 
 _ROUNDS, _TIMED_SECONDS, _MOST_REPLAYS = 5, 0.02, 50
@@ -53,7 +53,7 @@ def decode_parts(
     def seconds(kept: Sequence[Layer]) -> float:
         graphs = recorded(runner, _with_layers(model, kept), (len(batch.decode),))
         graphs.replay(*runner.decode_inputs(batch, token_ids), None)
-        return replay_seconds(graphs.recorded[len(batch.decode)].replay, runner.device)
+        return replay_seconds(graphs.captured[len(batch.decode)].replay, runner.device)
 
     whole, bare, around = seconds(layers), seconds([_without_attention(layer) for layer in layers]), seconds(())
     embed = min(_embed_seconds(runner, model, batch), around)
@@ -80,10 +80,10 @@ def recorded(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> Decod
         max_num_seqs=sizes[-1],
         max_num_blocks=min(num_blocks_for(longest), runner.cache.num_blocks),
         encodes=encodes,
-        recent_B=torch.zeros(sizes[-1], dtype=torch.int64, device=runner.device),
+        prev_token_B=torch.zeros(sizes[-1], dtype=torch.int64, device=runner.device),
     )
     graphs.sizes = sizes
-    graphs.record()
+    graphs.capture()
     return graphs
 
 
@@ -97,7 +97,7 @@ def _embed_seconds(runner: ModelRunner, model: Model, batch: Batch) -> float:
         model.angles(position_B, position_B + 1)
         return (hidden_BE,)
 
-    return replay_seconds(Recorder(runner.device).record(embed).replay, runner.device)
+    return replay_seconds(GraphCapturer(runner.device).capture(embed).replay, runner.device)
 
 
 class _Stand:
@@ -203,11 +203,11 @@ class TimedPasses:
 
 
 @contextmanager
-def captured_executor(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> Iterator[Ahead]:
+def captured_executor(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> Iterator[AsyncExecutor]:
     """The executor of a GPU over a runner, with decode graphs captured for these sizes within the context."""
     before, runner.model = runner.model, model
     runner.graphs = recorded(runner, model, sizes)
     try:
-        yield Ahead(runner)
+        yield AsyncExecutor(runner)
     finally:
         runner.model, runner.graphs = before, None

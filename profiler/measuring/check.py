@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.simulator.cost import CostModel
 
@@ -105,7 +104,7 @@ def _run(runner: ModelRunner, case: Case, cost: CostModel, seed: int) -> Iterato
     """One case through the engine, undisturbed steps only."""
     slots = len(case.prompts) + len(case.joining)
     engine = Engine(
-        Local(runner),
+        InProcessExecutor(runner),
         Schedule("orca", {"max_num_seqs": slots}),
         tokenizer=Tokenizer.load(runner.spec),
         num_blocks=runner.cache.num_blocks,

@@ -19,8 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
@@ -30,12 +29,12 @@ from exeplan.profiler.measuring.points import Point, Work, powers, ragged
 from exeplan.profiler.measuring.probe import PassTimes, Probe
 from exeplan.profiler.measuring.samples import Key
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.sampling import GREEDY, Row, SampledToken, SamplingParams, sample
+from exeplan.runner.compute.sampling import GREEDY, SampledToken, SamplingInput, SamplingParams, sample
 from exeplan.runner.compute.shard import ALONE, Group, whole
-from exeplan.runner.compute.warm_up import tune
+from exeplan.runner.compute.warm_up import tune_kernels
 from exeplan.runner.engine import executor as execution
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer
 
 _LEAST_OWN_SHARE = 0.95
@@ -105,7 +104,7 @@ class Rig:
         self.place = self.runner.device
         self.captured = self.place.type == "cuda" if captured is None else captured
         if self.place.type == "cuda":
-            tune(self.runner)
+            tune_kernels(self.runner)
         self.probe = Probe(self.runner.model, self.place)
         self.runner.model = self.probe
         self.checks_cpu = self.place.type == "cpu" and torch.get_num_threads() == 1
@@ -304,7 +303,7 @@ class Rig:
         """A whole engine over this rig's model, with the executor that its device has."""
         blocks, slots = self.runner.cache.num_blocks, schedule["max_num_seqs"]
         if not self.captured:
-            yield Engine(Local(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=blocks)
+            yield Engine(InProcessExecutor(self.runner), schedule, tokenizer=self._tokenizer, num_blocks=blocks)
             return
         with captured_executor(self.runner, self.probe.model, tuple(sorted({*powers(1, slots, 2), slots}))) as executor:
             yield Engine(executor, schedule, tokenizer=self._tokenizer, num_blocks=blocks)
@@ -327,7 +326,7 @@ class Rig:
         seconds: list[float] = []
         clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
 
-        def timed(logits_RV: Tensor, rows: Sequence[Row]) -> list[SampledToken | None]:
+        def timed(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken | None]:
             start = clock()
             tokens = sample(logits_RV, rows)
             seconds.append((clock() - start) * 1e-9)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Measurement
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.profiler.multi_device.rank_job import RankJob

@@ -19,15 +19,14 @@ from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined] # it is not in their __all__
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.layer_costs import activation_bytes
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Stage
@@ -40,7 +39,8 @@ from exeplan.runner.compute.shard import Group, Shard
 from exeplan.runner.distributed.links import seat_of, tensor_parallel_group
 from exeplan.runner.distributed.shared_link import LINK_BYTES, SharedMemoryLink
 from exeplan.runner.ipc.collectives import SharedBuffer, group_bytes, shared_memory_works
-from exeplan.runner.ipc.frames import frame, read_frame
+from exeplan.runner.ipc.frames import frame
+from exeplan.runner.ipc.messages import RANK_REPORTS, RankFailed, RankTimes
 
 _LAYERS = 2
 """Layers that the ranks of an all-reduce compute, so that real work lies between two all-reduces."""
@@ -123,16 +123,16 @@ def _end(process: ForkServerProcess, channel: socket.socket) -> None:
 
 def _answers(channels: Sequence[socket.socket], job: RankJob) -> list[list[list[list[float]]]]:
     """The answer of each rank: a list of times by number of tokens and round."""
-    answers: dict[int, Any] = {}
+    answers: dict[int, list[list[list[float]]]] = {}
     while len(answers) < len(channels):
         waiting = [channel for rank, channel in enumerate(channels) if rank not in answers]
         for ready in connection.wait(waiting):
             rank = channels.index(cast(socket.socket, ready))
-            answer = read_frame(channels[rank])
-            if answer is None or "failed" in answer:
-                reason = answer["failed"] if answer else "it died"
+            report = RANK_REPORTS.read(channels[rank].recv)
+            if not isinstance(report, RankTimes):
+                reason = report.message if isinstance(report, RankFailed) else "it died"
                 raise ChildProcessError(f"rank {rank} of {job.size} failed to time {job.op}: {reason}")
-            answers[rank] = answer["times"]
+            answers[rank] = report.times
     return [answers[rank] for rank in range(len(channels))]
 
 
@@ -145,9 +145,9 @@ def _run(channel: socket.socket, rank: int, job: RankJob, folder: str, buffer: s
         device = _join(job, rank, folder)
         with torch.inference_mode():
             times = _TIMERS[job.op](job, rank, device, buffer)
-        channel.sendall(frame({"times": times}))
+        channel.sendall(frame(RankTimes(times=times)))
     except Exception as error:
-        channel.sendall(frame({"failed": f"{type(error).__name__}: {error}"}))
+        channel.sendall(frame(RankFailed(message=f"{type(error).__name__}: {error}")))
     threading.Event().wait()
 
 

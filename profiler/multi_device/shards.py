@@ -19,7 +19,7 @@ from exeplan.profiler.measuring.campaign import visit_seconds
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.samples import Samples
-from exeplan.runner.compute.shard import head_parts, inner_part
+from exeplan.runner.compute.shard import head_ranges, inner_range
 
 _VISITS = 5
 """Visits of each point, if time allows."""
@@ -48,8 +48,8 @@ def shared_degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 
 def _divides(spec: ModelSpec, group: Silent) -> bool:
     try:
-        head_parts(spec, group)
-        inner_part(spec, group, spec.intermediate_size)
+        head_ranges(spec, group)
+        inner_range(spec, group, spec.intermediate_size)
     except InputError:
         return False
     return True

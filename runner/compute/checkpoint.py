@@ -1,7 +1,7 @@
-"""Weights: read from safetensors, or drawn at random for a shape without a checkpoint.
+"""Weights: read from safetensors, or random for a model without a checkpoint.
 
 Standard: a Hugging Face directory holds `model.safetensors`, or shards named by `model.safetensors.index.json`.
-Pickled checkpoints (*.bin, *.pt) are refused: reading one can run code. Nothing is ever imported from a checkpoint.
+Pickled checkpoints (*.bin, *.pt) are refused, because reading one can run code. No code of a checkpoint is imported.
 """
 
 import hashlib
@@ -16,41 +16,42 @@ from torch import Tensor
 from exeplan.errors import InputError
 from exeplan.files import read_json
 from exeplan.kernels.select import Kernels, kernels_for
-from exeplan.runner.compute.shard import Part
+from exeplan.runner.compute.shard import ShardRange
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 OnRead = Callable[[int], None]
-"""Is told how many bytes have been taken so far, tensor by tensor."""
+"""Called after each tensor with the bytes taken so far."""
 
 
 class Weights(Protocol):
-    """Where a family takes its tensors from."""
+    """The source of a model's tensors."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
-    """What its layers call, chosen once for device and dtype."""
+    """The kernels that its layers call."""
     fp8: bool
-    """Whether layers quantize what they take."""
+    """Whether linear layers quantize their weights."""
     num_bytes: int
-    """Bytes of all that was taken so far."""
+    """Bytes of all tensors taken so far."""
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
 
-    def take(self, name: str, *shape: int | Part) -> Tensor:
-        """The named tensor, copied to dtype and device; of a dimension given as a Part only that part, and no more is
-        read. Raises InputError unless the whole tensor has that shape and what is taken is finite.
+    def take(self, name: str, *shape: int | ShardRange) -> Tensor:
+        """The named tensor, copied to dtype and device; of a dimension given as a ShardRange only that range is read.
+
+        Raises InputError unless the whole tensor has that shape and the values taken are finite.
         """
 
 
 class Checkpoint:
     """The safetensors files of one directory.
 
-    `prefix` is what a family's names start with; a checkpoint of the bare model has the same names without it.
+    `prefix` begins the tensor names of a family; a checkpoint of the bare model has the same names without it.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Checkpoint:
     def holds(self, name: str) -> bool:
         return name in self._files or name.removeprefix(self.prefix) in self._files
 
-    def take(self, name: str, *shape: int | Part) -> Tensor:
+    def take(self, name: str, *shape: int | ShardRange) -> Tensor:
         if name not in self._files:
             name = name.removeprefix(self.prefix)
         path = self._files.get(name)
@@ -90,7 +91,7 @@ class Checkpoint:
 
 
 class RandomWeights:
-    """Random weights of any shape: equal for equal seeds and names, whatever the order of taking and whatever part."""
+    """Random weights of any shape: equal for equal seeds and names, in any order and for any part."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class RandomWeights:
     def holds(self, name: str) -> bool:
         return True
 
-    def take(self, name: str, *shape: int | Part) -> Tensor:
+    def take(self, name: str, *shape: int | ShardRange) -> Tensor:
         tensor = self._draw(name, _sizes(shape))
         if not _is_whole(shape):
             tensor = tensor[_index(shape)].clone(memory_format=torch.contiguous_format)
@@ -127,8 +128,8 @@ class RandomWeights:
         return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(std=0.02, generator=generator)
 
 
-def _read(path: Path, name: str, shape: Sequence[int | Part]) -> Tensor:
-    """The tensor, or the wanted part of it, as it is in the file."""
+def _read(path: Path, name: str, shape: Sequence[int | ShardRange]) -> Tensor:
+    """The tensor, or the requested part of it, in the file's dtype."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = file.get_slice(name)
@@ -142,16 +143,16 @@ def _read(path: Path, name: str, shape: Sequence[int | Part]) -> Tensor:
     return tensor
 
 
-def _sizes(shape: Sequence[int | Part]) -> list[int]:
-    return [part.size if isinstance(part, Part) else part for part in shape]
+def _sizes(shape: Sequence[int | ShardRange]) -> list[int]:
+    return [part.size if isinstance(part, ShardRange) else part for part in shape]
 
 
-def _is_whole(shape: Sequence[int | Part]) -> bool:
+def _is_whole(shape: Sequence[int | ShardRange]) -> bool:
     return all(isinstance(part, int) or part.is_whole for part in shape)
 
 
-def _index(shape: Sequence[int | Part]) -> tuple[slice, ...]:
-    return tuple(slice(part.start, part.stop) if isinstance(part, Part) else slice(None) for part in shape)
+def _index(shape: Sequence[int | ShardRange]) -> tuple[slice, ...]:
+    return tuple(slice(part.start, part.stop) if isinstance(part, ShardRange) else slice(None) for part in shape)
 
 
 def _find_tensors(directory: Path) -> dict[str, Path]:

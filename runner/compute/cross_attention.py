@@ -1,7 +1,6 @@
-"""Cross attention: queries of the decoder's tokens over keys and values of the encoder's, computed once a prompt.
+"""Cross attention: queries of the decoder over keys and values of the encoder, which are computed once a prompt.
 
-Letters: N tokens, E hidden size, K key/value heads, D head_dim. What encoder-decoder families share beside
-`layers.py`.
+Letters: N tokens, E hidden size, K key/value heads, D head_dim. Used by encoder-decoder families.
 """
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from exeplan.runner.compute.layers import Attend, AttentionShape, Block
 
 
 class CrossAttention:
-    """`shape.cross` is set, so that whoever attends reads what `keys_values` gave of the encoder's output."""
+    """`shape.cross` is set, so that `attend` reads the stored `keys_values` of the encoder's output."""
 
     def __init__(self, shape: AttentionShape, queries: Block, keys_and_values: Block, output: Block) -> None:
         self.shape, self.queries, self.keys_and_values, self.output = shape, queries, keys_and_values, output

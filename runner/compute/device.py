@@ -1,4 +1,4 @@
-"""The torch device that a plan's device is on this host."""
+"""The torch device for a plan's device on this host."""
 
 import torch
 
@@ -6,7 +6,7 @@ from exeplan.errors import InputError
 
 
 def local_device(kind: str, number: int = 0) -> torch.device:
-    """The CPU, or the GPU of that number, which becomes this process's own. Raises InputError when it is not there."""
+    """The CPU, or the GPU of that number, which becomes the current one. Raises InputError where it does not exist."""
     if kind != "cuda":
         return torch.device(kind)
     count = torch.cuda.device_count()

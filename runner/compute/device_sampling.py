@@ -1,12 +1,11 @@
-"""Sampling where the logits are: a token for each row, and what the host wants of it copied behind, without a wait.
+"""Sampling on the device: a token for each row of logits, copied to the host asynchronously.
 
-The parameters of all rows travel to the device as two small tensors; what they do to the logits is a handful of
-launches whatever the number of rows. Tokens are those of `sampling.sample` but where two of them tie within rounding:
-the noise is the same hash of seed, position and token. The host only lists the entries that rows change (bias,
-penalties, bans); it never looks at a logit.
+The parameters of all rows are sent as two small tensors; a fixed number of launches applies them, for any number of
+rows. Tokens are those of `sampling.sample`, except where two of them tie within rounding: the noise is the same hash of
+seed, position and token. The host only lists the logits that rows change (bias, penalties, bans); it reads none.
 
-Letters: R rows, V vocabulary, L rows that report log-probabilities, J most likely tokens of these, X entries of the
-logits, flattened. Not here: the CPU's own path (`sampling.py`), which numpy makes faster than these launches.
+Letters: R rows, V vocabulary, L rows that report log-probabilities, J most likely tokens of these, X logits to change,
+flattened. Not here: the CPU's path (`sampling.py`), which is faster there, by numpy.
 """
 
 import math
@@ -19,28 +18,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exeplan.kernels.select import Kernels
-from exeplan.kernels.sending import sent
+from exeplan.kernels.to_device import to_device
 from exeplan.runner.compute.noise import noise_key, signed
-from exeplan.runner.compute.sampling import Row, SampledToken, SamplingParams
+from exeplan.runner.compute.sampling import SampledToken, SamplingInput, SamplingParams
 
 
-class Picked:
-    """Tokens of one batch on the device, and on their way to the host."""
+class DeviceSamples:
+    """Sampled tokens of one batch, on the device and being copied to the host."""
 
     def __init__(self, token_R: Tensor, sound_R: Tensor, reported: "_Reported | None") -> None:
         self.token_R, self.sound_R = token_R, sound_R
-        """int64 and, whether the row had a largest finite logit, bool; they feed the next step."""
+        """int64, and bool: whether the row's largest logit was finite; inputs of the next step."""
         self._reported = reported
         wanted = [token_R, sound_R, *(reported.tensors(token_R) if reported else ())]
-        # Behind the launches so far, and before those of the next step, which overwrite them and are not waited for.
+        # Ordered after the launches so far and before those of the next step, which overwrite these tensors.
         self._host = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in wanted]
         self._copied: torch.cuda.Event | None = None
         if token_R.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has no types here
             self._copied.record()
 
-    def sampled(self) -> list[SampledToken | None]:
-        """One token for each row, None where its logits were unsound. Waits until they are here, for nothing else."""
+    def to_host(self) -> list[SampledToken | None]:
+        """One token for each row, None where its logits were not finite. Waits for their copy only."""
         if self._copied:
             self._copied.synchronize()
         tokens, sound = self._host[0].tolist(), self._host[1].tolist()
@@ -54,48 +53,50 @@ class Picked:
         return found
 
 
-def pick(logits_RV: Tensor, rows: Sequence[Row], kernels: Kernels, *, positions: Sequence[int] | None = None) -> Picked:
-    """Launches the choice of one token for each row of logits (float32), which are overwritten.
+def sample_on_device(
+    logits_RV: Tensor, rows: Sequence[SamplingInput], kernels: Kernels, *, positions: Sequence[int] | None = None
+) -> DeviceSamples:
+    """Launches the sampling of one token for each row of logits (float32), which are overwritten.
 
-    `positions` counts the output tokens before each row's; by default those that it knows. A row whose last token is
-    still on the device has one more, and must not be one that `needs_tokens`.
+    `positions` counts the output tokens before each row's new one; by default those that the host knows. A row whose
+    last token is still on the device has one more; `needs_tokens` must not hold for it.
     """
     logits_RV = logits_RV.contiguous()
     where = [len(row.output_token_ids) for row in rows] if positions is None else positions
     if all(row.plain for row in rows):
-        return Picked(*kernels.most_likely(logits_RV), None)
+        return DeviceSamples(*kernels.most_likely(logits_RV), None)
     reported = _report(logits_RV, rows)
     _edit(logits_RV, rows, where)
     if not any(row.sampling.temperature for row in rows):
-        return Picked(*kernels.most_likely(logits_RV), reported)
-    return Picked(*kernels.draw(logits_RV, *_parameters(rows, where, logits_RV.device)), reported)
+        return DeviceSamples(*kernels.most_likely(logits_RV), reported)
+    return DeviceSamples(*kernels.draw(logits_RV, *_parameters(rows, where, logits_RV.device)), reported)
 
 
-def needs_tokens(rows: Sequence[Row]) -> bool:
-    """Whether a row's choice depends on what its tokens so far are, not only on how many: all must be known then."""
+def needs_tokens(rows: Sequence[SamplingInput]) -> bool:
+    """Whether sampling a row needs its earlier tokens, not only their number: then the host must know all of them."""
     return any(not row.plain and row.sampling.penalises for row in rows)
 
 
-def _parameters(rows: Sequence[Row], positions: Sequence[int], device: torch.device) -> list[Tensor]:
-    """What `kernels.draw` takes behind the logits, from one copy."""
+def _parameters(rows: Sequence[SamplingInput], positions: Sequence[int], device: torch.device) -> list[Tensor]:
+    """The arguments of `kernels.draw` after the logits, by one copy."""
     count = len(rows)
-    packed = np.empty(3 * count, dtype=np.int64)
-    packed[:count] = [signed(noise_key(row.seed, where)) for row, where in zip(rows, positions, strict=True)]
-    numbers = packed[count:].view(np.float32).reshape(4, count)
+    joined = np.empty(3 * count, dtype=np.int64)
+    joined[:count] = [signed(noise_key(row.seed, where)) for row, where in zip(rows, positions, strict=True)]
+    numbers = joined[count:].view(np.float32).reshape(4, count)
     numbers[:3] = np.array([_drawing(row.sampling) for row in rows], dtype=np.float32).T
     numbers[3].view(np.int32)[:] = [max(row.sampling.top_k, 0) for row in rows]
-    on_device = sent(packed, device)
+    on_device = to_device(joined, device)
     temperature_R, tail_R, least_R, top_k_R = on_device[count:].view(torch.float32).view(4, count).unbind(0)
     return [temperature_R, top_k_R.view(torch.int32), tail_R, least_R, on_device[:count]]
 
 
 def _drawing(params: SamplingParams) -> tuple[float, float, float]:
-    """Temperature, what top-p cuts off, and the logarithm of min-p."""
+    """Temperature, the probability that top-p cuts off, and the logarithm of min-p."""
     return params.temperature, 1.0 - params.top_p, math.log(params.min_p) if params.min_p else -math.inf
 
 
 class _Reported(NamedTuple):
-    """Log-probabilities of the model's own distribution, before anything changes the logits."""
+    """Log-probabilities by the model's own distribution, before parameters change the logits."""
 
     wanted: list[tuple[int, int]]
     """Rows, and how many of the most likely tokens each reports."""
@@ -104,21 +105,21 @@ class _Reported(NamedTuple):
     """`[L, V]`."""
 
     def tensors(self, token_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the chosen tokens `[L]`, and ids and values of the most likely `[L, J]`."""
+        """Log-probabilities of the sampled tokens `[L]`, and ids and values of the most likely `[L, J]`."""
         top = self.logprobs.topk(min(max(count for _, count in self.wanted), self.logprobs.shape[1]))
         return self.logprobs.gather(1, token_R[self.rows, None])[:, 0], top.indices, top.values
 
 
-def _report(logits_RV: Tensor, rows: Sequence[Row]) -> _Reported | None:
+def _report(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> _Reported | None:
     wanted = [(number, count) for number, row in enumerate(rows) if (count := row.sampling.logprobs) is not None]
     if not wanted:
         return None
-    row_L = sent(np.array([number for number, _ in wanted], dtype=np.int64), logits_RV.device)
+    row_L = to_device(np.array([number for number, _ in wanted], dtype=np.int64), logits_RV.device)
     return _Reported(wanted, row_L, logits_RV[row_L].log_softmax(-1))
 
 
 class _Entries:
-    """Entries of the logits that rows change, and by what."""
+    """The logits that rows change, and the values of the change."""
 
     def __init__(self, vocab_size: int) -> None:
         self._size = vocab_size
@@ -131,15 +132,15 @@ class _Entries:
         self._values.append(np.broadcast_to(np.asarray(values, dtype=np.float32), tokens.shape))
 
     def apply(self, logit_X: Tensor, change: Callable[[Tensor, Tensor, Tensor], object]) -> None:
-        """Calls `change` with all logits, the places, and the values; not where nothing is to be changed."""
+        """Calls `change` with all logits, the indices and the values, unless there are none."""
         if sum(map(len, self._places)):
             values = np.concatenate(self._values).view(np.int32)
-            both = sent(np.concatenate([np.concatenate(self._places), values]), logit_X.device)
+            both = to_device(np.concatenate([np.concatenate(self._places), values]), logit_X.device)
             place_X, bits_X = both.chunk(2)
             change(logit_X, place_X, bits_X.to(torch.int32).view(torch.float32))
 
 
-def _edit(logits_RV: Tensor, rows: Sequence[Row], positions: Sequence[int]) -> None:
+def _edit(logits_RV: Tensor, rows: Sequence[SamplingInput], positions: Sequence[int]) -> None:
     """Bans, bias and penalties, in this order."""
     bans, biases, repeated, present, frequent = (_Entries(logits_RV.shape[1]) for _ in range(5))
     for number, (row, position) in enumerate(zip(rows, positions, strict=True)):
@@ -165,11 +166,11 @@ def _edit(logits_RV: Tensor, rows: Sequence[Row], positions: Sequence[int]) -> N
 
 
 def _penalise_repetition(logit_X: Tensor, place_X: Tensor, penalty_X: Tensor) -> None:
-    """A place that occurs twice is written twice with the same value."""
+    """An index that occurs twice is written twice with the same value."""
     value_X = logit_X[place_X]
     logit_X[place_X] = torch.where(value_X > 0, value_X / penalty_X, value_X * penalty_X)
 
 
 def _penalise_presence(logit_X: Tensor, place_X: Tensor, penalty_X: Tensor) -> None:
-    """As above."""
+    """As for repetition, an index may occur twice."""
     logit_X[place_X] = logit_X[place_X] - penalty_X

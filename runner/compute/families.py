@@ -1,7 +1,11 @@
-"""Model families: the file in `runner/models` that a configuration names, and its model with real or random weights."""
+"""Model families: found in `runner/models` by Hugging Face `model_type`, and loaded with real or random weights.
+
+A family is a file there, named after its `model_type`, or a row of a file's table `VARIANTS`. A file has `PREFIX`, with
+which the names of its tensors begin, and `Model(spec, weights, shard)` (see `layers.Model`).
+"""
 
 import importlib
-from pathlib import Path
+import pkgutil
 from types import ModuleType
 
 import torch
@@ -41,13 +45,27 @@ def load_model(
 
 
 def family_names() -> list[str]:
-    """All families, sorted: the files in `runner/models`."""
-    return sorted(path.stem for path in (Path(__file__).parents[1] / "models").glob("[a-z]*.py"))
+    """All families, sorted."""
+    return sorted(_families())
+
+
+def _families() -> dict[str, ModuleType]:
+    """The module of each family. Families are looked up by name, because their modules import this package."""
+    folder = "exeplan.runner.models"
+    found: dict[str, ModuleType] = {}
+    for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
+        module = importlib.import_module(f"{folder}.{file.name}")
+        for name in getattr(module, "VARIANTS", (file.name,)):
+            if name in found:
+                raise RuntimeError(f"model family '{name}' is in {found[name].__file__} and in {module.__file__}")
+            found[name] = module
+    return found
 
 
 def _family(spec: ModelSpec) -> ModuleType:
-    if spec.family not in family_names():
-        raise InputError(f"no model family '{spec.family}'; there are {', '.join(family_names())}")
+    families = _families()
+    if spec.family not in families:
+        raise InputError(f"no model family '{spec.family}'; there are {', '.join(sorted(families))}")
     if quantization := spec.config.get("quantization_config"):
         method = (
             quantization.get("quant_method", "an unknown method") if isinstance(quantization, dict) else quantization
@@ -55,4 +73,4 @@ def _family(spec: ModelSpec) -> ModuleType:
         raise InputError(
             f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
         )
-    return importlib.import_module(f"exeplan.runner.models.{spec.family}")
+    return families[spec.family]

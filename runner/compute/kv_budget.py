@@ -1,118 +1,107 @@
-"""Room for keys and values on GPUs, as arithmetic: what a share of the memory leaves beside weights and a workspace.
+"""KV cache budget of a GPU, as arithmetic: a share of its memory less weights and workspace.
 
-The workspace is what the largest passes that a schedule allows were seen to take (`gpu_memory.py`). A prefill of more
-tokens than the one that was measured is never started: the scheduler admits no more at once, and no longer request.
+The workspace is measured with the largest passes that a schedule allows (`gpu_memory.py`). No prefill of more tokens
+than that is started: the scheduler admits neither more tokens at once nor a longer request.
 
-More room than a plan counts on is taken too: how many sequences run is bounded by the schedule's variables, so that it
-only spares preemptions. Less is used as it is, with a warning, because throughput and latency may then fall short of
-the plan. Not here: a CPU, whose cache has the size that the plan says.
+A budget above the plan's is used: the schedule's variables bound the number of running sequences, so that it only
+avoids preemptions. A budget below it is used with a warning, because throughput and latency may then fall short of the
+plan. Not here: a CPU, whose cache has the plan's size.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.units import show_bytes
 
 log = logging.getLogger(__name__)
 PASS_TOKENS = 65_536
-"""Tokens of one prefill, several times what the prefills of plans have; a single long request may have more."""
+"""Tokens of one prefill, several times those of plans; a single long request may have more."""
 _RELATIVE_CONTEXT = 16_384
-"""Longest request of a model whose positions know no limit (T5): its prefill must fit, too."""
-_ROW_LIMITS = ("max_num_seqs", "batch_size", "decode_batch")
-_PROMPT_LIMITS = ("max_num_seqs", "batch_size", "prefill_batch")
-_DECODE_ROWS = 256
-"""Of the largest decode pass where no variable of the schedule limits it."""
+"""Longest request of a model without a limit on positions (T5): its prefill must fit."""
+_UNLIMITED_DECODE_ROWS = 256
+"""Decode rows that are measured and captured where the policy says that the schedule does not limit them."""
 
 
-class Room(NamedTuple):
-    """What one device has found room for."""
+class KVBudget(NamedTuple):
+    """What fits into the memory of one device."""
 
     num_blocks: int
     pass_tokens: int
-    """Tokens of the largest prefill that was tried."""
+    """Tokens of the largest prefill that was measured."""
 
 
-class Memory(NamedTuple):
+class GPUMemory(NamedTuple):
     """Bytes of a GPU, as its driver counts them."""
 
     total: int
     free: int
 
 
-def num_blocks_in(memory: Memory, *, utilization: float, workspace: int, block_bytes: int) -> int:
-    """KV blocks that fit when so large a share of the whole GPU may be in use, by whomever.
+def num_kv_blocks(memory: GPUMemory, *, utilization: float, workspace: int, block_bytes: int) -> int:
+    """KV blocks that fit when this share of the GPU's memory may be in use, by all processes together.
 
-    Raises InputError, naming the least share that does, when not even one block fits.
+    Raises InputError, naming the smallest sufficient share, when not even one block fits.
     """
     in_use = memory.total - memory.free + workspace
-    room = round(utilization * memory.total) - in_use
-    if room >= block_bytes:
-        return room // block_bytes
+    left = round(utilization * memory.total) - in_use
+    if left >= block_bytes:
+        return left // block_bytes
     least = (in_use + block_bytes) / memory.total
-    remedy = f"the least that would do is {least:.3f}" if least < 1 else "use more GPUs, or a smaller dtype"
+    remedy = f"the smallest that suffices is {least:.3f}" if least < 1 else "use more GPUs, or a smaller dtype"
     raise InputError(
         f"weights and a workspace of {show_bytes(workspace)} need {show_bytes(in_use)} of {show_bytes(memory.total)}; "
-        f"--gpu-memory-utilization {utilization:g} leaves no room for keys and values; {remedy}"
+        f"--gpu-memory-utilization {utilization:g} leaves no memory for keys and values; {remedy}"
     )
 
 
 def largest_pass(spec: ModelSpec, schedule: Schedule) -> int:
-    """Tokens of the largest prefill that is tried: the schedule's own limit where it has one.
+    """Tokens of the largest prefill to measure: the schedule's own limit where it has one.
 
-    Otherwise its most prompts at full length, up to `PASS_TOKENS`, and at least one of them: no prefill of a plan comes
-    near that, so that the limit that this becomes for the scheduler does not bind where a replay knew nothing of it.
+    Otherwise its largest number of prompts at full length, up to `PASS_TOKENS`, and at least one of them. No prefill of
+    a plan comes near that, so this limit does not bind where the replay did not apply it.
     """
-    if limit := schedule.variables.get("max_num_batched_tokens"):
-        return limit
-    prompts = max((schedule[name] for name in _PROMPT_LIMITS if name in schedule.variables), default=PASS_TOKENS)
-    return max(spec.max_context, min(prompts * spec.max_context, PASS_TOKENS))
+    limits = pass_limits(schedule)
+    if limits.tokens is not None:
+        return limits.tokens
+    tokens = PASS_TOKENS if limits.prompts is None else limits.prompts * spec.max_context
+    return max(spec.max_context, min(tokens, PASS_TOKENS))
 
 
-def pass_limit(schedule: Schedule, room: Room | None) -> int | None:
-    """Tokens of a prefill that the scheduler must keep to; None where nothing, or the schedule itself, limits them."""
-    return None if room is None or "max_num_batched_tokens" in schedule.variables else room.pass_tokens
+def pass_limit(schedule: Schedule, budget: KVBudget | None) -> int | None:
+    """The scheduler's limit on the tokens of a prefill; None where nothing, or the schedule itself, limits them."""
+    return None if budget is None or pass_limits(schedule).tokens is not None else budget.pass_tokens
 
 
 def most_rows(schedule: Schedule) -> int:
-    """Rows of the largest decode pass."""
-    limits = [schedule[name] for name in _ROW_LIMITS if name in schedule.variables]
-    return max(limits, default=_DECODE_ROWS)
+    """Sequences of the largest decode pass."""
+    rows = pass_limits(schedule).decode_rows
+    return _UNLIMITED_DECODE_ROWS if rows is None else rows
 
 
-def least_room(rooms: Iterable[Room]) -> Room | None:
-    """What all of several devices have room for; None where none of them measured."""
-    found = list(rooms)
-    return Room(*map(min, zip(*found, strict=True))) if found else None
+def smallest_budget(budgets: Iterable[KVBudget]) -> KVBudget | None:
+    """What fits on each of several devices; None where none was measured."""
+    found = list(budgets)
+    return KVBudget(*map(min, zip(*found, strict=True))) if found else None
 
 
 def with_finite_context(spec: ModelSpec) -> ModelSpec:
-    """The spec with a limit on the context where its positions know none, so that its largest prefill is finite."""
+    """The spec with a limit on the context where its positions have none, so that its largest prefill is finite."""
     relative = "relative_attention_num_buckets" in spec.config
     return replace(spec, max_context=min(spec.max_context, _RELATIVE_CONTEXT)) if relative else spec
 
 
-def schedule_of(setup: Mapping[str, Any]) -> Schedule:
-    """The schedule of an engine's setup."""
-    return Schedule(**setup["schedule"])
-
-
-def own_engine(setup: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """What a runner on that device is built with: where room is measured, the cache has one block until then."""
-    measured = {"num_blocks": 1} if setup["gpu_memory_utilization"] else {}
-    return {**setup["engine"], "device": device, **measured}
-
-
-def warn_of_shortage(found: Room, planned_blocks: int) -> None:
-    """Says so where there is less room than the plan counts on."""
+def warn_if_below_plan(found: KVBudget, planned_blocks: int) -> None:
+    """Logs a warning where the budget is below the plan's."""
     if found.num_blocks < planned_blocks:
         log.warning(
-            "there is room for %d tokens of keys and values, the plan counts on %d: it may preempt requests and miss "
+            "the KV cache holds %d tokens, the plan counts on %d: it may preempt requests and miss "
             "its estimate; raise --gpu-memory-utilization or plan again",
             found.num_blocks * BLOCK_SIZE,
             planned_blocks * BLOCK_SIZE,

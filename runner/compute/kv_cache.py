@@ -1,13 +1,13 @@
-"""KVCache: the keys and values of all sequences, in blocks, placed so that a sequence is few runs of adjacent blocks.
+"""KVCache: the keys and values of all sequences, in blocks; each sequence has few runs of adjacent blocks.
 
 Letters: L layers, K key/value heads, S slots (tokens), R = K * S rows, D head_dim.
 
-Storage is one table of keys and one of values a layer, `[R, D]`: attention and the store work on row numbers,
-without views, gathers or copies. Head by head the tokens of adjacent blocks are adjacent rows, which memory streams
-at twice the rate of scattered blocks. So a new sequence is placed with a hint of how long it may grow, and others
-keep out of that room as long as there is other room.
+Each layer has a table of keys and one of values, `[R, D]`: attention and the store use row indices, without views,
+gathers or copies. For each head, the tokens of adjacent blocks are adjacent rows, which memory streams at twice the
+rate of scattered blocks. So a new sequence is allocated with a hint of how long it may grow, and blocks are reserved
+for it: other sequences take them only when all else is full.
 
-How many blocks a sequence may hold is decided by `exeplan.scheduling.scheduler`; here they only get their place.
+The scheduler (`exeplan.scheduling.scheduler`) decides how many blocks a sequence may hold; here they are only located.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from torch import Tensor
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
 from exeplan.kernels.select import Kernels
-from exeplan.kernels.sending import sent
-from exeplan.runner.compute.shard import Shard, head_parts, whole
+from exeplan.kernels.to_device import to_device
+from exeplan.runner.compute.shard import Shard, head_ranges, whole
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int32)
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
@@ -36,7 +36,7 @@ class _Holding:
     number: int
     runs: list[list[int]] = field(default_factory=list)
     blocks: NDArray[np.int32] | None = None
-    """All of them in order, where that has been asked for since they last changed."""
+    """All block ids in order, cached until the runs change."""
 
     @property
     def num_blocks(self) -> int:
@@ -44,7 +44,7 @@ class _Holding:
 
 
 class KVCache:
-    """Room for `num_blocks` blocks over all layers of a model, or the layers and heads of a shard of it."""
+    """`num_blocks` blocks for all layers of a model, or for the layers and heads of a shard of it."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class KVCache:
         shard: Shard | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """With `kernels`, they store keys and values, by slots; without, torch does, by rows."""
+        """With `kernels`, these store keys and values, by slots; without, torch does, by rows."""
         shard, self._kernels = shard or whole(spec), kernels
         self.num_blocks = num_blocks
-        self.num_kv_heads = len(head_parts(spec, shard.group)[1])
+        self.num_kv_heads = len(head_ranges(spec, shard.group)[1])
         self.num_slots = num_blocks * BLOCK_SIZE
         shape = (shard.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
         self._tables = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self._tables.flatten(1, 2).unbind(0)
         self._held = np.zeros(num_blocks, dtype=bool)
-        # Which holding a block is kept for, to grow into; 0 for none. Others take it when all else is full.
-        self._keeper = np.zeros(num_blocks, dtype=np.int64)
+        # The holding that a block is reserved for; 0 for none.
+        self._reserved_for = np.zeros(num_blocks, dtype=np.int64)
         self._holdings: dict[str, _Holding] = {}
         self._numbers = itertools.count(1)
 
@@ -97,7 +97,7 @@ class KVCache:
         return self._tables[layer]
 
     def blocks(self, request_id: str) -> NDArray[np.int32]:
-        """The blocks of a sequence, in order; block b holds the slots from `b * BLOCK_SIZE` on."""
+        """The blocks of a sequence, in order; the first slot of block b is `b * BLOCK_SIZE`."""
         holding = self._holdings[request_id]
         if holding.blocks is None:
             runs = [np.arange(first, first + length, dtype=np.int32) for first, length in holding.runs]
@@ -105,13 +105,13 @@ class KVCache:
         return holding.blocks
 
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
-        """Writes keys and values `[N, 2K, D]` of N tokens into the rows that `store_rows` gave for their slots."""
+        """Writes keys and values `[N, 2K, D]` of N tokens into the rows that `store_rows` returned for their slots."""
         if self._kernels:
             return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
         self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
 
     def read(self, request_id: str, out_L2KNB: Tensor) -> None:
-        """Copies the first N keys and values of a sequence, as bytes B of a head, to somewhere else."""
+        """Copies the first N keys and values of a sequence to another tensor, as bytes B of a head."""
         for run, piece in self._pieces(request_id, out_L2KNB):
             piece.copy_(run)
 
@@ -121,16 +121,16 @@ class KVCache:
             run.copy_(piece)
 
     def _pieces(self, request_id: str, tokens_L2KNB: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The runs of a sequence's blocks as bytes, each with the tokens that are there."""
+        """The runs of a sequence's blocks as bytes, each with its part of `tokens_L2KNB`."""
         num_layers, num_tokens = len(self._tables), tokens_L2KNB.shape[3]
         held_L2KSB = self._tables.view(torch.uint8).view(num_layers, 2, self.num_kv_heads, self.num_slots, -1)
         for low, high, shift in self._spans(request_id, 0, num_tokens):
             yield held_L2KSB[:, :, :, low + shift : high + shift], tokens_L2KNB[:, :, :, low:high]
 
     def store_rows(self, slot_N: NDArray[np.int64]) -> Tensor:
-        """For every token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
+        """For each token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
         if self._kernels:
-            return sent(slot_N, self.device)
+            return to_device(slot_N, self.device)
         heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.num_slots
         return torch.from_numpy((slot_N[:, None] + heads).ravel()).to(self.device)
 
@@ -141,7 +141,7 @@ class KVCache:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _spans(self, request_id: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Tokens `start .. stop` of a sequence by runs: first, last exclusive, and by how much their slots are more."""
+        """Tokens `start .. stop` of a sequence by runs: first, last exclusive, and the offset from token to slot."""
         position = 0
         for first, blocks in self._holdings[request_id].runs:
             low, high = max(position, start), min(position + blocks * BLOCK_SIZE, stop)
@@ -150,24 +150,24 @@ class KVCache:
             position += blocks * BLOCK_SIZE
 
     def slots_of_all(self, request_ids: Sequence[str], tokens: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        """The slots of tokens `start .. stop` of each of some sequences, one behind the other."""
+        """The slots of tokens `start .. stop` of each sequence, concatenated."""
         held = [self._holdings[request_id].runs for request_id in request_ids]
         if not held or any(len(runs) != 1 for runs in held):
             slots = [self.slots(name, *span) for name, span in zip(request_ids, tokens, strict=True)]
             return np.concatenate([_NO_SLOTS, *slots])
-        # Adjacent all of them: no work for each.
+        # Every sequence is one run: vectorized over sequences.
         start_B, stop_B = np.array(tokens, dtype=np.int64).T
         first_B = np.array([runs[0][0] for runs in held], dtype=np.int64) * BLOCK_SIZE + start_B
         count_B = stop_B - start_B
         return np.arange(count_B.sum()) + np.repeat(first_B - (count_B.cumsum() - count_B), count_B)
 
     def rows(self, slot_C: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows `[K, C]` of those slots in the key table, and as well in the value table."""
+        """The rows `[K, C]` of those slots, the same in the key table and the value table."""
         heads = np.arange(self.num_kv_heads, dtype=np.int64) * self.num_slots
         return heads[:, None] + slot_C
 
     def resize(self, request_id: str, num_blocks: int, hint_blocks: int) -> None:
-        """Grows a sequence to so many blocks; `hint_blocks` is how many it may come to need."""
+        """Grows a sequence to `num_blocks` blocks; `hint_blocks` is how many it may need at most."""
         holding = self._holdings.get(request_id)
         if holding is None:
             holding = self._holdings[request_id] = _Holding(next(self._numbers))
@@ -177,39 +177,39 @@ class KVCache:
                 self._place(holding, missing, max(missing, hint_blocks - holding.num_blocks))
 
     def free(self, request_id: str) -> None:
-        """Frees all blocks of a sequence; one that holds none is fine."""
+        """Frees all blocks of a sequence; one that holds none is accepted."""
         holding = self._holdings.pop(request_id, None)
         if holding is None:
             return
         for first, length in holding.runs:
             self._held[first : first + length] = False
-        self._keeper[self._keeper == holding.number] = 0
+        self._reserved_for[self._reserved_for == holding.number] = 0
 
     def _extend(self, holding: _Holding, missing: int) -> bool:
-        """Grows the last run in place by what is free right behind it; False when nothing is."""
+        """Grows the last run by the free blocks right after it; False when there are none."""
         if not holding.runs:
             return False
         run = holding.runs[-1]
         end = run[0] + run[1]
-        keeper = self._keeper[end : end + missing]
-        barred = self._held[end : end + missing] | ((keeper != 0) & (keeper != holding.number))
+        reserved_for = self._reserved_for[end : end + missing]
+        barred = self._held[end : end + missing] | ((reserved_for != 0) & (reserved_for != holding.number))
         free = int(barred.argmax()) if barred.any() else len(barred)
         self._held[end : end + free] = True
         run[1] += free
         return free > 0
 
     def _place(self, holding: _Holding, missing: int, hint: int) -> None:
-        """Starts a new run where there is room for the hint, and keeps that room."""
-        self._keeper[self._keeper == holding.number] = 0
-        start, room = self._choose(hint)
-        taken = min(missing, room)
+        """Starts a new run where the hint fits, and reserves it."""
+        self._reserved_for[self._reserved_for == holding.number] = 0
+        start, length = self._choose(hint)
+        taken = min(missing, length)
         self._held[start : start + taken] = True
-        self._keeper[start : start + min(hint, room)] = holding.number
+        self._reserved_for[start : start + min(hint, length)] = holding.number
         holding.runs.append([start, taken])
 
     def _choose(self, hint: int) -> tuple[int, int]:
-        """First block and length of a free run: the tightest for the hint, else the largest, else half a kept one."""
-        starts, lengths = _free_runs(self._held | (self._keeper != 0))
+        """First block and length of a free run: the smallest that fits, else the largest, else half a reserved one."""
+        starts, lengths = _free_runs(self._held | (self._reserved_for != 0))
         if len(lengths):
             fits = np.flatnonzero(lengths >= hint)
             best = fits[lengths[fits].argmin()] if len(fits) else lengths.argmax()
@@ -218,7 +218,7 @@ class KVCache:
         if not len(lengths):
             raise RuntimeError("more KV blocks were granted than the cache has")
         best = lengths.argmax()
-        half = int(lengths[best]) // 2  # The owner of the room keeps the part next to it.
+        half = int(lengths[best]) // 2  # The holding that it is reserved for keeps the adjacent half.
         return int(starts[best]) + half, int(lengths[best]) - half
 
 

@@ -1,7 +1,7 @@
-"""What model families are made of: norms, linear layers by checkpoint name, feed-forward blocks, self-attention.
+"""Building blocks of model families: norms, linear layers by checkpoint name, feed-forward blocks, self-attention.
 
 Letters: N tokens of the flat batch, E hidden size, M = H + 2K heads of queries, keys and values together, D head_dim.
-H and K are the heads of this rank. What is particular to a family is in `runner/models/<family>.py`.
+H and K are the heads of this rank. What is specific to a family is in `runner/models`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,66 +21,66 @@ from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.select import Kernels
 from exeplan.runner.compute.checkpoint import Weights
 from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Group, Part, Shard, head_parts, inner_part
+from exeplan.runner.compute.shard import Group, Shard, ShardRange, head_ranges, inner_range
 
 _ROWS = 512
-"""Feed-forward blocks run over so many tokens at a time: their intermediate then stays in the cache."""
+"""Tokens that a feed-forward block computes at a time: its intermediate then stays in the CPU's cache."""
 
 
 class PositionBias(Protocol):
-    """What is added to scores by the position of the key less the query's."""
+    """A bias on attention scores by the position of the key minus the query's."""
 
     def __call__(self, first: int, last: int) -> Tensor:
-        """`[H, X]`, from a first to a last distance."""
+        """`[H, X]`, for all distances from `first` to `last`."""
 
     @property
     def by_distance(self) -> DistanceBias:
-        """All of them, as the kernels take them; beyond its ends nothing changes any more."""
+        """All distances, as the kernels take them; beyond its ends the bias is constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What the attention of one layer needs to know besides its tensors; heads are those of this rank."""
+    """The attention of one layer besides its tensors; heads are those of this rank."""
 
     layer: int
-    """Its place in the KV cache, which holds the layers of this rank's shard only."""
+    """Its index in the KV cache, which holds only the layers of this rank's shard."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     window: int | None = None
-    """A token sees so many tokens up to and with itself; None for all."""
+    """Sliding window: a token attends to this many tokens, including itself; None for all."""
     bias: PositionBias | None = None
     cross: bool = False
-    """Attends to the encoder's tokens, whose keys and values are stored already."""
+    """Attends to the encoder's tokens, whose keys and values are already stored."""
 
 
 Block = Callable[[Tensor], Tensor]
 """A function of the rows of a matrix: a product, an activation, a feed-forward block."""
 Attend = Callable[[AttentionShape, Tensor], Tensor]
-"""Stores keys and values and attends: from `[N, M, D]`, queries before keys before values, to `[N, H * D]`."""
+"""Stores keys and values and attends: from `[N, M, D]`, in the order queries, keys, values, to `[N, H * D]`."""
 
 
 class Layer(Protocol):
-    """One transformer layer; `attend` is passed in, so that a profiler can time attention and rest apart."""
+    """One transformer layer; `attend` is an argument, so that a profiler can time attention and the rest separately."""
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor: ...
 
 
 class Model(Protocol):
-    """What a family file builds from a spec, weights and a shard."""
+    """What a family's file builds from a spec, weights and a shard."""
 
     layers: list[Layer]
-    """Those of the shard."""
+    """The layers of the shard."""
 
     def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
-        """The hidden states `[N, E]` that enter the first layer; only where the shard is first."""
+        """The hidden states `[N, E]` that enter the first layer; only on the first shard."""
 
     def angles(self, position_N: Tensor, length_N: Tensor) -> Angles | None:
-        """What all layers share about positions; None for a family without rotary embedding."""
+        """The rotary angles, which all layers share; None for a family without rotary embedding."""
 
     def head(self, hidden_RE: Tensor) -> Tensor:
-        """Logits `[R, V]` of the rows that need them, final norm included; only where the shard is last."""
+        """Logits `[R, V]` of the rows that need them, final norm included; only on the last shard."""
 
 
 class RMSNorm:
@@ -92,12 +92,12 @@ class RMSNorm:
         return self.kernels.rms_norm(x_NE, self.weight, self.eps, out=out)
 
     def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
-        """Adds `x` to the residual, in place; the norm of the sum."""
+        """Adds `x` to the residual, in place, and returns the norm of the sum."""
         return self.kernels.add_rms_norm(x_NE, residual_NE, self.weight, self.eps)
 
 
 class LayerNorm:
-    """`affine` is False where the checkpoint has neither weight nor bias."""
+    """`affine` is False where there is neither weight nor bias."""
 
     def __init__(self, weights: Weights, name: str, size: int, *, eps: float = 1e-5, affine: bool = True) -> None:
         self.weight = weights.take(f"{name}.weight", size) if affine else None
@@ -108,7 +108,7 @@ class LayerNorm:
         return self.kernels.layer_norm(x_NE, self.weight, self.bias, self.eps)
 
     def of_sum(self, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
-        """Adds `x` to the residual, in place; the norm of the sum."""
+        """Adds `x` to the residual, in place, and returns the norm of the sum."""
         return self.kernels.add_layer_norm(x_NE, residual_NE, self.weight, self.bias, self.eps)
 
 
@@ -116,7 +116,7 @@ Product = Linear | Fp8Linear
 
 
 def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
-    """The layer of a weight that was taken, quantized where the weights say so."""
+    """The linear layer of a weight, quantized where `weights.fp8`."""
     if not weights.fp8:
         return Linear(weight_OI, bias_O)
     layer = Fp8Linear(weight_OI, bias_O, quantize_rows=weights.kernels.quantize_rows)
@@ -124,20 +124,24 @@ def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -
     return layer
 
 
-def linear(weights: Weights, outputs: Mapping[str, int | Part], inputs: int | Part, *, bias: bool) -> Product:
-    """One product for all the named layers, whose outputs stand side by side in that order."""
+def linear(
+    weights: Weights, outputs: Mapping[str, int | ShardRange], inputs: int | ShardRange, *, bias: bool
+) -> Product:
+    """The named layers merged into one product, whose outputs are concatenated in that order."""
     weight = torch.cat([weights.take(f"{name}.weight", part, inputs) for name, part in outputs.items()])
     bias_O = torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
     return product(weights, weight, bias_O)
 
 
-def partial_linear(weights: Weights, name: str, num_outputs: int, inputs: Part, group: Group, *, bias: bool) -> Product:
-    """The product over this rank's inputs, to be summed over the group, and so with the bias on rank 0 alone."""
+def partial_linear(
+    weights: Weights, name: str, num_outputs: int, inputs: ShardRange, group: Group, *, bias: bool
+) -> Product:
+    """The product over this rank's inputs, to be summed over the group; only rank 0 adds the bias."""
     return linear(weights, {name: num_outputs}, inputs, bias=bias and group.rank == 0)
 
 
 def summed(block: Block, group: Group) -> Block:
-    """A block of which every rank of the group computes a summand; the block itself where there is one rank."""
+    """Sums the block's output over the group; the block itself for a group of one rank."""
     return block if group.size == 1 else _Summed(block, group)
 
 
@@ -150,7 +154,7 @@ class _Summed:
 
 
 class SelfAttention:
-    """Queries, keys and values in one product, rotation, attention, and the output product."""
+    """The merged product of queries, keys and values, rotation, attention, and the output product."""
 
     def __init__(
         self,
@@ -178,8 +182,8 @@ class SelfAttention:
 def attention_shape(
     spec: ModelSpec, shard: Shard, layer: int, *, scale: float | None = None, window: int | None = None
 ) -> AttentionShape:
-    """Of a layer of the model whose scores are scaled by `head_dim ** -0.5`, unless said otherwise."""
-    heads, kv_heads = head_parts(spec, shard.group)
+    """The attention of a layer; `scale` is `head_dim ** -0.5` by default."""
+    heads, kv_heads = head_ranges(spec, shard.group)
     return AttentionShape(
         layer=layer - shard.layers[0],
         num_heads=len(heads),
@@ -200,25 +204,16 @@ def projections(
     output_bias: bool,
     output: str = "o_proj",
 ) -> tuple[Product, Block]:
-    """The products `q_proj`, `k_proj`, `v_proj` as one, and the output product, of an attention by its name."""
-    queries, keys = (part.times(spec.head_dim) for part in head_parts(spec, group))
+    """Of the attention with that name: `q_proj`, `k_proj` and `v_proj` merged, and the output product."""
+    queries, keys = (part.times(spec.head_dim) for part in head_ranges(spec, group))
     outputs = {f"{name}.q_proj": queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
     qkv = linear(weights, outputs, spec.hidden_size, bias=qkv_bias)
     product = partial_linear(weights, f"{name}.{output}", spec.hidden_size, queries, group, bias=output_bias)
     return qkv, summed(product, group)
 
 
-def sliding_window(config: Mapping[str, Any], layer: int) -> int | None:
-    """The window of a layer in a Qwen config: off unless switched on, then by `layer_types` or from a layer on."""
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
-        return None
-    kinds = config.get("layer_types")
-    slides = kinds[layer % len(kinds)] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
-    return config["sliding_window"] if slides else None
-
-
 class MLP:
-    """`down(activation(up(x)))`; over a group, this rank's summand of it.
+    """`down(activation(up(x)))`; on a group, this rank's partial sum.
 
     Gated, it is `down(activation(gate(x)) * up(x))`, with gate and up in one product.
     """
@@ -233,20 +228,20 @@ class MLP:
         return self.down(self.activation(self.up(x_NE)))
 
     def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
-        """The block's output and the residual; where the last product can add, without a pass of their own."""
+        """The sum of the block's output and the residual, fused into the last product where it can add."""
         if self.down.adds:
             return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
         return self(x_NE).add_(residual_NE)
 
 
 def added(block: Block, x_NE: Tensor, residual_NE: Tensor) -> Tensor:
-    """The residual and what a block makes of `x`; the residual may be overwritten."""
+    """The sum of the residual and the block's output for `x`; the residual may be overwritten."""
     return block.added_to(residual_NE, x_NE) if isinstance(block, MLP) else block(x_NE).add_(residual_NE)
 
 
 def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bias: bool = False) -> Block:
-    """The block of `gate_proj`, `up_proj` and `down_proj` under a name."""
-    inner = inner_part(spec, group, integer(spec.config, "intermediate_size", 4 * spec.hidden_size))
+    """The block of `gate_proj`, `up_proj` and `down_proj` below that name."""
+    inner = inner_range(spec, group, integer(spec.config, "intermediate_size", 4 * spec.hidden_size))
     outputs = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
     mlp = MLP(
         linear(weights, outputs, spec.hidden_size, bias=bias),
@@ -257,14 +252,14 @@ def gated_mlp(weights: Weights, spec: ModelSpec, group: Group, name: str, *, bia
 
 
 def over_rows(block: Block, x_NE: Tensor) -> Tensor:
-    """The block applied to a limited number of rows at a time, on a CPU."""
+    """Applies the block, on a CPU to a limited number of rows at a time."""
     if x_NE.shape[0] <= _ROWS or not x_NE.is_cpu:
         return block(x_NE)
     return torch.cat([block(x_NE[start : start + _ROWS]) for start in range(0, x_NE.shape[0], _ROWS)])
 
 
 def activation(kernels: Kernels, name: str) -> Block:
-    """The activation of a Hugging Face name. Raises InputError listing what there is."""
+    """The activation by its Hugging Face name. Raises InputError that lists the known names."""
     if kind := _FUSED.get(name):
         return partial(kernels.plain_activation, kind=kind)
     if name not in _ACTIVATIONS:
@@ -273,7 +268,7 @@ def activation(kernels: Kernels, name: str) -> Block:
 
 
 def gated_activation(kernels: Kernels, name: str) -> Block:
-    """`activation(gate) * up` of gate and up side by side, `[N, 2F]`. Raises InputError listing what there is."""
+    """`activation(gate) * up` of `[N, 2F]`, gate before up. Raises InputError that lists the known names."""
     if kind := _FUSED.get(name):
         return partial(kernels.gated_activation, kind=kind)
     plain = activation(kernels, name)
@@ -297,7 +292,7 @@ _FUSED = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Those that kernels have, by their names there."""
+"""Activations that have kernels: the kernel's name by the Hugging Face name."""
 _ACTIVATIONS: dict[str, Block] = {
     "hardswish": F.hardswish,
     "leaky_relu": F.leaky_relu,

@@ -1,4 +1,4 @@
-"""LoadingBar: how much of a model's weights has been read, by one process or several at once."""
+"""LoadingBar: the progress of reading a model's weights, by one process or several."""
 
 import sys
 import time
@@ -6,15 +6,17 @@ import time
 from exeplan.core.layer_costs import model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.schedule import Placement
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.units import show_bytes
 
 
 class LoadingBar:
-    """Shows the bytes that all ranks together have read; as a context manager it leaves no half-drawn bar behind."""
+    """Shows the bytes that all ranks together have read; a context manager, which clears the bar at the end."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, dtype: str, *, on_progress: OnProgress = untold) -> None:
-        # Decoder-only models have their weights twice where some stages prefill and the others decode.
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, dtype: str, *, on_progress: OnProgress = no_progress
+    ) -> None:
+        # A decoder-only model is loaded twice where some stages prefill and others decode.
         copies = 2 if any(stage.phase for stage in placement) and not spec.is_encoder_decoder else 1
         self._total = copies * model_parameters(spec) * DTYPE_BYTES[dtype]
         self._read: dict[int, int] = {}
@@ -31,7 +33,7 @@ class LoadingBar:
         self._bar.__exit__(None, None, None)
 
     def show(self, rank: int, num_bytes: int) -> None:
-        """A rank has read so many bytes so far."""
+        """`num_bytes` is what a rank has read so far."""
         self._read[rank] = num_bytes
         done = sum(self._read.values())
         share = min(done / self._total, 1.0)

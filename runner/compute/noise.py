@@ -1,7 +1,7 @@
-"""Noise for sampling as a pure function of (seed, position, token id): no state, so no order of draws to keep.
+"""Noise for sampling as a pure function of (seed, position, token id): no state, so draws need no order.
 
 Source: splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) as a hash. It is
-integer arithmetic modulo 2^64, so every device gives the same bits. Not for secrets.
+integer arithmetic modulo 2^64, so every device gives the same bits. Not cryptographic.
 
 Letters: K token ids.
 """
@@ -29,7 +29,7 @@ def _mix64(value: int) -> int:
 
 
 def signed(value: int) -> int:
-    """The same 64 bits as a signed number, as tensors hold them."""
+    """The same 64 bits as a signed integer, as tensors store them."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -39,11 +39,11 @@ def log_exponential_noise(key: int, ids_K: "Tensor") -> "Tensor":
 
     bits_K = ids_K * signed(_GOLDEN)
     bits_K += signed(key)
-    # torch shifts signed numbers, so that each of these steps clears the sign bit: 63 good bits are left in the end.
+    # torch shifts signed integers; each of these steps clears the sign bit, which leaves 63 random bits.
     for shift, factor in _MIX:
         bits_K ^= bits_K >> shift
         bits_K *= signed(factor)
     bits_K ^= bits_K >> 31
-    # Small numbers keep their relative precision, and the winners come from there; the factor keeps all below 1.
+    # Small numbers, which win, keep their relative precision; the factor keeps all numbers below 1.
     uniform_K = bits_K.to(torch.float32).mul_(2.0**-63 * (1 - 2.0**-24))
     return uniform_K.neg_().log1p_().neg_().log_()

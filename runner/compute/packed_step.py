@@ -1,18 +1,18 @@
 """Packed rows: a batch's prompts concatenated in rows and slots, as tensors; naive padding is one prompt a row.
 
-Letters: N tokens of all rows, one row behind the other, S slots, T tokens of a slot, B prompts, M = H + 2K heads of
+Letters: N tokens of all rows, concatenated, S slots, T tokens of a slot, B prompts, M = H + 2K heads of
 queries, keys and values, D head_dim, X distances.
 
-Source: TCB (ICPP 2022), section 4. All of the rows goes through the matrix products, padding included; positions begin
-at 0 with every prompt (separate positional encoding); attention runs over every slot as a square, masked to the blocks
-of its prompts, so that one slot a row is pure ConcatBatching. A naive batch is the special case of one prompt a row, so
-that the schemes differ in nothing but what lies where.
+Source: TCB (ICPP 2022), section 4. Whole rows go through the matrix products, padding included. Positions begin at 0
+with every prompt (separate positional encoding). Attention runs over every slot as a square, masked to the blocks of
+its prompts, so one slot a row is pure ConcatBatching. A naive batch is the special case of one prompt a row: the
+schemes differ only in the layout.
 
-What decodes: in the paper the decoder computes the concatenated rows again for every token. With a KV cache the row
-of a decode iteration is one query a request, side by side in the same flat products, and each reads the keys and
-values that are its own, block by block: that is the diagonal of the paper's mask, and what lies beside it is never
-computed. So decoding is the same code for every scheme (`step.py`), and what differs is how many requests decode
-together, and when they leave: a padded batch and a pure row when the last of them is done, a slot when its own are.
+Decoding: in the paper the decoder recomputes the concatenated rows for every token. With a KV cache a decode iteration
+has one query a request in the flat products, and each query reads its own keys and values, block by block: the diagonal
+of the paper's mask, without the rest. So decoding is the same code for every scheme (`step.py`). The schemes differ in
+how many requests decode together and when they leave: in a padded batch and a pure row when the last request is done,
+in a slot when the slot's requests are.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exeplan.core.batch import Packing, Place
+from exeplan.core.batch import PackedPrompt, Packing
 from exeplan.kernels.attention import slot_attention
 from exeplan.kernels.select import Kernels
-from exeplan.kernels.sending import sent
 from exeplan.kernels.slot_attention import Slots
+from exeplan.kernels.to_device import to_device
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.layers import AttentionShape, PositionBias
 from exeplan.runner.compute.paged_step import PagedStep
-from exeplan.runner.compute.step import Row, Step
+from exeplan.runner.compute.step import Step, StepSequence
 
 
 def one_a_row(num_rows: int, row_tokens: int) -> Packing:
-    """Naive batching: every prompt in a row of its own, padded to the same length."""
-    return Packing(row_tokens, row_tokens, tuple(Place(row, 0) for row in range(num_rows)))
+    """Naive batching: each prompt in its own row, padded to the same length."""
+    return Packing(row_tokens, row_tokens, tuple(PackedPrompt(row, 0) for row in range(num_rows)))
 
 
 class PackedRows:
-    """The prompts of a batch in their places; built once and passed through all layers."""
+    """The prompts of a batch in packed rows; built once and passed through all layers."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class PackedRows:
         kernels: Kernels | None = None,
         causal: bool = False,
     ) -> None:
-        """`causal` prompts see no token behind themselves, those of an encoder all of theirs.
+        """A `causal` prompt's token attends to those before it, an encoder's to the whole prompt.
 
-        With `kernels` all slots attend in one launch; without them the CPU's own attention serves.
+        With `kernels` all slots attend in one launch; without, by the CPU's attention.
         """
         self._kernels, self._causal, self._slot_tokens = kernels, causal, packing.slot_tokens
         self.num_tokens = packing.num_tokens
@@ -63,11 +63,11 @@ class PackedRows:
         tokens[real] = [*chain(*prompts)]
         positions[real] = np.concatenate([np.arange(len(ids)) for ids in prompts])
         owners[real] = np.repeat(np.arange(len(prompts)) + 1, [len(ids) for ids in prompts])
-        self.token_N, self.position_N = sent(tokens, device), sent(positions, device)
-        self.real = sent(real, device)
-        """Where the tokens of the prompts are, in the prompts' order."""
-        self.last_B = sent(np.array([index[-1] for index in index_of]), device)
-        """Where each prompt's last token is."""
+        self.token_N, self.position_N = to_device(tokens, device), to_device(positions, device)
+        self.real = to_device(real, device)
+        """Indices of the prompts' tokens, in the prompts' order."""
+        self.last_B = to_device(np.array([index[-1] for index in index_of]), device)
+        """Index of each prompt's last token."""
         self._masks: dict[int | None, Tensor] = {}
         self._biases: dict[PositionBias, Tensor] = {}
         if kernels:
@@ -96,7 +96,7 @@ class PackedRows:
         return hidden_NE[self.real]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """`[S, T, T]`, added to scores: 0 within a prompt, -inf elsewhere. Padding sees padding, so nothing is NaN."""
+        """`[S, T, T]`, added to scores: 0 within a prompt, -inf elsewhere. Padding attends to padding, to avoid NaN."""
         if window not in self._masks:
             seen_STT = self._owner_ST[:, :, None] == self._owner_ST[:, None, :]
             if self._causal:
@@ -115,15 +115,15 @@ class PackedRows:
 
 
 class PackedStep:
-    """One pass of a decoder-only model: packed prompts, whose keys and values are kept, before rows that decode."""
+    """One pass of a decoder-only model: packed prompts, whose keys and values are cached, then decoding sequences."""
 
     def __init__(
-        self, cache: KVCache, prompts: Sequence[Row], rows: PackedRows, singles: Step | PagedStep | None
+        self, cache: KVCache, prompts: Sequence[StepSequence], rows: PackedRows, singles: Step | PagedStep | None
     ) -> None:
-        """`prompts` are whole, in the order of the rows' places; `singles` is a step of decoded rows alone."""
+        """`prompts` are whole, in the order of the packing; `singles` is a step of decoding sequences only."""
         self._cache, self._rows, self._singles = cache, rows, singles
         length_N = rows.position_N + 1
-        prompt_N = [length for row in prompts for length in [row.num_prompt_tokens] * row.end]
+        prompt_N = [length for prompt in prompts for length in [prompt.num_prompt_tokens] * prompt.end]
         length_N[rows.real] = length_N[rows.real].maximum(torch.tensor(prompt_N, device=length_N.device))
         self.token_N, self.position_N = rows.token_N, rows.position_N
         self.length_N, self.logit_R = length_N, rows.last_B
@@ -133,7 +133,7 @@ class PackedStep:
             self.length_N = torch.cat([self.length_N, singles.length_N])
             self.logit_R = torch.cat([self.logit_R, singles.logit_R + rows.num_tokens])
         self._stored_rows = cache.store_rows(
-            np.concatenate([cache.slots(row.request_id, 0, row.end) for row in prompts])
+            np.concatenate([cache.slots(prompt.request_id, 0, prompt.end) for prompt in prompts])
         )
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Precision: what the dtypes that a plan names are on a device, and which of them it cannot do.
+"""Precision: a plan's dtypes as torch dtypes, and which of them a device supports.
 
-`dtype` is what layers compute in; fp8 means weights of 8 bits with a scale for each output channel, and bfloat16
-between the layers, for embedding and output head. `kv_dtype` is what keys and values are kept in: as `dtype`, or fp8
-with the scale 1. One scale will do: e4m3 has 3 bits of mantissa from 2^-6 to 448, where keys and values of the families
-here lie; what is larger saturates. Scales measured on some prompts would bind a cache to these. Not here: calibrated
-scales, 4 bits.
+Layers compute in `dtype`; fp8 means 8-bit weights with a scale for each output channel, and bfloat16 between layers,
+for embedding and output head. Keys and values are stored in `kv_dtype`: `dtype`, or fp8 with scale 1. One scale
+suffices: e4m3 has 3 bits of mantissa from 2^-6 to 448, the range of the keys and values of these families; larger
+values saturate. Scales calibrated on some prompts would tie a cache to these. Not here: calibrated scales, 4 bits.
 """
 
 import torch
@@ -15,7 +14,7 @@ from exeplan.kernels.fp8_linear import multiplies_fp8
 
 
 def activation_dtype(dtype: str) -> torch.dtype:
-    """What is passed between layers. Raises InputError for a name that is none."""
+    """The dtype of hidden states. Raises InputError for an unknown name."""
     if dtype == FP8:
         return torch.bfloat16
     if dtype not in RUN_DTYPES:
@@ -25,14 +24,14 @@ def activation_dtype(dtype: str) -> torch.dtype:
 
 
 def cache_dtype(dtype: str, kv_dtype: str | None) -> torch.dtype:
-    """What keys and values are kept in."""
+    """The dtype of cached keys and values."""
     return torch.float8_e4m3fn if (kv_dtype or dtype) == FP8 else activation_dtype(kv_dtype or dtype)
 
 
 def check_precision(dtype: str, kv_dtype: str | None, place: torch.device) -> None:
-    """Raises InputError where the device cannot do it."""
+    """Raises InputError where the device does not support these dtypes."""
     if kv_dtype and kv_dtype != FP8 and DTYPE_BYTES[kv_dtype] != torch.finfo(activation_dtype(dtype)).bits // 8:
-        raise InputError(f"keys and values are kept as {dtype} or as fp8, not as {kv_dtype}")
+        raise InputError(f"keys and values are stored as {dtype} or as fp8, not as {kv_dtype}")
     if FP8 not in (dtype, kv_dtype) or multiplies_fp8(place):
         return
     if place.type == "cpu":

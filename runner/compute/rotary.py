@@ -3,7 +3,7 @@
 Letters: N tokens, M heads, D rotated dimensions of a head. Source: `transformers/modeling_rope_utils.py`, whose
 numbers these are; Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Ding et al. 2024 (LongRoPE).
 
-Old configs say `rope_theta` and `rope_scaling`, newer ones `rope_parameters`; both are read.
+Old configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`; both are read.
 """
 
 import math
@@ -33,7 +33,7 @@ class Angles:
 
 
 class Rotary:
-    """Turns positions into angles. Raises InputError for a scaling it does not know."""
+    """Turns positions into angles. Raises InputError for an unknown scaling."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Rotary:
             ) from None
 
     def __call__(self, position_N: Tensor, length_N: Tensor) -> Angles:
-        """`length_N` is how long the sequence was when the token was first computed; some scalings depend on it."""
+        """`length_N` is the sequence's length when the token was first computed; some scalings depend on it."""
         frequency, factor = self._scaling(length_N)
         angle_ND = position_N[:, None].float() * frequency
         cos_ND, sin_ND = angle_ND.cos() * factor, angle_ND.sin() * factor
@@ -73,7 +73,7 @@ class Rotary:
 
 
 def rope_parameters(spec: ModelSpec, theta: float) -> dict[str, Any]:
-    """The rotary settings of a config in the new spelling."""
+    """The rotary settings of a config in the new format."""
     config = spec.config
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -99,7 +99,7 @@ def _linear(parameters: Mapping[str, Any], exponent: Tensor, _max_context: int) 
 
 
 def _dynamic(parameters: Mapping[str, Any], exponent: Tensor, max_context: int) -> Scaling:
-    """NTK-aware: the base grows with the sequence once that is longer than the pretrained context."""
+    """NTK-aware: the base grows with sequences longer than the pretrained context."""
     theta, factor = parameters["rope_theta"], parameters["factor"]
     dim = 2 * len(exponent)
 
@@ -125,7 +125,7 @@ def _llama3(parameters: Mapping[str, Any], exponent: Tensor, _max_context: int) 
 
 
 def _yarn(parameters: Mapping[str, Any], exponent: Tensor, max_context: int) -> Scaling:
-    """Frequencies that turn often within the pretrained context are kept, slow ones are interpolated."""
+    """High frequencies are kept, low ones interpolated, by their rotations within the pretrained context."""
     original = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or max_context / original
     theta, dim = parameters["rope_theta"], 2 * len(exponent)
@@ -156,7 +156,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope(parameters: Mapping[str, Any], exponent: Tensor, max_context: int) -> Scaling:
-    """One set of factors per dimension within the pretrained context, another beyond it."""
+    """One factor per dimension within the pretrained context, another beyond it."""
     original = parameters["original_max_position_embeddings"]
     growth = parameters.get("factor") or max_context / original
     magnitude = parameters.get("attention_factor")

@@ -1,12 +1,12 @@
-"""Sampling: from the logits of one iteration to one token a row.
+"""Sampling: from the logits of one iteration to one token a row; a row of logits belongs to one request.
 
-A row's token depends on its own logits, parameters, seed and position only, never on its neighbours: noise is a hash
-(noise.py), not the next number of a shared generator, and the token is the arg max of `logits / temperature + Gumbel
-noise`, so that rounding in the logits moves a choice only where two tokens all but tie. Cutting the vocabulary (top-k,
-top-p, min-p) selects candidates and needs no renormalisation.
+A row's token depends only on its own logits, parameters, seed and position, never on the batch: noise is a hash
+(noise.py), not a shared generator's next number, and the token is the arg max of `logits / temperature + Gumbel noise`,
+so that rounding in the logits changes a choice only where two tokens nearly tie. Cutting the vocabulary (top-k, top-p,
+min-p) selects candidates and needs no renormalisation.
 
 Letters: R rows, V vocabulary, K and J candidates. torch is imported where it is used: the server checks parameters
-without it. Not here: beams, and constraints on the text such as grammars.
+without it. Not here: beam search, and structured output such as grammars.
 """
 
 import math
@@ -37,21 +37,22 @@ FLOAT_LIMITS = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
+BIAS_LIMITS = (-100.0, 100.0)
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_BIASES = 16, 1024, 256, 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen and when it ends. Raises InputError naming the field out of its limits.
+    """How a request's tokens are sampled and when it ends. Raises InputError naming the field out of its limits.
 
-    The order of things: `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, as in vLLM.
+    Applied in this order: `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, as in vLLM.
     """
 
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 selects the most likely token."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 (or -1, as some clients send) keeps all."""
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens whose probabilities add up to `top_p`."""
     min_p: float = 0.0
@@ -59,22 +60,22 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in prompt and output."""
     presence_penalty: float = 0.0
-    """Taken off the logit of each token in the output."""
+    """Subtracted from the logit of each token in the output."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of each token in the output, once for every time it occurs there."""
+    """Subtracted from the logit of each token in the output, once for each occurrence."""
     seed: int | None = None
     """Same seed, same output; None draws a fresh one for each request."""
     stop: tuple[str, ...] = ()
     """The output ends before the first of these strings."""
     stop_token_ids: tuple[int, ...] = ()
-    """The output ends with the first of these tokens; its text is not delivered."""
+    """The output ends at the first of these tokens, whose text is not delivered."""
     max_tokens: int | None = None
-    """None: as many as fit into the context."""
+    """None for as many as fit into the context."""
     min_tokens: int = 0
-    """No end-of-sequence token, stop token or stop string before so many tokens."""
+    """No end-of-sequence token, stop token or stop string before this many tokens."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report each token's log-probability and that many of the most likely ones, of the model's own distribution."""
+    """Report log-probabilities of each token and of this many most likely ones, by the model's own distribution."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids, -100 to 100."""
 
@@ -113,16 +114,16 @@ class SamplingParams:
             raise InputError(f"logit_bias takes at most {MAX_BIASES} entries, found {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             _check_number("each token id of logit_bias", token, (0, 2**31 - 1), (int,))
-            _check_number(f"logit_bias of token {token}", bias, (-100.0, 100.0), (int, float))
+            _check_number(f"logit_bias of token {token}", bias, BIAS_LIMITS, (int, float))
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens so far change the logits."""
+        """Whether earlier tokens change the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def plain(self) -> bool:
-        """Whether the arg max of the raw logits is all there is to do."""
+        """Whether the token is the arg max of the raw logits, without log-probabilities."""
         return not (self.temperature or self.penalises or self.logit_bias or self.min_tokens) and self.logprobs is None
 
 
@@ -145,14 +146,14 @@ def _show(value: Any) -> str:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class Row(Protocol):
-    """What sampling reads of a request."""
+class SamplingInput(Protocol):
+    """The part of a request that sampling reads."""
 
     @property
     def sampling(self) -> SamplingParams: ...
     @property
     def plain(self) -> bool:
-        """`sampling.plain`, worked out once."""
+        """`sampling.plain`, computed once."""
 
     @property
     def seed(self) -> int: ...
@@ -162,21 +163,21 @@ class Row(Protocol):
     def output_token_ids(self) -> Sequence[int]: ...
     @property
     def banned_token_ids(self) -> Sequence[int]:
-        """What must not be chosen before `min_tokens`: end-of-sequence and stop token ids."""
+        """Tokens not allowed before `min_tokens`: end-of-sequence and stop token ids."""
 
 
 class SampledToken(NamedTuple):
-    """A chosen token; with `logprobs`, its log-probability and the most likely (token id, log-probability) pairs."""
+    """A sampled token; with `logprobs`, its log-probability and the most likely (token id, log-probability) pairs."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits_RV: "Tensor", rows: Sequence[Row]) -> list[SampledToken | None]:
-    """One token for each row; None for a row whose logits hold NaN, an infinite maximum, or nothing finite.
+def sample(logits_RV: "Tensor", rows: Sequence[SamplingInput]) -> list[SampledToken | None]:
+    """One token for each row; None for a row whose logits contain NaN or whose maximum is not finite.
 
-    `logits_RV` (float32) is overwritten where a row's parameters change it. Greedy rows cost one arg max together.
+    `logits_RV` (float32) is overwritten where a row's parameters change it. Greedy rows share one arg max.
     """
     import torch
 
@@ -188,7 +189,9 @@ def sample(logits_RV: "Tensor", rows: Sequence[Row]) -> list[SampledToken | None
         return _sample_special(logits_RV, rows, special)
 
 
-def _sample_special(logits_RV: "Tensor", rows: Sequence[Row], special: list[int]) -> list[SampledToken | None]:
+def _sample_special(
+    logits_RV: "Tensor", rows: Sequence[SamplingInput], special: list[int]
+) -> list[SampledToken | None]:
     raw = {i: _logprobs(logits_RV[i], n) for i in special if (n := rows[i].sampling.logprobs) is not None}
     _ban(logits_RV, [(i, rows[i]) for i in special if rows[i].sampling.min_tokens])
     for i in special:
@@ -224,8 +227,8 @@ def _logprobs(logits_V: "Tensor", count: int) -> "tuple[Tensor, tuple[tuple[int,
     return logprobs_V, tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
-def _ban(logits_RV: "Tensor", rows: list[tuple[int, Row]]) -> None:
-    """No end before `min_tokens`: one write for all rows."""
+def _ban(logits_RV: "Tensor", rows: list[tuple[int, SamplingInput]]) -> None:
+    """Prevents an end before `min_tokens`, by one write for all rows."""
     banned = [
         (i, token)
         for i, row in rows
@@ -237,7 +240,7 @@ def _ban(logits_RV: "Tensor", rows: list[tuple[int, Row]]) -> None:
         logits_RV[list(row_ids), list(token_ids)] = -math.inf
 
 
-def _edit(logits_V: "Tensor", row: Row) -> None:
+def _edit(logits_V: "Tensor", row: SamplingInput) -> None:
     """Bias and penalties, in place."""
     import torch
 
@@ -258,8 +261,8 @@ def _edit(logits_V: "Tensor", row: Row) -> None:
         logits_V[distinct] -= counts * params.frequency_penalty + params.presence_penalty
 
 
-def _draw_all(logits_RV: "Tensor", rows: list[tuple[int, Row]]) -> list[tuple[int, int]]:
-    """(row, token id) of the rows that draw at random; the device is waited for once."""
+def _draw_all(logits_RV: "Tensor", rows: list[tuple[int, SamplingInput]]) -> list[tuple[int, int]]:
+    """(row, token id) of the rows that sample at random; synchronizes with the device once."""
     import torch
 
     if not rows:
@@ -275,10 +278,10 @@ def _draw(logits_V: "Tensor", params: SamplingParams, key: int) -> "Tensor":
 
 
 def candidates(logits_V: "Tensor", params: SamplingParams) -> "tuple[Tensor, Tensor]":
-    """The tokens left by min-p, top-k and top-p: logits over temperature (the largest is 0), and token ids."""
+    """The tokens that min-p, top-k and top-p keep: logits over temperature (the largest is 0), and token ids."""
     import torch
 
-    # The largest becomes 0 first, so that no temperature, however small, overflows.
+    # The largest is shifted to 0 first, so that the smallest temperature does not overflow.
     scaled_K = (logits_V - logits_V.max()) / params.temperature
     ids_K = torch.arange(len(scaled_K), device=scaled_K.device)
     if params.min_p > 0:
@@ -297,7 +300,7 @@ def _least_likely(scaled_K: "Tensor", top_p: float) -> "Tensor":
     """The smallest logit among the most likely tokens that together hold `top_p` of the probability."""
     total = scaled_K.exp().sum()
     tail = (1.0 - top_p) * total
-    # Whatever is below this could not fill the tail all together, so the sort can do without it.
+    # All tokens below this together do not fill the tail, so they need no sorting.
     likely_J = _at_least(scaled_K, (tail / len(scaled_K)).log())
     ascending_J = _ascending(scaled_K.index_select(0, likely_J))
     mass_J = ascending_J.exp().cumsum(dim=-1)
@@ -306,7 +309,7 @@ def _least_likely(scaled_K: "Tensor", top_p: float) -> "Tensor":
 
 
 def _at_least(values: "Tensor", least: "float | Tensor") -> "Tensor":
-    """Places of the values from `least` on; on the CPU by numpy, as for the arg max."""
+    """Indices of the values of at least `least`; on the CPU by numpy, as for the arg max."""
     import torch
 
     kept = values >= least

@@ -1,8 +1,8 @@
-"""Shard: what one device holds of a model, and the group of devices that its layers are split over.
+"""Shard: the part of a model that one device holds, and its tensor-parallel group.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3. Heads and the feed-forward block's inner width are split by
-outputs in the first product and by inputs in the second, whose partial results the group adds up: two sums a layer.
-The vocabulary is split by tokens, in embedding table and output head. Norms and position tables are whole everywhere.
+outputs in the first product and by inputs in the second, whose partial results are all-reduced: two sums a layer.
+The vocabulary is split by tokens, in embedding table and output head. Norms and position tables are replicated.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from exeplan.errors import InputError
 
 
 class Group(Protocol):
-    """The ranks of one stage, numbered 0 .. size - 1, seen from one of them. All call the same things in one order."""
+    """The ranks of one stage, 0 .. size - 1, as seen by one of them. All make the same calls in the same order."""
 
     @property
     def size(self) -> int: ...
@@ -24,10 +24,10 @@ class Group(Protocol):
     def rank(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group, equal to the last bit on all ranks; `x` may be overwritten."""
+        """The sum over the group, bitwise equal on all ranks; `x` may be overwritten."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, which have one shape, side by side along the last dimension in rank order."""
+        """The tensors of all ranks, of equal shape, concatenated along the last dimension in rank order."""
 
 
 class Alone:
@@ -48,7 +48,7 @@ ALONE = Alone()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's part of a model: layers, first to last exclusive, and the group of its stage that shares them."""
+    """One rank's part of a model: layers, first to last exclusive, and the group that they are split over."""
 
     layers: tuple[int, int]
     """Decoder layers."""
@@ -61,7 +61,7 @@ class Shard:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, and so layers of its KV cache."""
+        """Decoder layers, which are the layers of its KV cache."""
         return self.layers[1] - self.layers[0]
 
 
@@ -71,8 +71,8 @@ def whole(spec: ModelSpec) -> Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank holds of one dimension: `start` to `stop` exclusive of `size`."""
+class ShardRange:
+    """The part of one dimension that a rank holds: `start` to `stop` exclusive of `size`."""
 
     size: int
     start: int
@@ -85,36 +85,36 @@ class Part:
     def is_whole(self) -> bool:
         return len(self) == self.size
 
-    def times(self, width: int) -> "Part":
-        """Of a dimension in which each of these is `width` wide."""
-        return Part(self.size * width, self.start * width, self.stop * width)
+    def times(self, width: int) -> "ShardRange":
+        """The range in a dimension in which each element of this one is `width` wide."""
+        return ShardRange(self.size * width, self.start * width, self.stop * width)
 
 
-def head_parts(spec: ModelSpec, group: Group) -> tuple[Part, Part]:
-    """This rank's query heads, and the key/value heads that they read: one that several ranks read is on each of them.
+def head_ranges(spec: ModelSpec, group: Group) -> tuple[ShardRange, ShardRange]:
+    """This rank's query heads, and the key/value heads that they read; a head that several ranks read is replicated.
 
-    Raises InputError when the heads cannot be shared evenly.
+    Raises InputError when the heads cannot be split evenly.
     """
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, group.size
     fitting = [n for n in range(1, size + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     _check(size, f"the {heads} attention and {kv_heads} key/value heads of '{spec.name}'", fitting)
     first = group.rank * kv_heads // size
     last = max(first + 1, (group.rank + 1) * kv_heads // size)
-    return _share(heads, group), Part(kv_heads, first, last)
+    return _share(heads, group), ShardRange(kv_heads, first, last)
 
 
-def inner_part(spec: ModelSpec, group: Group, width: int) -> Part:
-    """This rank's share of the inner width of a feed-forward block. Raises InputError when that does not divide."""
+def inner_range(spec: ModelSpec, group: Group, width: int) -> ShardRange:
+    """This rank's part of the inner width of a feed-forward block. Raises InputError when it does not divide evenly."""
     fitting = [n for n in range(1, group.size + 1) if width % n == 0]
     _check(group.size, f"the feed-forward width {width} of '{spec.name}'", fitting)
     return _share(width, group)
 
 
-def _share(count: int, group: Group) -> Part:
-    return Part(count, group.rank * count // group.size, (group.rank + 1) * count // group.size)
+def _share(count: int, group: Group) -> ShardRange:
+    return ShardRange(count, group.rank * count // group.size, (group.rank + 1) * count // group.size)
 
 
 def _check(size: int, what: str, fitting: list[int]) -> None:
-    """Raises InputError unless the size is the last of those that fit, of which 1 is always one."""
+    """Raises InputError unless `size` is the last of the fitting sizes, which include 1."""
     if fitting[-1] != size:
         raise InputError(f"{what} cannot be split evenly over {size} devices, but over {', '.join(map(str, fitting))}")

@@ -1,10 +1,10 @@
-"""Step: one pass over the layers as tensors, with everything that all layers share worked out once.
+"""Step: one pass over the layers as tensors, with all that the layers share computed once.
 
-Letters: N tokens of the flat batch (rows that compute several tokens first, then those that compute one), R rows that
-need logits, M = H + 2K heads of queries, keys and values, T new tokens and C context tokens of a row, D head_dim.
+Letters: N tokens of the flat batch (sequences with several new tokens first, then those with one), R sequences that
+need logits, M = H + 2K heads of queries, keys and values, T new tokens and C context tokens of a sequence, D head_dim.
 
-Every matrix product runs over the flat batch; only `attend` knows where a sequence begins. The prompts that an encoder
-computes are in `encoder.py`: here are the layers that keep keys and values.
+Every matrix product runs over the flat batch; only `attend` knows where a sequence begins. Here are the layers that
+cache keys and values; `encoder.py` has the prompts of an encoder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,23 +20,23 @@ from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.layers import AttentionShape, PositionBias
 
 
-class Row(NamedTuple):
-    """One sequence in a step: its tokens `start .. end` are computed; those before them are cached."""
+class StepSequence(NamedTuple):
+    """One sequence in a step: its tokens `start .. end` are computed; those before are cached."""
 
     request_id: str
     start: int
     end: int
     num_prompt_tokens: int
     num_encoded: int = 0
-    """So many tokens at its beginning went through an encoder: only a cross attention reads their slots, and positions
-    are counted behind them."""
+    """Tokens at its beginning that went through an encoder: only cross attention reads their slots, and positions are
+    counted from their end."""
 
     @property
     def is_single(self) -> bool:
         return self.end - self.start == 1
 
     def seen(self, shape: AttentionShape) -> tuple[int, int]:
-        """The first and, exclusive, the last token that any of those computed attends to."""
+        """The first and, exclusive, the last token that its new tokens attend to."""
         if shape.cross:
             return 0, self.num_encoded
         first = self.num_encoded if shape.window is None else max(self.num_encoded, self.start + 1 - shape.window)
@@ -49,78 +49,86 @@ class Step:
     def __init__(
         self,
         cache: KVCache,
-        spans: Sequence[Row],
-        singles: Sequence[Row],
+        spans: Sequence[StepSequence],
+        singles: Sequence[StepSequence],
         *,
         token_ids: Mapping[str, Sequence[int]],
         wanted: Sequence[int] | None = None,
         pad_to: int = 0,
     ) -> None:
-        """Every row must already have its blocks; `singles` compute one token each, `spans` as many as they like.
+        """Every sequence must already have its blocks; `singles` compute one token each, `spans` any number.
 
-        `wanted` are the rows, by their number in `[*spans, *singles]`, whose last token needs logits; None for all of
-        them. `pad_to` > 0 pads spans on the right to so many tokens.
+        `wanted` are the sequences, by their index in `[*spans, *singles]`, whose last token needs logits; None for all.
+        `pad_to` > 0 pads spans on the right to that length.
         """
         self._cache, self._spans, self._singles = cache, spans, singles
-        self._padded = [max(row.end - row.start, pad_to) for row in spans]
+        self._padded = [max(sequence.end - sequence.start, pad_to) for sequence in spans]
         self._cached: dict[tuple[int, int | None, bool, PositionBias | None], CachedRows] = {}
         self.num_span_tokens = sum(self._padded)
         self.num_tokens = self.num_span_tokens + len(singles)
         starts = np.cumsum([0, *self._padded], dtype=np.int64)
 
         tokens, positions, lengths, slots = ([_NO_INTEGERS] for _ in range(4))
-        for row, padded in zip(spans, self._padded, strict=True):
-            tokens.append(_padded_tokens(token_ids[row.request_id][row.start : row.end], padded))
-            positions.append(np.arange(row.start, row.start + padded) - row.num_encoded)
-            lengths.append(np.maximum(positions[-1] + 1, row.num_prompt_tokens))
-            slots.append(cache.slots(row.request_id, row.start, row.end))
-        tokens.append(np.array([token_ids[row.request_id][row.start] for row in singles], dtype=np.int64))
-        slots.append(cache.slots_of_all([row.request_id for row in singles], [(row.start, row.end) for row in singles]))
-        last_B = np.array([row.end - row.num_encoded for row in singles], dtype=np.int64)
+        for sequence, padded in zip(spans, self._padded, strict=True):
+            tokens.append(_padded_tokens(token_ids[sequence.request_id][sequence.start : sequence.end], padded))
+            positions.append(np.arange(sequence.start, sequence.start + padded) - sequence.num_encoded)
+            lengths.append(np.maximum(positions[-1] + 1, sequence.num_prompt_tokens))
+            slots.append(cache.slots(sequence.request_id, sequence.start, sequence.end))
+        tokens.append(
+            np.array([token_ids[sequence.request_id][sequence.start] for sequence in singles], dtype=np.int64)
+        )
+        slots.append(
+            cache.slots_of_all(
+                [sequence.request_id for sequence in singles], [(sequence.start, sequence.end) for sequence in singles]
+            )
+        )
+        last_B = np.array([sequence.end - sequence.num_encoded for sequence in singles], dtype=np.int64)
 
         self.token_N = self._tensor(np.concatenate(tokens))
         self.position_N = self._tensor(np.concatenate([*positions, last_B - 1]))
         self.length_N = self._tensor(np.concatenate([*lengths, last_B]))
-        """How long each token's sequence was when the token was first computed."""
-        counts = np.array([row.end - row.start for row in spans], dtype=np.int64)
+        """Length of each token's sequence when the token was first computed."""
+        counts = np.array([sequence.end - sequence.start for sequence in spans], dtype=np.int64)
         last_R = np.concatenate([starts[:-1] + counts - 1, starts[-1] + np.arange(len(singles))])
         self.logit_R = self._tensor(last_R if wanted is None else last_R[wanted])
-        """Rows of the batch whose logits are wanted."""
+        """Rows of the flat batch that need logits."""
         self._stored_rows = cache.store_rows(np.concatenate(slots))
         self._stored = self._tensor(self._not_padding(starts)) if pad_to else None
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
-        """Stores the keys and values of one layer and attends: `[N, H * D]`. A cross attention brings queries only."""
+        """Stores the keys and values of one layer and attends: `[N, H * D]`. Cross attention passes queries only."""
         if not shape.cross:
             kv_NMD = qkv_NMD[:, shape.num_heads :]
             self._cache.store(shape.layer, self._stored_rows, kv_NMD if self._stored is None else kv_NMD[self._stored])
         split = torch.split_with_sizes(qkv_NMD[: self.num_span_tokens], self._padded)
-        outputs = [self._attend_span(shape, row, qkv_TMD) for row, qkv_TMD in zip(self._spans, split, strict=True)]
+        outputs = [
+            self._attend_span(shape, sequence, qkv_TMD) for sequence, qkv_TMD in zip(self._spans, split, strict=True)
+        ]
         if self._singles:
             outputs.append(self._attend_singles(shape, qkv_NMD[self.num_span_tokens :, : shape.num_heads]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_span(self, shape: AttentionShape, row: Row, qkv_TMD: Tensor) -> Tensor:
-        """Over the fresh keys and values, or, where there are older ones, over what is cached of both."""
+    def _attend_span(self, shape: AttentionShape, sequence: StepSequence, qkv_TMD: Tensor) -> Tensor:
+        """Over the new keys and values, or over the cache, which holds both, where earlier ones are cached."""
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         q = qkv_TMD[None, :, :heads]
-        if row.start > 0:
-            k, v = self._read(shape, row)
+        if sequence.start > 0:
+            k, v = self._read(shape, sequence)
         else:
             k, v = torch.split_with_sizes(qkv_TMD[None, :, heads:], (kv_heads, kv_heads), 2)
         if shape.cross:
             out = full_attention(q, k, v, scale=shape.scale)
         elif shape.bias is not None:
             bias_HX = shape.bias(1 - k.shape[1], q.shape[1] - 1)
-            bias_HX[:, k.shape[1] :] = -torch.inf  # Keys behind their query.
+            bias_HX[:, k.shape[1] :] = -torch.inf  # Keys after their query.
             out = full_attention(q, k, v, scale=shape.scale, bias_HX=bias_HX)
         else:
             out = prefill_attention(q, k, v, scale=shape.scale, window=shape.window)
         return out.reshape(len(qkv_TMD), -1)
 
-    def _read(self, shape: AttentionShape, row: Row) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values that a row sees, `[1, C, K, D]` each."""
-        rows_KC = self._cache.rows(self._cache.slots(row.request_id, *row.seen(shape)))
+    def _read(self, shape: AttentionShape, sequence: StepSequence) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values that a sequence attends to, `[1, C, K, D]` each."""
+        rows_KC = self._cache.rows(self._cache.slots(sequence.request_id, *sequence.seen(shape)))
         rows_CK = self._tensor(np.ascontiguousarray(rows_KC.T))
         keys_RD, values_RD = self._cache.table(shape.layer)
         return keys_RD[rows_CK][None], values_RD[rows_CK][None]
@@ -129,10 +137,10 @@ class Step:
         keys_RD, values_RD = self._cache.table(shape.layer)
         kind = (shape.num_heads, shape.window, shape.cross, shape.bias)
         if kind not in self._cached:
-            seen = [row.seen(shape) for row in self._singles]
+            seen = [sequence.seen(shape) for sequence in self._singles]
             contexts = [end - first for first, end in seen]
             self._cached[kind] = CachedRows(
-                self._cache.slots_of_all([row.request_id for row in self._singles], seen),
+                self._cache.slots_of_all([sequence.request_id for sequence in self._singles], seen),
                 contexts,
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
@@ -143,8 +151,11 @@ class Step:
         return decode_attention(q_BHD, keys_RD, values_RD, self._cached[kind], scale=shape.scale).flatten(1)
 
     def _not_padding(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of the batch that are real tokens."""
-        real = [start + np.arange(row.end - row.start) for row, start in zip(self._spans, starts, strict=False)]
+        """Rows of the flat batch that are real tokens."""
+        real = [
+            start + np.arange(sequence.end - sequence.start)
+            for sequence, start in zip(self._spans, starts, strict=False)
+        ]
         return np.concatenate([*real, starts[-1] + np.arange(len(self._singles))])
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:

@@ -2,8 +2,8 @@
 
 Letters: N tokens of the flat batch, V tokens of the vocabulary, E width of the table, R rows that need logits.
 
-Every rank holds ceil(V / ranks) rows, of which zeros stand behind the end of the vocabulary: all then gather logits of
-one shape. A tied head is the table, which the last stage of a pipeline reads for itself.
+Every rank holds ceil(V / ranks) rows, zero-padded after the end of the vocabulary, so that logits of one shape are
+gathered. A tied head is the table; the last stage of a pipeline reads its own copy.
 """
 
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from exeplan.kernels.linear import Linear
 from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.shard import Part, Shard
+from exeplan.runner.compute.shard import Shard, ShardRange
 
 
 class Vocabulary:
-    """The table where the shard is first, the head where it is last."""
+    """The table on the first shard, the head on the last."""
 
     def __init__(self, weights: Weights, shard: Shard, table: str, head: str, size: int, width: int) -> None:
-        """`table` and `head` are names in the checkpoint, equal where the head is tied."""
+        """`table` and `head` are tensor names, equal where the head is tied."""
         self.group, self.size = shard.group, size
         self.num_rows = -(-size // self.group.size)
         self.start = min(self.group.rank * self.num_rows, size)
@@ -40,13 +40,13 @@ class Vocabulary:
         return self.group.all_reduce(rows_NE.masked_fill_(elsewhere_N[:, None], 0))
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Of the whole vocabulary, `[R, V]`, on all ranks."""
+        """Logits of the whole vocabulary, `[R, V]`, on all ranks."""
         logits_RV: Tensor = self.output(hidden_RE)
         if self.group.size == 1:
             return logits_RV
         return self.group.all_gather(logits_RV)[:, : self.size]
 
     def _take(self, weights: Weights, name: str, width: int) -> Tensor:
-        rows = Part(self.size, self.start, min(self.start + self.num_rows, self.size))
+        rows = ShardRange(self.size, self.start, min(self.start + self.num_rows, self.size))
         table_VE = weights.take(name, rows, width)
         return table_VE if len(rows) == self.num_rows else F.pad(table_VE, (0, 0, 0, self.num_rows - len(rows)))

@@ -1,8 +1,8 @@
-"""Readiness: what a runner on a GPU does before its first request, so that none pays for it.
+"""Warm-up: what a runner on a GPU does before its first request.
 
-Kernels are compiled, and the fastest of their few configurations is chosen, on passes like those that will come: a
-choice made on contexts of one token would be kept. Then the decode iterations are recorded. Not here: how large the
-cache is (`gpu_memory.py`), which must be known before.
+Kernels are compiled, and the fastest of their configurations is chosen, on passes like those of real requests: a
+configuration chosen on contexts of one token would be kept. Then the decode iterations are captured as CUDA graphs.
+Not here: the size of the KV cache (`gpu_memory.py`), which must be known before.
 """
 
 import math
@@ -12,68 +12,67 @@ from collections.abc import Iterator
 
 import torch
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, num_blocks_for
-from exeplan.core.batch import Sequence as SequenceState
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.core.batch import BLOCK_SIZE, Batch, Chunk, SequenceState, num_blocks_for
+from exeplan.progress import OnProgress, Progress, no_progress
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.units import show_bytes
 
 _PROMPT, _CONTEXT, _ROWS = 2048, 1024, 32
-"""Tokens of the prompt and of each decoded row that kernels are tuned on, and how many rows there are."""
+"""Kernels are tuned on a prompt of this many tokens, and on decodes of this context and this batch size."""
 _SHORT = 128
 """Tokens of a short prompt."""
 _DRAWN = 8
-"""Rows that tokens are drawn for."""
+"""Batch size on which sampling is tuned."""
 
 
-def make_ready(
+def warm_up_runner(
     runner: ModelRunner,
     max_num_seqs: int,
     *,
     phase: str = "",
     shown: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> None:
-    """Tunes the kernels for the passes of a phase, and records the decode iterations of up to so many rows.
+    """Tunes the kernels for the passes of a phase, and captures decode iterations of up to `max_num_seqs` sequences.
 
-    Every rank of a stage must call it. `shown` draws a bar on a terminal.
+    Every rank of a stage must call it. `shown` draws a progress bar on a terminal.
     """
     on_progress("tuning kernels", 0.0)
-    tune(runner, phase)
+    tune_kernels(runner, phase)
     if phase == "prefill":
         return
     began = time.monotonic()
     drawn = shown and sys.stderr.isatty()
-    with Progress("recording decode iterations", shown=drawn, on_progress=on_progress) as bar:
+    with Progress("capturing CUDA graphs", shown=drawn, on_progress=on_progress) as bar:
 
         def progress(done: int, of: int) -> None:
             spent = time.monotonic() - began
             bar.update(done / of, spent * (of / done - 1), f"{done} of {of} batch sizes")
 
-        runner.record(min(max_num_seqs, runner.cache.num_blocks), progress)
+        runner.capture(min(max_num_seqs, runner.cache.num_blocks), progress)
         assert runner.graphs is not None
-        bar.note(f"recorded {len(runner.graphs.sizes)} batch sizes, {show_bytes(runner.graphs.num_bytes)}")
+        bar.note(f"captured {len(runner.graphs.sizes)} batch sizes, {show_bytes(runner.graphs.num_bytes)}")
 
 
 @torch.inference_mode()
-def tune(runner: ModelRunner, phase: str = "") -> None:
-    """Runs one pass of every kind that a phase may have."""
+def tune_kernels(runner: ModelRunner, phase: str = "") -> None:
+    """Runs one pass of each kind that a phase has."""
     for batch in _passes(runner, phase):
-        rows = batch.prefill + batch.decode
-        token_ids = {row.request_id: [0] * row.num_tokens for row in rows}
+        sequences = batch.prefill + batch.decode
+        token_ids = {sequence.request_id: [0] * sequence.num_tokens for sequence in sequences}
         hidden_NE = None
         if not runner.shard.first:
             size = (runner.num_tokens(batch), runner.spec.hidden_size)
             hidden_NE = torch.zeros(size, dtype=runner.activation, device=runner.device)
         runner.forward(batch, token_ids, hidden_NE)
-        for row in rows:
-            runner.free(row.request_id)
+        for sequence in sequences:
+            runner.free(sequence.request_id)
     if runner.shard.last and phase != "prefill":
         _draw(runner)
 
 
 def _draw(runner: ModelRunner) -> None:
-    """Draws from logits that vary as much as a model's do."""
+    """Samples from logits with a spread like a model's."""
     assert runner.kernels is not None
     logits_RV = torch.randn(_DRAWN, runner.spec.vocab_size, device=runner.device).mul_(3.0)
     temperature_R, tail_R, least_R = (logits_RV.new_full((_DRAWN,), value) for value in (0.8, 0.1, -math.inf))
@@ -83,22 +82,22 @@ def _draw(runner: ModelRunner) -> None:
 
 
 def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
-    """A prefill, a later part of one, decoded rows, and what comes in one pass together."""
+    """A prefill, a later chunk of one, decodes, and prefill and decodes in one pass."""
     longest, encodes = runner.spec.max_context, runner.spec.is_encoder_decoder
-    if phase == "prefill":  # Nothing is kept there.
+    if phase == "prefill":  # It has no KV cache.
         yield from _prefills(min(_PROMPT, longest - 1), encodes)
         return
     num_tokens = runner.cache.num_blocks * BLOCK_SIZE
-    # Half of the cache for the prompt, a quarter for decoded rows, another for one that is computed again.
+    # Half of the cache for the prompt, a quarter for decodes, a quarter for a recomputed sequence.
     prompt = max(2, min(_PROMPT, longest - 1, num_tokens // 2 - BLOCK_SIZE))
     context = max(2, min(_CONTEXT, longest - 1, num_tokens // 4 - BLOCK_SIZE))
     count = max(1, min(_ROWS, num_tokens // 4 // (context + BLOCK_SIZE)))
     if not phase:
         yield from _prefills(prompt, encodes)
     decoded = tuple(
-        _row(f"{number}", context, num_outputs=max(1, context // 2 if encodes else 1)) for number in range(count)
+        _sequence(f"{number}", context, num_outputs=max(1, context // 2 if encodes else 1)) for number in range(count)
     )
-    again = _row("again", context, num_outputs=2)
+    again = _sequence("again", context, num_outputs=2)
     runner.assume_cached(decoded)
     yield Batch(decode=decoded)
     if encodes:
@@ -106,24 +105,24 @@ def _passes(runner: ModelRunner, phase: str) -> Iterator[Batch]:
         yield Batch(decode=(*decoded, again))
     elif not phase:
         rest = (Chunk(prompt // 2, prompt, last=True),)
-        yield Batch(prefill=(_row("prompt", prompt),), chunks=rest)
-        yield Batch(prefill=(_row("prompt", prompt),), decode=decoded)
+        yield Batch(prefill=(_sequence("prompt", prompt),), chunks=rest)
+        yield Batch(prefill=(_sequence("prompt", prompt),), decode=decoded)
 
 
 def _prefills(num_tokens: int, encodes: bool) -> Iterator[Batch]:
-    """So many tokens as one prompt, and as several short ones."""
-    yield Batch(prefill=(_row("prompt", num_tokens + encodes),))
+    """`num_tokens` as one prompt, and as several short ones."""
+    yield Batch(prefill=(_sequence("prompt", num_tokens + encodes),))
     short = min(_SHORT, num_tokens)
-    yield Batch(prefill=tuple(_row(f"{number}", short + encodes) for number in range(num_tokens // short)))
+    yield Batch(prefill=tuple(_sequence(f"{number}", short + encodes) for number in range(num_tokens // short)))
 
 
-def _row(request_id: str, num_tokens: int, num_outputs: int = 0) -> SequenceState:
-    """One of so many tokens in all, with its blocks."""
-    row = SequenceState(
+def _sequence(request_id: str, num_tokens: int, num_outputs: int = 0) -> SequenceState:
+    """A sequence of `num_tokens` tokens, outputs included, with its blocks."""
+    sequence = SequenceState(
         request_id=request_id,
         num_prompt_tokens=max(num_tokens - num_outputs, 1),
         num_output_tokens=num_outputs,
         max_output_tokens=num_outputs + 1,
     )
-    row.num_blocks = num_blocks_for(row.num_tokens)
-    return row
+    sequence.num_blocks = num_blocks_for(sequence.num_tokens)
+    return sequence

@@ -1,101 +1,110 @@
-"""Batches as messages: what the engine tells its workers of a batch, and the rows that a worker keeps in return.
+"""Batches as messages: what the engine tells its workers of a batch, and the sequences that a worker mirrors.
 
-A worker mirrors the rows of its engine. A row is told whole when it is prefilled; after that a batch names it and says
-its last token and how many KV blocks it has. So a message is short, and every worker of a stage computes the same
-placement of blocks from it.
+A sequence is sent whole when its prefill begins; after that a batch names it, with its last token and the number of its
+KV blocks. So a message is short, and every worker of a stage computes the same block tables from it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple
-from typing import Any
+from dataclasses import asdict
 
-from exeplan.core.batch import Batch, Chunk, Packing, Place
+import msgspec
+
+from exeplan.core.batch import Batch
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
-from exeplan.runner.engine.kv_regions import Parcel
-from exeplan.runner.engine.requests import Row, as_rows
+from exeplan.runner.engine.kv_regions import KVRegion
+from exeplan.runner.engine.requests import RequestState, as_requests
+from exeplan.runner.ipc.messages import (
+    DecodeSequence,
+    KVRegionOf,
+    NewSequence,
+    PrefillSequence,
+    RunBatch,
+    SampledTokenOf,
+    Sampling,
+)
 
 
-def batch_message(number: int, batch: Batch, *, freed: Iterable[str]) -> dict[str, Any]:
-    """A batch whose rows are `Row`s; `freed` are those that have left, or were preempted, since the last message."""
-    return {
-        "kind": "run",
-        "number": number,
-        "freed": list(freed),
-        "new": [row_message(row) for row in beginning(batch)],
-        "prefill": [(row.request_id, row.num_blocks) for row in batch.prefill],
-        "decode": [_progress(row) for row in as_rows(batch.decode)],
-        "chunks": batch.chunks,
-        "pad_to": batch.pad_to,
-        "packing": batch.packing and astuple(batch.packing),
-        "phase": batch.phase,
-    }
+def batch_message(number: int, batch: Batch, *, freed: Sequence[str], encoded: Sequence[int] = ()) -> RunBatch:
+    """A batch of `RequestState`s as a message.
+
+    `freed` are the requests that left or were preempted since the last message, `encoded` the batches whose encoder
+    output has to be taken before this one.
+    """
+    return RunBatch(
+        number=number,
+        freed=freed,
+        new=[new_sequence(row) for row in beginning(batch)],
+        prefill=[PrefillSequence(row.request_id, row.num_blocks) for row in batch.prefill],
+        decode=[
+            DecodeSequence(row.request_id, row.num_blocks, row.num_output_tokens, row.token_ids[-1])
+            for row in as_requests(batch.decode)
+        ],
+        chunks=batch.chunks,
+        pad_to=batch.pad_to,
+        packing=batch.packing,
+        phase=batch.phase,
+        encoded=encoded,
+    )
 
 
-def beginning(batch: Batch) -> list[Row]:
+def beginning(batch: Batch) -> list[RequestState]:
     """Rows whose prefill begins with this batch."""
     chunks = batch.chunks or (None,) * len(batch.prefill)
-    return [row for row, chunk in zip(as_rows(batch.prefill), chunks, strict=True) if not (chunk and chunk.start)]
+    return [row for row, chunk in zip(as_requests(batch.prefill), chunks, strict=True) if not (chunk and chunk.start)]
 
 
-def row_message(row: Row) -> dict[str, Any]:
+def new_sequence(row: RequestState) -> NewSequence:
     """Everything that a worker must know of a row."""
-    return {
-        "request_id": row.request_id,
-        "num_prompt_tokens": row.num_prompt_tokens,
-        "max_output_tokens": row.max_output_tokens,
-        "num_output_tokens": row.num_output_tokens,
-        "sampling": None if row.plain else asdict(row.sampling),
-        "seed": row.seed,
-        "prompt_token_ids": row.prompt_token_ids if row.num_begin_tokens else None,
-        "token_ids": row.token_ids,
-        "banned_token_ids": row.banned_token_ids,
-    }
+    return NewSequence(
+        request_id=row.request_id,
+        num_prompt_tokens=row.num_prompt_tokens,
+        max_output_tokens=row.max_output_tokens,
+        num_output_tokens=row.num_output_tokens,
+        sampling=None if row.plain else Sampling(**asdict(row.sampling)),
+        seed=row.seed,
+        prompt_token_ids=row.prompt_token_ids if row.num_begin_tokens else None,
+        token_ids=row.token_ids,
+        banned_token_ids=row.banned_token_ids,
+    )
 
 
-def parcel_message(parcel: Parcel) -> list[Any]:
-    """A parcel of a row that the workers know, and which gets so many blocks."""
-    row, *place = parcel
-    return [row.request_id, row.num_blocks, *place]
+def region_message(region: KVRegion) -> KVRegionOf:
+    """A region of a row that the workers know, with the KV blocks that it gets."""
+    row = region.request
+    return KVRegionOf(row.request_id, row.num_blocks, region.start, region.num_tokens, region.num_stored)
 
 
-def _progress(row: Row) -> tuple[str, int, int, int]:
-    return row.request_id, row.num_blocks, row.num_output_tokens, row.token_ids[-1]
+def token_messages(tokens: Mapping[str, SampledToken | None]) -> list[SampledTokenOf]:
+    return [SampledTokenOf(request_id, *(token or (None,))) for request_id, token in tokens.items()]
 
 
-def token_messages(tokens: Mapping[str, SampledToken | None]) -> list[list[Any]]:
-    return [[request_id, *(token or (None,))] for request_id, token in tokens.items()]
-
-
-def tokens_from(messages: Iterable[list[Any]]) -> dict[str, SampledToken | None]:
+def tokens_from(messages: Iterable[SampledTokenOf]) -> dict[str, SampledToken | None]:
     """The tokens of `token_messages`, as they were."""
-    found: dict[str, SampledToken | None] = {}
-    for request_id, token_id, *rest in messages:
-        logprob, top = rest or (None, ())
-        top_logprobs = tuple((token, value) for token, value in top)
-        found[request_id] = None if token_id is None else SampledToken(token_id, logprob, top_logprobs)
-    return found
+    return {
+        one.request_id: None if one.token_id is None else SampledToken(one.token_id, one.logprob, one.top_logprobs)
+        for one in messages
+    }
 
 
 class Mirror:
     """The rows of an engine as one worker knows them."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, RequestState] = {}
 
-    def add(self, message: Mapping[str, Any]) -> Row:
-        """A row that is told whole: a new one, or one that is computed again."""
-        token_ids, sampling = list(message["token_ids"]), message["sampling"]
-        row = Row(
-            request_id=message["request_id"],
-            num_prompt_tokens=message["num_prompt_tokens"],
-            max_output_tokens=message["max_output_tokens"],
-            num_output_tokens=message["num_output_tokens"],
-            sampling=sampling_from(sampling) if sampling else SamplingParams(temperature=0.0),
-            plain=sampling is None,
-            seed=message["seed"],
-            prompt_token_ids=message["prompt_token_ids"] or token_ids[: message["num_prompt_tokens"]],
-            token_ids=token_ids,
-            banned_token_ids=tuple(message["banned_token_ids"]),
+    def add(self, new: NewSequence) -> RequestState:
+        """A row that is sent whole: a new one, or one that is computed again."""
+        row = RequestState(
+            request_id=new.request_id,
+            num_prompt_tokens=new.num_prompt_tokens,
+            max_output_tokens=new.max_output_tokens,
+            num_output_tokens=new.num_output_tokens,
+            sampling=_sampling(new.sampling) if new.sampling else SamplingParams(temperature=0.0),
+            plain=new.sampling is None,
+            seed=new.seed,
+            prompt_token_ids=new.prompt_token_ids or new.token_ids[: new.num_prompt_tokens],
+            token_ids=new.token_ids,
+            banned_token_ids=new.banned_token_ids,
             end_token_ids=frozenset(),
             stream=None,
             arrival=0.0,
@@ -103,45 +112,36 @@ class Mirror:
         self.rows[row.request_id] = row
         return row
 
-    def parcel(self, message: Sequence[Any]) -> Parcel:
-        """The parcel of a message."""
-        request_id, num_blocks, *place = message
-        return Parcel(self._granted(request_id, num_blocks), *place)
+    def region(self, message: KVRegionOf) -> KVRegion:
+        """The region of a message."""
+        row = self._granted(message.request_id, message.num_blocks)
+        return KVRegion(row, message.start, message.num_tokens, message.num_stored)
 
-    def batch(self, message: Mapping[str, Any]) -> Batch:
+    def batch(self, message: RunBatch) -> Batch:
         """The batch of a message, whose new rows are added first."""
-        for row in message["new"]:
-            self.add(row)
+        for new in message.new:
+            self.add(new)
         return Batch(
-            prefill=tuple(self._granted(*entry) for entry in message["prefill"]),
-            decode=tuple(self._decoding(*entry) for entry in message["decode"]),
-            pad_to=message["pad_to"],
-            chunks=tuple(Chunk(*chunk) for chunk in message["chunks"]),
-            packing=_packing(message["packing"]),
-            phase=message["phase"],
+            prefill=tuple(self._granted(row.request_id, row.num_blocks) for row in message.prefill),
+            decode=tuple(self._decoding(row) for row in message.decode),
+            pad_to=message.pad_to,
+            chunks=message.chunks,
+            packing=message.packing,
+            phase=message.phase,
         )
 
-    def _granted(self, request_id: str, num_blocks: int) -> Row:
+    def _granted(self, request_id: str, num_blocks: int) -> RequestState:
         row = self.rows[request_id]
         row.num_blocks = num_blocks
         return row
 
-    def _decoding(self, request_id: str, num_blocks: int, num_output_tokens: int, last_token: int) -> Row:
-        row = self._granted(request_id, num_blocks)
-        if num_output_tokens > row.num_output_tokens:
-            row.token_ids.append(last_token)
-            row.num_output_tokens = num_output_tokens
+    def _decoding(self, message: DecodeSequence) -> RequestState:
+        row = self._granted(message.request_id, message.num_blocks)
+        if message.num_output_tokens > row.num_output_tokens:
+            row.token_ids.append(message.last_token_id)
+            row.num_output_tokens = message.num_output_tokens
         return row
 
 
-def _packing(fields: Sequence[Any] | None) -> Packing | None:
-    if fields is None:
-        return None
-    row_tokens, slot_tokens, places = fields
-    return Packing(row_tokens, slot_tokens, tuple(Place(*place) for place in places))
-
-
-def sampling_from(fields: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters as they come out of JSON, whose keys are text."""
-    bias = {int(token): value for token, value in fields["logit_bias"].items()}
-    return SamplingParams(**{**fields, "logit_bias": bias})
+def _sampling(message: Sampling) -> SamplingParams:
+    return SamplingParams(**msgspec.structs.asdict(message))

@@ -1,9 +1,9 @@
-"""Handover: keys and values from the stages that prefill to those that decode, beside the computation of both.
+"""KV transfer: keys and values go from the stages that prefill to those that decode, while both compute.
 
 Source: ExeGPT (ASPLOS 2024) section 4.1: through (pinned) host memory, so that neither device waits for the other. A
-prefilling worker keeps no cache: what a pass would store is what it sends. A thread sends it, layer by layer in one
-tensor per receiver, a thread of each decoding worker receives it, and the keys and values wait in host memory until the
-rows have blocks. How much may be on its way is limited by the scheduler, which counts who is handed over or ready.
+prefilling worker keeps no cache: what a pass would store is what it sends. A thread sends it, all layers in one tensor
+per receiver, a thread of each decoding worker receives it, and the keys and values wait in host memory until the rows
+have blocks. The scheduler limits how many requests may be in transfer or waiting.
 
 For encoder-decoder models the encoder's output goes instead: `[N, E]` is far less than keys and values of every decoder
 layer, which the decoding stages compute from it.
@@ -28,7 +28,7 @@ from exeplan.runner.distributed.links import Seat, sources, stage_ranks
 
 
 class Transfer(NamedTuple):
-    """A part of what a batch hands over: from one rank to another, some layers and some key/value heads."""
+    """A part of what a batch sends: from one rank to another, some layers and some key/value heads."""
 
     sender: int
     receiver: int
@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 def kv_heads_of(spec: ModelSpec, size: int, rank: int) -> tuple[int, ...]:
-    """The key/value heads on one rank of a stage; where there are fewer than ranks, some are on several."""
+    """The key/value heads on one rank of a stage; where there are fewer heads than ranks, some are on several."""
     if spec.num_kv_heads >= size:
         share = spec.num_kv_heads // size
         return tuple(range(rank * share, (rank + 1) * share))
@@ -46,7 +46,7 @@ def kv_heads_of(spec: ModelSpec, size: int, rank: int) -> tuple[int, ...]:
 
 
 def transfers(spec: ModelSpec, placement: Placement) -> list[Transfer]:
-    """All of them, in the order in which both ends go through them."""
+    """All transfers of a batch, in the order in which both ends process them."""
     ranks = stage_ranks(placement)
     prefill, decode = ([n for n, stage in enumerate(placement) if stage.phase == p] for p in ("prefill", "decode"))
     if spec.is_encoder_decoder:
@@ -100,7 +100,7 @@ class PassingCache:
         return torch.empty((2, 0, 1), device=self.device)
 
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
-        # On a GPU a copy: a view would keep the queries of all layers beside it.
+        # On a GPU a copy: a view would keep the queries of all layers in memory.
         self.kv_LNMD[layer] = kv_NMD.clone() if kv_NMD.is_cuda else kv_NMD
 
     def resize(self, request_id: str, num_blocks: int, hint_blocks: int) -> None:
@@ -111,7 +111,7 @@ class PassingCache:
 
 
 class Sender:
-    """Hands over what a prefilling worker computed, in a thread of its own."""
+    """Sends what a prefilling worker computed, in a thread of its own."""
 
     def __init__(
         self, spec: ModelSpec, placement: Placement, seat: Seat, group: dist.ProcessGroup, device: torch.device
@@ -122,7 +122,7 @@ class Sender:
         self._batches: queue.SimpleQueue[tuple[list[Tensor], torch.cuda.Event | None]] = queue.SimpleQueue()
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
-        _in_thread(self._run, failed, "handover")
+        _in_thread(self._run, failed, "kv-transfer")
 
     def put_layers(self, kv_LNMD: Sequence[Tensor | None]) -> None:
         """The keys and values of one pass, a tensor `[N, 2K, D]` for each layer of this stage."""
@@ -147,26 +147,26 @@ class Sender:
         return torch.stack([layer[:, rows] if len(chosen) < len(self._heads) else layer for layer in layers])
 
     def _run(self) -> None:
-        beside = None
+        stream = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # A thread begins with the first one.
-            beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has none
+            torch.cuda.set_device(self._device)  # A new thread uses the first device.
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has none
         while True:
             parts, computed = self._batches.get()
             for part, transfer in zip(parts, self._transfers, strict=True):
-                dist.send(_on_host(part, computed, beside), transfer.receiver, group=self._group)
+                dist.send(_on_host(part, computed, stream), transfer.receiver, group=self._group)
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A batch that is going to be handed over."""
+    """A batch that will be sent."""
 
     number: int
     num_tokens: int
 
 
 class Receiver:
-    """Takes what is handed over to a decoding worker, in a thread of its own; `arrived` is told of every batch."""
+    """Receives what is sent to a decoding worker, in a thread of its own; `on_received` is called for every batch."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Receiver:
         *,
         pinned: bool = False,
     ) -> None:
-        """`pinned` memory is what a GPU copies from by itself."""
+        """A GPU copies from `pinned` memory without the CPU."""
         self._pinned = pinned
         self._spec, self._stage, self._group, self._dtype = spec, placement[seat.stage], group, dtype
         self._heads = kv_heads_of(spec, self._stage.tensor_parallel_size, seat.rank_in_stage)
@@ -187,18 +187,18 @@ class Receiver:
         self.received: dict[int, Tensor] = {}
         """By the number of the batch: keys and values `[L, N, 2K, D]`, or an encoder's output `[N, E]`."""
 
-    def start(self, arrived: Callable[[int], None], failed: Callable[[BaseException], None]) -> None:
-        _in_thread(lambda: self._run(arrived), failed, "handover")
+    def start(self, on_received: Callable[[int], None], failed: Callable[[BaseException], None]) -> None:
+        _in_thread(lambda: self._run(on_received), failed, "kv-transfer")
 
     def expect(self, batch: Expected) -> None:
         self._expected.put(batch)
 
-    def _run(self, arrived: Callable[[int], None]) -> None:
+    def _run(self, on_received: Callable[[int], None]) -> None:
         while True:
             batch = self._expected.get()
             receive = self._encoded if self._spec.is_encoder_decoder else self._layers
             self.received[batch.number] = receive(batch.num_tokens)
-            arrived(batch.number)
+            on_received(batch.number)
 
     def _encoded(self, num_tokens: int) -> Tensor:
         encoded_NE = self._empty(num_tokens, self._spec.hidden_size)
@@ -220,14 +220,14 @@ class Receiver:
         return torch.empty(shape, dtype=self._dtype, pin_memory=self._pinned)
 
 
-def _on_host(part: Tensor, computed: "torch.cuda.Event | None", beside: "torch.cuda.Stream | None") -> Tensor:
-    """The part in pinned memory, copied beside the computation; on a CPU it is there already."""
-    if computed is None or beside is None:
+def _on_host(part: Tensor, computed: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") -> Tensor:
+    """The part in pinned memory, copied in another stream than the computation; on a CPU the part itself."""
+    if computed is None or stream is None:
         return part
-    with torch.cuda.stream(beside):
-        beside.wait_event(computed)
+    with torch.cuda.stream(stream):
+        stream.wait_event(computed)
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
-        beside.synchronize()
+        stream.synchronize()
     return host
 
 
@@ -235,7 +235,7 @@ def _in_thread(run: Callable[[], Any], failed: Callable[[BaseException], None], 
     def guarded() -> None:
         try:
             run()
-        except BaseException as error:  # A thread's exception would otherwise end with the thread, unseen.
+        except BaseException as error:  # Otherwise it would end the thread unnoticed.
             failed(error)
 
     threading.Thread(target=guarded, name=name, daemon=True).start()

@@ -1,8 +1,8 @@
-"""Hosts: where the workers of a plan run, and what starts them: here this very host, over several it is `keepers`.
+"""Launcher: what starts the workers of a plan. LocalLauncher starts them on this host, RemoteLauncher on several.
 
-Workers are forked from a server process that has imported torch once (`forkserver`), so that a new generation is there
-within a fraction of a second. What is forked from the engine itself would hold the ends of its siblings' channels, and
-outlive it.
+Workers are forked from a server process that has imported torch once (`forkserver`), so that a new generation starts
+within a fraction of a second. A process forked from the engine itself would hold the ends of other workers' channels,
+and outlive it.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where the worker of one device is."""
+class DeviceAddress:
+    """Where one device is."""
 
     host: int
     """Equal for devices that can share memory."""
     address: str
-    """Its host's own, among the hosts of the plan: nothing there listens on another one."""
+    """The address of its host among the hosts of the plan: its worker listens on no other one."""
     local_device: int
     """The device's number on its host."""
     model_directory: str | None = None
-    """Where the model is on that host; None for where it is on the engine's."""
+    """Where the model is on that host; None: the same directory as on the engine's."""
     clock_offset: float = 0.0
     """Seconds that `time.perf_counter` of the engine is ahead of the worker's."""
 
 
-class Started(Protocol):
+class WorkerHandle(Protocol):
     """A worker that has been started."""
 
     @property
@@ -43,43 +43,43 @@ class Started(Protocol):
         """None on another host."""
 
     def connect(self) -> socket.socket:
-        """The engine's end of its channel. Raises ChildProcessError when it never came up."""
+        """The engine's end of its channel. Raises ChildProcessError when the worker never came up."""
 
     def kill(self) -> None:
         """Ends it at once."""
 
     def join(self) -> None:
-        """Waits until nothing of it is left, as far as this host can tell."""
+        """Waits until the process has ended, as far as this host knows."""
 
 
-class Hosts(Protocol):
+class Launcher(Protocol):
     """Starts workers on the devices of a plan."""
 
     address: str
     """Where the engine's host listens for the others."""
 
     def prepare(self) -> None:
-        """Before a generation: waits until every host is there. Raises InputError when one does not come."""
+        """Before a generation: waits until every host has connected. Raises InputError when one does not."""
 
-    def place(self, device: int) -> Place: ...
+    def locate(self, device: int) -> DeviceAddress: ...
 
-    def start(self, device: int, generation: int) -> Started:
-        """Starts a worker; several come up at the same time."""
+    def start(self, device: int, generation: int) -> WorkerHandle:
+        """Starts a worker, without waiting until it is up."""
 
     def share(self, device: int, num_bytes: int) -> str | None:
-        """So much memory on the device's host for several workers, by its path there; None where that is impossible.
+        """Makes memory on the device's host for several workers, which can attach to it until `unshare`.
 
-        It is there until `unshare`, and afterwards for those that have attached.
+        Returns its path there; None where memory cannot be shared.
         """
 
     def unshare(self) -> None: ...
 
     def close(self) -> None:
-        """Lets the other hosts go; any thread may call it."""
+        """Releases the other hosts; any thread may call it."""
 
 
-class ThisHost:
-    """All devices are here."""
+class LocalLauncher:
+    """Starts all workers on this host."""
 
     address = LOOPBACK
 
@@ -87,13 +87,13 @@ class ThisHost:
         self._buffers: list[SharedBuffer] = []
 
     def prepare(self) -> None:
-        """There is nobody to wait for."""
+        """There is no other host."""
 
-    def place(self, device: int) -> Place:
-        return Place(host=0, address=LOOPBACK, local_device=device)
+    def locate(self, device: int) -> DeviceAddress:
+        return DeviceAddress(host=0, address=LOOPBACK, local_device=device)
 
-    def start(self, device: int, generation: int) -> Started:
-        return _Local()
+    def start(self, device: int, generation: int) -> WorkerHandle:
+        return _LocalWorker()
 
     def share(self, device: int, num_bytes: int) -> str | None:
         from exeplan.runner.ipc.collectives import SharedBuffer, shared_memory_works
@@ -108,10 +108,10 @@ class ThisHost:
             self._buffers.pop().close()
 
     def close(self) -> None:
-        """There is nobody to let go."""
+        """There is no other host."""
 
 
-class _Local:
+class _LocalWorker:
     """A worker that this process has forked."""
 
     def __init__(self) -> None:
@@ -135,20 +135,20 @@ class _Local:
 
 
 def disconnect(connection: socket.socket) -> None:
-    """Ends a connection for both sides, and for a thread that waits on it here: closing alone would do neither."""
+    """Ends a connection for the peer and for a thread that reads it here, which closing alone does not."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def start_fork_server() -> None:
-    """Lets it import torch while there is nothing to fork yet; `fork_worker` would start it, too."""
+    """Starts it, so that it imports torch before the first worker is needed."""
     _context()
     ensure_running()
 
 
 def fork_worker(connection: socket.socket) -> BaseProcess:
-    """A worker that hears of its engine over the connection, of which this process keeps nothing."""
+    """Forks a worker, and hands it its end of the connection to the engine."""
     with connection:
         process = _context().Process(target=_work, args=(connection,), daemon=True, name="worker")
         process.start()

@@ -1,7 +1,7 @@
-"""Links: the tensors that workers send one another, on torch.distributed; what they say is on other channels.
+"""Links: the hidden states that workers send one another, through shared memory or torch.distributed.
 
-A stage's ranks hold the same hidden states, so rank j of a stage takes them from rank j modulo its width of the stage
-before. Sends are asynchronous: a stage goes on while the next one is busy; a tensor is kept until it has gone.
+All ranks of a stage hold the same hidden states, so rank j of a stage takes them from rank j, modulo the width, of the
+stage before. Sends are asynchronous: a stage continues while the next one is busy; a tensor is kept until it was sent.
 Letters: N tokens of the flat batch, E hidden size.
 """
 
@@ -29,7 +29,7 @@ _JOIN_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a worker sits: its rank among all, its stage, and its rank within that stage."""
+    """The position of a worker: its rank among all, its stage, and its rank within that stage."""
 
     rank: int
     stage: int
@@ -74,17 +74,19 @@ def connect(
     device: torch.device,
     address: str = "127.0.0.1",
 ) -> None:
-    """Joins the workers of one generation, and listens for them on the interface with this address alone.
+    """Joins the workers of one generation, and listens for them only on the interface with this address.
 
-    Raises RuntimeError when they do not all come in time.
+    Raises RuntimeError when they do not all join in time.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if is_loopback(address) or variable not in os.environ:  # Over several hosts a faster one may have been chosen.
+        if (
+            is_loopback(address) or variable not in os.environ
+        ):  # Over several hosts the user may have chosen a faster one.
             os.environ[variable] = interface_of(address)
     tcp = TCPStore(*store, is_master=False, timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
     ours = PrefixStore(prefix, tcp)
     ours.set(f"here-{rank}", "")
-    ours.wait([f"here-{other}" for other in range(size)])  # A group would wait for its first peer as for a hanging one.
+    ours.wait([f"here-{other}" for other in range(size)])  # A group would time out on a late peer.
     patience = datetime.timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=ours, rank=rank, world_size=size, timeout=patience)
@@ -158,7 +160,7 @@ class HiddenLinks:
         return self._receive(self._source, num_tokens)
 
     def send(self, hidden_NE: Tensor) -> None:
-        """To the stage behind."""
+        """To the next stage."""
         for target in self._targets:
             if link := self._shared.get((self._rank, target)):
                 link.send(hidden_NE)

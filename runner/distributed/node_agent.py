@@ -1,32 +1,38 @@
-"""Keeper: the process that torchrun starts for a device; it forks that device's worker, again for each generation.
+"""Node agent: the process that torchrun starts for a device; it forks that device's worker, again for each generation.
 
-The engine, where torchrun's rank 0 is, tells its keepers when to start and when to kill. A worker talks to the engine
-on a connection of its own, which its keeper has opened and proved, so that its death is seen there at once.
-A keeper that loses the engine kills its worker and ends.
-
-    engine -> keeper   ping                    what is your clock?
-                       share    {num_bytes}    memory for several workers that are all on this host
-                       unshare                 all have attached
-                       start    {generation}   a worker, instead of the one before
-                       kill
-                       end                     all is over
-    keeper -> engine   keeper   {device, host, address, local_device, model_directory, fingerprint}: the first frame
-                       pong     {clock}
-                       shared   {path}
-    engine -> keeper   refused  {message}: in reply to the first frame, of a keeper that cannot take part
+The engine, on the host of torchrun's rank 0, tells its node agents when to start and when to kill a worker
+(`AgentCommand` in `exeplan.runner.ipc.messages`). A worker talks to the engine on a connection of its own, which its
+agent has opened and authenticated, so that its death is noticed there at once.
+An agent that loses the engine kills its worker and ends.
 """
 
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn, assert_never
 
 from exeplan.errors import InputError
-from exeplan.runner.distributed.launcher import ThisHost, fork_worker, start_fork_server
-from exeplan.runner.ipc.frames import frame, read_frame
+from exeplan.runner.distributed.launcher import LocalLauncher, fork_worker, start_fork_server
+from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.handshake import dial
+from exeplan.runner.ipc.messages import (
+    AGENT_COMMANDS,
+    AgentCommand,
+    AgentEvent,
+    AgentHello,
+    AgentRefused,
+    EndAgent,
+    KillWorker,
+    MemoryShared,
+    Ping,
+    Pong,
+    ReleaseMemory,
+    ShareMemory,
+    StartWorker,
+    WorkerHello,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -35,39 +41,40 @@ START_SECONDS = 120.0
 """How long hosts wait for one another at the start."""
 
 
-def keep(host: str, port: int, key: bytes, hello: Mapping[str, Any], *, beside_engine: bool) -> int:
-    """Serves the engine at that address until it ends; `hello` are the fields of the first frame but the address.
+def run_agent(host: str, port: int, key: bytes, hello: Callable[..., AgentHello], *, on_engine_host: bool) -> int:
+    """Serves the engine at that address until it ends; `hello` makes the first event of this host's `address`.
 
-    Returns 0 when the engine said that it was over, 1 when it was lost. SIGTERM and SIGINT end this process, too, but
-    not `beside_engine`: on that host the server gets them as well, and lets running requests finish.
+    Returns 0 when the engine has ended, 1 when it was lost. SIGTERM and SIGINT end this process, too, but not
+    `on_engine_host`: there the server gets the signal as well, and lets running requests finish.
     Raises InputError when the engine cannot be reached or refuses this host.
     """
     _on_signals(signal.SIG_IGN)
     start_fork_server()  # It inherits that signals are ignored: a worker ends with the engine.
     _on_signals(_leave)
     with dial(host, port, key, patience=START_SECONDS) as connection:
-        if beside_engine:
+        if on_engine_host:
             _on_signals(signal.SIG_IGN)
-        keeper = _Keeper(hello["device"], lambda: dial(host, port, key, patience=0.0))
+        first = hello(address=connection.getsockname()[0])
+        agent = _NodeAgent(first.device, lambda: dial(host, port, key, patience=0.0))
         try:
-            connection.sendall(frame({"kind": "keeper", **hello, "address": connection.getsockname()[0]}))
-            return keeper.serve(connection)
+            connection.sendall(frame(first))
+            return agent.serve(connection)
         finally:
-            keeper.kill()
+            agent.kill()
 
 
-class _Keeper:
+class _NodeAgent:
     def __init__(self, device: int, connect: Callable[[], socket.socket]) -> None:
         """`connect` opens another connection to the engine."""
         self._device, self._connect = device, connect
         self._worker: BaseProcess | None = None
-        self._memory = ThisHost()
+        self._launcher = LocalLauncher()
 
     def serve(self, connection: socket.socket) -> int:
-        for message in _messages(connection):
-            if message["kind"] == "end":
+        for command in _commands(connection):
+            if isinstance(command, EndAgent):
                 return 0
-            if reply := self._take(message):
+            if reply := self._take(command):
                 connection.sendall(frame(reply))
         print("exeplan.runner: the engine is gone", file=sys.stderr)
         return 1
@@ -77,35 +84,41 @@ class _Keeper:
             self._worker.kill()
             self._worker.join()
             self._worker = None
-        self._memory.unshare()
+        self._launcher.unshare()
 
-    def _take(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Does what a message says; returns the reply, if it wants one."""
-        match message["kind"]:
-            case "refused":
-                raise InputError(message["message"])
-            case "ping":
-                return {"kind": "pong", "clock": time.perf_counter()}
-            case "share":
-                return {"kind": "shared", "path": self._memory.share(self._device, message["num_bytes"])}
-            case "unshare":
-                self._memory.unshare()
-            case "start":
-                self._start(message["generation"])
-            case "kill":
+    def _take(self, command: AgentCommand) -> AgentEvent | None:
+        """Carries a command out. Returns the reply, if it has one."""
+        match command:
+            case AgentRefused():
+                raise InputError(command.message)
+            case Ping():
+                return Pong(clock=time.perf_counter())
+            case ShareMemory():
+                return MemoryShared(path=self._launcher.share(self._device, command.num_bytes))
+            case ReleaseMemory():
+                self._launcher.unshare()
+            case StartWorker():
+                self._start(command.generation)
+            case KillWorker():
                 self.kill()
+            case EndAgent():
+                pass  # `serve` returns.
+            case _:
+                assert_never(command)
         return None
 
     def _start(self, generation: int) -> None:
         connection = self._connect()
-        connection.sendall(frame({"kind": "worker", "device": self._device, "generation": generation}))
+        connection.sendall(frame(WorkerHello(device=self._device, generation=generation)))
         self._worker = fork_worker(connection)
 
 
-def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
+def _commands(connection: socket.socket) -> Iterator[AgentCommand]:
     try:
-        while (message := read_frame(connection)) is not None:
-            yield message
+        while (command := AGENT_COMMANDS.read(connection.recv)) is not None:
+            yield command
+    except MessageError as error:
+        print(f"exeplan.runner: {error}", file=sys.stderr)
     except OSError:
         return
 

@@ -2,9 +2,9 @@
 
 Where every core computes, what gloo sends waits for the sender's I/O thread to be scheduled: up to a tick of 4 ms after
 the receiver asks for it, however long ago it was sent. Here the sender copies it into the ring at once, and the
-receiver out of it when it likes; a sender waits only where the ring is full.
+receiver copies it out when it needs it; a sender waits only while the ring is full.
 
-The memory has two counters, on cache lines of their own: bytes written, and bytes read. Each has one writer.
+The memory has two counters, each on a cache line of its own and with one writer: bytes written, and bytes read.
 """
 
 import time
@@ -38,7 +38,7 @@ class SharedMemoryLink:
         """Copies a tensor into the ring."""
         data = _bytes_of(x.contiguous())
         while len(data):
-            # What is free ends where the reader is, or where the ring does.
+            # Free space ends at the reader's position, or at the end of the ring.
             count = self._wait_for(_READ, RING_BYTES - self._moved)
             place = self._moved % RING_BYTES
             part = data[: min(count, RING_BYTES - place)]
@@ -61,7 +61,7 @@ class SharedMemoryLink:
         return x
 
     def _wait_for(self, counter: int, offset: int) -> int:
-        """Waits until the other end's counter and the offset make more than zero, and returns that."""
+        """Waits until the other end's counter plus the offset is above zero, and returns that."""
         for _ in range(_SPINS):
             if (count := self._counts[counter] + offset) > 0:
                 return count

@@ -1,10 +1,10 @@
 """Worker: one device, one process, one shard of the model.
 
-A thread takes the engine's messages as they come, so that none waits for a kernel; the main thread runs the batches in
-that order: hidden states from the stage before, the shard's layers, hidden states to the stage behind, or sampling on
-the last stage. When the engine's end of the connection closes, for whatever reason, this process ends at once.
-Anything that goes wrong ends it, too: a worker that went on after a failed send or receive would leave the others
-waiting. The engine then starts all of them again.
+A thread takes the engine's commands as they come, so that none waits for a kernel; the main thread runs the batches in
+that order: hidden states from the stage before, the shard's layers, hidden states to the next stage, or sampling on the
+last one. When the engine's end of the connection closes, for whatever reason, this process ends at once.
+Any error ends it, too: a worker that went on after a failed send or receive would leave the others waiting. The engine
+then restarts all of them.
 """
 
 import os
@@ -14,36 +14,56 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn, assert_never, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.model import model_spec
-from exeplan.core.plan import placement_from
+from exeplan.core.model import ModelSpec, model_spec
 from exeplan.errors import InputError
 from exeplan.runner.compute.device import local_device
-from exeplan.runner.compute.device_sampling import pick
-from exeplan.runner.compute.gpu_memory import room_for
-from exeplan.runner.compute.kv_budget import most_rows, schedule_of, with_finite_context
+from exeplan.runner.compute.device_sampling import sample_on_device
+from exeplan.runner.compute.encoder import num_encoder_tokens
+from exeplan.runner.compute.gpu_memory import measure_kv_budget
+from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import check_precision
 from exeplan.runner.compute.sampling import sample
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.compute.warm_up import make_ready
+from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
 from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender
 from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
-from exeplan.runner.engine.executor import producing_rows
-from exeplan.runner.engine.kv_regions import restore_parcels, save_parcels
-from exeplan.runner.engine.requests import Row, as_rows
-from exeplan.runner.ipc.frames import frame, read_frame
+from exeplan.runner.engine.executor import sampled_requests
+from exeplan.runner.engine.kv_regions import restore_regions, save_regions
+from exeplan.runner.engine.requests import RequestState, as_requests
+from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.ipc.messages import (
+    WORKER_COMMANDS,
+    BatchRan,
+    ExpectKV,
+    KVCapacity,
+    KVReceived,
+    KVRestored,
+    KVSaved,
+    RestoreKV,
+    RunBatch,
+    SampledTokenOf,
+    SaveKV,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerLoading,
+    WorkerReady,
+    WorkerRefused,
+    WorkerSetup,
+)
 
 clock = time.perf_counter
 _LOADING_PAUSE = 0.2
@@ -51,48 +71,63 @@ _LOADING_PAUSE = 0.2
 
 def main(connection: socket.socket) -> NoReturn:
     """Runs until the engine is gone or something fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, it is for the engine.
-    messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is handled by the engine.
+    commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
     reports = Reports(connection)
-    threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
+    threading.Thread(target=_read, args=(connection, commands, reports), daemon=True).start()
     try:
-        worker = Worker(messages.get(), reports)
-        reports.send({"kind": "ready", "clock": clock(), "room": worker.room})
+        setup = commands.get()
+        if not isinstance(setup, WorkerSetup):
+            raise _out_of_order(setup)
+        worker = Worker(setup, reports)
+        reports.send(WorkerReady(capacity=worker.capacity))
         while True:
-            worker.take(messages.get())
+            worker.take(commands.get())
     except InputError as error:
-        reports.fail(error, kind="refused")
+        reports.refuse(error)
     except BaseException as error:
         reports.fail(error)
 
 
-def _read(connection: socket.socket, messages: "queue.SimpleQueue[dict[str, Any]]") -> None:
+def _read(connection: socket.socket, commands: "queue.SimpleQueue[WorkerCommand]", reports: "Reports") -> None:
     try:
-        while (message := read_frame(connection)) is not None:
-            messages.put(message)
+        while (command := WORKER_COMMANDS.read(connection.recv)) is not None:
+            commands.put(command)
+    except MessageError as error:
+        reports.fail(error)
     except OSError:
         pass
     os._exit(0)
 
 
+def _out_of_order(command: WorkerCommand) -> MessageError:
+    return MessageError(f"the first command, and no other, must be WorkerSetup; found {type(command).__name__}")
+
+
 class Reports:
-    """What a worker tells its engine; several of its threads do."""
+    """What a worker sends to its engine, from several of its threads."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._lock = connection, threading.Lock()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, event: WorkerEvent) -> None:
         with self._lock:
-            self._connection.sendall(frame(message))
+            self._connection.sendall(frame(event))
 
-    def fail(self, error: BaseException, kind: str = "failed") -> NoReturn:
-        """Says what went wrong, as far as it still can, and ends the process."""
+    def refuse(self, error: InputError) -> NoReturn:
+        """Reports what the user can change, if it still can, and ends the process."""
+        self._end_with(WorkerRefused(message=str(error)))
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Prints and reports an error, if it still can, and ends the process."""
         try:
-            if kind == "refused":
-                self.send({"kind": kind, "message": str(error)})
-            else:
-                traceback.print_exception(error)
-                self.send({"kind": kind, "message": f"{type(error).__name__}: {error}"})
+            traceback.print_exception(error)
+        finally:
+            self._end_with(WorkerFailed(message=f"{type(error).__name__}: {error}"))
+
+    def _end_with(self, event: WorkerEvent) -> NoReturn:
+        try:
+            self.send(event)
         finally:
             os._exit(1)
 
@@ -100,30 +135,26 @@ class Reports:
 class Worker:
     """A shard with its links to the others."""
 
-    def __init__(self, setup: Mapping[str, Any], reports: Reports) -> None:
-        torch.set_num_threads(setup["num_threads"])
-        model, options = setup["model"], setup["engine"]
-        directory = model["directory"] and Path(model["directory"])
-        self._spec = model_spec(model["config"], name=model["name"], directory=directory)
-        if setup.get("gpu_memory_utilization"):
-            self._spec = with_finite_context(self._spec)
-        placement = placement_from(setup["placement"])
-        seat = seat_of(placement, setup["rank"])
+    def __init__(self, command: WorkerSetup, reports: Reports) -> None:
+        setup, options, placement = command.setup, command.setup.engine, command.setup.placement
+        torch.set_num_threads(setup.num_threads)
+        self._spec = _spec(command)
+        seat = seat_of(placement, command.rank)
         self._stage = stage = placement[seat.stage]
-        device = local_device(options["device"], setup["local_device"])
-        check_precision(options["dtype"], options.get("kv_dtype"), device)
-        timeout = float(setup["timeout"])
-        ranks = sum(other.tensor_parallel_size for other in placement)
+        device = local_device(options.device, command.local_device)
+        check_precision(options.dtype, options.kv_dtype, device)
+        timeout = setup.deadline_seconds
+        num_ranks = sum(other.tensor_parallel_size for other in placement)
         connect(
-            tuple(setup["store"]),
-            setup["prefix"],
+            command.store,
+            command.prefix,
             rank=seat.rank,
-            size=ranks,
+            size=num_ranks,
             timeout=timeout,
             device=device,
-            address=setup["address"],
+            address=command.address,
         )
-        group = tensor_parallel_group(placement, seat, setup["buffers"], timeout=timeout)
+        group = tensor_parallel_group(placement, seat, command.buffers, timeout=timeout)
         before, after = neighbours(placement, seat.stage)
         self._first, self._last, self._leads = before is None, after is None, seat.rank_in_stage == 0
         self._runner = ModelRunner(
@@ -135,12 +166,12 @@ class Worker:
                 last=self._last,
                 group=group,
             ),
-            dtype=options["dtype"],
-            kv_dtype=options.get("kv_dtype"),
+            dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
             device=str(device),
-            num_blocks=1 if stage.phase == "prefill" or setup.get("gpu_memory_utilization") else options["num_blocks"],
-            dummy_weights=options["dummy_weights"],
-            on_read=_Loading(reports).tell,
+            num_blocks=1 if stage.phase == "prefill" or setup.gpu_memory_utilization else options.num_blocks,
+            dummy_weights=options.dummy_weights,
+            on_read=_LoadingReporter(reports).tell,
         )
         dtype = self._runner.activation
         self._links = HiddenLinks(
@@ -149,81 +180,92 @@ class Worker:
             hidden_size=self._spec.hidden_size,
             dtype=dtype,
             device=device,
-            shared=setup["links"],
+            shared=command.links,
             timeout=timeout,
         )
-        self.room = None if stage.phase == "prefill" else room_for(self._runner, setup)
+        self.capacity: KVCapacity | None = None
+        if stage.phase != "prefill" and (
+            budget := measure_kv_budget(self._runner, setup.schedule, setup.gpu_memory_utilization)
+        ):
+            self.capacity = KVCapacity(budget.num_blocks, budget.pass_tokens)
         self._mirror, self._reports = Mirror(), reports
         self._completion = Completion(device, reports.fail)
-        self._prefilled: dict[int, tuple[Row, ...]] = {}
+        self._prefilled: dict[int, tuple[RequestState, ...]] = {}
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""
         self._incoming: dict[str, _Part] = {}
-        """By request: what is on its way here, or waits in host memory for blocks."""
+        """By request: keys and values that are being received, or wait in host memory for blocks."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         if stage.phase:
-            beside = dist.new_group(range(ranks), backend="gloo")
-            assert isinstance(beside, dist.ProcessGroup)
+            gloo = dist.new_group(range(num_ranks), backend="gloo")
+            assert isinstance(gloo, dist.ProcessGroup)
             if stage.phase == "prefill":
                 self._passing = PassingCache(stage.layers[1] - stage.layers[0], device)
                 self._runner.cache = cast(KVCache, self._passing)
-                self._sender = Sender(self._spec, placement, seat, beside, device)
+                self._sender = Sender(self._spec, placement, seat, gloo, device)
                 self._sender.start(reports.fail)
             else:
-                self._receiver = Receiver(self._spec, placement, seat, beside, dtype, pinned=device.type == "cuda")
-                self._receiver.start(self._arrived, reports.fail)
+                self._receiver = Receiver(self._spec, placement, seat, gloo, dtype, pinned=device.type == "cuda")
+                self._receiver.start(self._report_received, reports.fail)
         if self._runner.kernels is not None:
-            schedule = schedule_of(setup)
-            rows = -(-most_rows(schedule) // schedule.variables.get("micro_batches", 1))
-            make_ready(self._runner, rows, phase=stage.phase)
+            schedule = setup.schedule
+            rows = -(-most_rows(schedule) // schedule.num_micro_batches)
+            warm_up_runner(self._runner, rows, phase=stage.phase)
 
     @torch.inference_mode()
-    def take(self, message: Mapping[str, Any]) -> None:
-        """Does what a message says."""
-        for request_id in message["freed"]:
+    def take(self, command: WorkerCommand) -> None:
+        """Carries a command out."""
+        if isinstance(command, WorkerSetup):
+            raise _out_of_order(command)
+        for request_id in command.freed:
             self._forget(request_id)
-        if message["kind"] == "expect":
-            self._expect(message)
-        elif message["kind"] == "save":
-            self._save(message)
-        elif message["kind"] == "restore":
-            self._restore(message)
-        else:
-            self._run(message)
+        match command:
+            case RunBatch():
+                self._run(command)
+            case ExpectKV():
+                self._expect(command)
+            case SaveKV():
+                self._save(command)
+            case RestoreKV():
+                self._restore(command)
+            case _:
+                assert_never(command)
 
-    def _run(self, message: Mapping[str, Any]) -> None:
-        batch = self._mirror.batch(message)
-        self._take_outstanding(message["encoded"], as_rows(batch.decode))
-        everyone = as_rows(batch.prefill + batch.decode)
+    def _run(self, command: RunBatch) -> None:
+        batch = self._mirror.batch(command)
+        self._take_outstanding(command.encoded, as_requests(batch.decode))
+        rows = as_requests(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
         begun = self._completion.begin()
-        out = self._runner.forward(batch, {row.request_id: row.token_ids for row in everyone}, hidden_NE)
-        tokens: Callable[[], dict[str, Any]] = dict
+        out = self._runner.forward(batch, {row.request_id: row.token_ids for row in rows}, hidden_NE)
+        tokens: Callable[[], list[SampledTokenOf]] = list
         if self._last and self._leads:
-            tokens = self._choose(out, producing_rows(batch, self._spec))
+            tokens = self._choose(out, sampled_requests(batch, self._spec))
         elif not self._last:
             self._links.send(out)
-        self._pass_on(message["number"], batch)
+        self._pass_on(command.number, batch)
         if self._leads:
-            report = {"kind": "ran", "number": message["number"]}
             self._completion.end(
-                begun, lambda start, end: self._reports.send({**report, **tokens(), "start": start, "end": end})
+                begun,
+                lambda start, end: self._reports.send(
+                    BatchRan(number=command.number, start=start, end=end, tokens=tokens())
+                ),
             )
 
-    def _choose(self, logits_RV: Tensor, rows: tuple[Row, ...]) -> Callable[[], dict[str, Any]]:
-        """A token for each row: where kernels run, without waiting for the device before they are asked for."""
+    def _choose(self, logits_RV: Tensor, rows: tuple[RequestState, ...]) -> Callable[[], list[SampledTokenOf]]:
+        """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for."""
         names = [row.request_id for row in rows]
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows)
-            return lambda: {"tokens": token_messages(dict(zip(names, sampled, strict=True)))}
-        picked = pick(logits_RV, rows, self._runner.kernels)
-        return lambda: {"tokens": token_messages(dict(zip(names, picked.sampled(), strict=True)))}
+            return lambda: token_messages(dict(zip(names, sampled, strict=True)))
+        picked = sample_on_device(logits_RV, rows, self._runner.kernels)
+        return lambda: token_messages(dict(zip(names, picked.to_host(), strict=True)))
 
     def _pass_on(self, number: int, batch: Batch) -> None:
         """What a prefill leaves for later: keys and values for other stages, an encoder's output for all of them."""
         if not batch.prefill:
             return
-        rows = as_rows(batch.prefill)
+        rows = as_requests(batch.prefill)
         if not self._spec.is_encoder_decoder:
             if self._sender:
                 self._sender.put_layers(self._passing.kv_LNMD)
@@ -238,7 +280,7 @@ class Worker:
         elif not self._sender:
             self._prefilled[number] = rows
 
-    def _take_outstanding(self, encoded: Sequence[int], rows: Sequence[Row]) -> None:
+    def _take_outstanding(self, encoded: Sequence[int], rows: Sequence[RequestState]) -> None:
         """What these rows, which are to be decoded, still need of what other stages sent."""
         for number in encoded:
             if prefilled := self._prefilled.pop(number, None):
@@ -246,38 +288,38 @@ class Worker:
         if self._receiver:
             self._place_received(self._receiver, rows)
 
-    def _save(self, message: Mapping[str, Any]) -> None:
-        parcels = [self._mirror.parcel(parcel) for parcel in message["parcels"]]
-        self._take_outstanding(message["encoded"], [parcel.row for parcel in parcels])
-        self._reports.send({"kind": "saved", "stored": save_parcels(self._runner, message["path"], parcels)})
+    def _save(self, command: SaveKV) -> None:
+        regions = [self._mirror.region(region) for region in command.regions]
+        self._take_outstanding(command.encoded, [region.request for region in regions])
+        self._reports.send(KVSaved(stored=save_regions(self._runner, command.path, regions)))
 
-    def _restore(self, message: Mapping[str, Any]) -> None:
-        for row in message["new"]:
-            self._mirror.add(row)
-        parcels = [self._mirror.parcel(parcel) for parcel in message["parcels"]]
-        restore_parcels(self._runner, message["path"], parcels)
-        self._reports.send({"kind": "restored"})
+    def _restore(self, command: RestoreKV) -> None:
+        for new in command.new:
+            self._mirror.add(new)
+        regions = [self._mirror.region(region) for region in command.regions]
+        restore_regions(self._runner, command.path, regions)
+        self._reports.send(KVRestored())
 
-    def _take_encoded(self, rows: tuple[Row, ...]) -> None:
-        encoded_NE = self._links.receive_encoded(sum(self._runner.num_encoder_tokens(row) for row in rows))
+    def _take_encoded(self, rows: tuple[RequestState, ...]) -> None:
+        encoded_NE = self._links.receive_encoded(sum(num_encoder_tokens(row) for row in rows))
         self._runner.take_encoded(rows, encoded_NE)
 
-    def _expect(self, message: Mapping[str, Any]) -> None:
-        """A batch has begun to be prefilled elsewhere, and will come here."""
+    def _expect(self, command: ExpectKV) -> None:
+        """Other stages have begun to prefill a batch, whose keys and values will be sent here."""
         assert self._receiver is not None
         first = 0
-        for row in map(self._mirror.add, message["new"]):
+        for row in map(self._mirror.add, command.new):
             encoder = self._spec.is_encoder_decoder
-            last = first + (self._runner.num_encoder_tokens(row) if encoder else row.num_tokens)
-            self._incoming[row.request_id] = _Part(message["number"], first, last)
+            last = first + (num_encoder_tokens(row) if encoder else row.num_tokens)
+            self._incoming[row.request_id] = _Part(command.number, first, last)
             first = last
-        self._receiver.expect(Expected(message["number"], first))
+        self._receiver.expect(Expected(command.number, first))
 
-    def _arrived(self, number: int) -> None:
-        self._reports.send({"kind": "arrived", "number": number})
+    def _report_received(self, number: int) -> None:
+        self._reports.send(KVReceived(number=number))
 
-    def _place_received(self, receiver: Receiver, rows: Sequence[Row]) -> None:
-        """Puts what was handed over of rows that now have blocks where it belongs; drops what nobody waits for."""
+    def _place_received(self, receiver: Receiver, rows: Sequence[RequestState]) -> None:
+        """Stores what was received of rows that now have blocks; drops what no row waits for."""
         for row in rows:
             if part := self._incoming.pop(row.request_id, None):
                 self._place(row, receiver.received[part.number], part)
@@ -285,7 +327,7 @@ class Worker:
         for number in [number for number in receiver.received if number not in awaited]:
             del receiver.received[number]
 
-    def _place(self, row: Row, received: Tensor, part: "_Part") -> None:
+    def _place(self, row: RequestState, received: Tensor, part: "_Part") -> None:
         cache = self._runner.cache
         cache.resize(row.request_id, row.num_blocks, num_blocks_for(row.num_prompt_tokens + row.max_output_tokens))
         if self._spec.is_encoder_decoder:
@@ -302,20 +344,27 @@ class Worker:
         self._runner.free(request_id)
 
 
-class _Loading:
-    """Tells how far loading is, a few times a second."""
+def _spec(command: WorkerSetup) -> ModelSpec:
+    model = command.setup.model
+    directory = Path(command.model_directory) if command.model_directory else None
+    spec = model_spec(model.config, name=model.name, directory=directory)
+    return with_finite_context(spec) if command.setup.gpu_memory_utilization else spec
+
+
+class _LoadingReporter:
+    """Reports how far loading is, a few times a second."""
 
     def __init__(self, reports: Reports) -> None:
-        self._reports, self._told = reports, 0.0
+        self._reports, self._reported = reports, 0.0
 
     def tell(self, num_bytes: int) -> None:
-        if clock() - self._told > _LOADING_PAUSE:
-            self._told = clock()
-            self._reports.send({"kind": "loading", "bytes": num_bytes})
+        if clock() - self._reported > _LOADING_PAUSE:
+            self._reported = clock()
+            self._reports.send(WorkerLoading(num_bytes=num_bytes))
 
 
 class _Part(NamedTuple):
-    """Tokens `first` to `last` of what one batch hands over."""
+    """Tokens `first` to `last` of what one batch sends."""
 
     number: int
     first: int

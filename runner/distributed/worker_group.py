@@ -1,65 +1,90 @@
 """WorkerGroup: the workers of one generation, wherever they run, and the channel to each of them.
 
-A generation lives and dies as a whole: after a failed send or receive nobody knows what the others hold. The end of a
-channel is the end of a worker, whichever of the two notices first: a worker whose engine is gone ends at once, and an
-engine learns from the closed socket that a worker died.
-Not here: what the messages say (`worker`, `workers`), what starts a worker (`hosts`), and whether to begin again.
+A generation lives and dies as a whole: after a failed send or receive it is not known what the other workers hold. The
+end of a channel is the end of a worker, whichever side notices first: a worker whose engine is gone ends at once, and
+an engine learns from the closed socket that a worker died.
+Not here: what the messages mean (`worker.py`, `multiprocess_executor.py`), what starts a worker (`launcher.py`), and
+whether to start another generation.
 """
 
+import logging
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
-from exeplan.runner.compute.kv_budget import Room, least_room
-from exeplan.runner.distributed.launcher import Hosts, Place, Started, ThisHost, disconnect
-from exeplan.runner.ipc.frames import frame, read_frame
+from exeplan.runner.compute.kv_budget import KVBudget, smallest_budget
+from exeplan.runner.distributed.launcher import (
+    DeviceAddress,
+    Launcher,
+    LocalLauncher,
+    WorkerHandle,
+    disconnect,
+)
+from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.ipc.messages import (
+    WORKER_EVENTS,
+    BatchRan,
+    EngineSetup,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerFailed,
+    WorkerLoading,
+    WorkerReady,
+    WorkerRefused,
+    WorkerSetup,
+)
 
+log = logging.getLogger(__name__)
 LOAD_SECONDS = 600.0
 """How long workers may take to load the model."""
 
 
 OnLoading = Callable[[int, int], None]
-"""Is told a rank, and how many bytes of its weights it has read."""
+"""Called with a rank, and how many bytes of its weights it has read."""
 
 
 class Report(NamedTuple):
-    """A worker's message; None when it has died."""
+    """What a worker reported; None when it has died."""
 
     rank: int
-    message: Mapping[str, Any] | None
+    event: WorkerEvent | None
 
 
 class WorkerGroup:
-    """Starts the workers and waits until they are ready. `reports` is what they say from then on."""
+    """Starts the workers and waits until they are ready. `reports` has what they send from then on.
+
+    A None among the reports comes from the user of this group, which wakes itself with it.
+    """
 
     def __init__(
         self,
-        setup: Mapping[str, Any],
-        placement: Placement,
+        setup: EngineSetup,
         *,
         generation: int,
         on_loss: Callable[[], None],
         on_loading: OnLoading = lambda rank, num_bytes: None,
-        hosts: Hosts | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         """`on_loss` is called, in some thread, when a worker has died: its report is there then.
 
         Raises InputError for a model that cannot be loaded, ChildProcessError when a worker died before it was.
         """
-        self._on_loss, self._hosts = on_loss, hosts or ThisHost()
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._started: list[Started] = []
+        self._setup, self._on_loss, self._launcher = setup, on_loss, launcher or LocalLauncher()
+        self.reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._workers: list[WorkerHandle] = []
         self._channels: list[socket.socket] = []
         self._store: object = None
         """Where the workers find each other; it lives as long as they do."""
         try:
-            self._start(setup, placement, generation, on_loading)
+            self._start(generation, on_loading)
         except BaseException:
             self.kill()
             raise
@@ -67,11 +92,11 @@ class WorkerGroup:
     @property
     def pids(self) -> list[int]:
         """Of the workers on this host."""
-        return [worker.pid for worker in self._started if worker.pid is not None]
+        return [worker.pid for worker in self._workers if worker.pid is not None]
 
-    def send(self, ranks: Sequence[int], message: Mapping[str, Any]) -> None:
-        """One message to several workers. Nothing is said of one that has died: its report does."""
-        data = frame(message)
+    def send(self, ranks: Sequence[int], command: WorkerCommand) -> None:
+        """One command to several workers. One that has died raises nothing here, and is reported."""
+        data = frame(command)
         for rank in ranks:
             try:
                 self._channels[rank].sendall(data)
@@ -79,39 +104,46 @@ class WorkerGroup:
                 self.reports.put(Report(rank, None))
 
     def kill(self) -> None:
-        """Ends all of them, at once, and everything that they shared."""
-        for worker in self._started:
+        """Ends all workers, at once, and releases all that they shared."""
+        for worker in self._workers:
             worker.kill()
         for channel in self._channels:
             disconnect(channel)
-        for worker in self._started:
+        for worker in self._workers:
             worker.join()
-        self._started, self._channels, self._store = [], [], None
-        self._hosts.unshare()
+        self._workers, self._channels, self._store = [], [], None
+        self._launcher.unshare()
 
-    def _start(self, setup: Mapping[str, Any], placement: Placement, generation: int, on_loading: OnLoading) -> None:
-        self._hosts.prepare()
-        devices = [device for stage in placement for device in stage.devices]
-        places = [self._hosts.place(device) for device in devices]
-        common = {
-            "store": self._open_store(setup["timeout"]),
-            "prefix": f"generation-{generation}",
-            "buffers": self._shared_buffers(setup, placement),
-            "links": self._shared_links(setup, placement),
-        }
+    def _start(self, generation: int, on_loading: OnLoading) -> None:
+        self._launcher.prepare()
+        devices = _devices(self._setup.placement)
+        addresses = [self._launcher.locate(device) for device in devices]
+        store = self._open_store(self._setup.deadline_seconds)
+        buffers, links = self._shared_buffers(), self._shared_links()
         for device in devices:
-            self._started.append(self._hosts.start(device, generation))
-        for rank, (worker, place) in enumerate(zip(self._started, places, strict=True)):
+            self._workers.append(self._launcher.start(device, generation))
+        for rank, (worker, address) in enumerate(zip(self._workers, addresses, strict=True)):
             self._channels.append(worker.connect())
-            threading.Thread(target=self._read, args=(rank, self._channels[rank], place), daemon=True).start()
-            self.send([rank], {"kind": "setup", "rank": rank, **setup, **common, **_own(setup, place)})
+            threading.Thread(target=self._read, args=(rank, self._channels[rank], address), daemon=True).start()
+            command = WorkerSetup(
+                rank=rank,
+                setup=self._setup,
+                model_directory=address.model_directory or self._setup.model.directory,
+                address=address.address,
+                local_device=address.local_device,
+                store=store,
+                prefix=f"generation-{generation}",
+                buffers=buffers,
+                links=links,
+            )
+            self.send([rank], command)
         self._await_ready(len(devices), on_loading)
 
     def _open_store(self, timeout: float) -> tuple[str, int]:
         """Returns the address of the store."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is not in their __all__
 
-        listener = socket.create_server((self._hosts.address, 0))  # The store itself would listen on all interfaces.
+        listener = socket.create_server((self._launcher.address, 0))  # The store itself would listen on all interfaces.
         host, port = listener.getsockname()[:2]
         self._store = TCPStore(
             host,
@@ -123,72 +155,75 @@ class WorkerGroup:
         )
         return host, port
 
-    def _shared_buffers(self, setup: Mapping[str, Any], placement: Placement) -> list[str | None]:
+    def _shared_buffers(self) -> list[str | None]:
         """Memory for each stage whose ranks add up through it: those of several CPU workers on one host."""
         from exeplan.runner.ipc.collectives import group_bytes
 
-        paths: list[str | None] = [None] * len(placement)
-        for number, stage in enumerate(placement):
-            hosts = {self._hosts.place(device).host for device in stage.devices}
-            if setup["engine"]["device"] == "cpu" and stage.tensor_parallel_size > 1 and len(hosts) == 1:
-                paths[number] = self._hosts.share(stage.devices[0], group_bytes(stage.tensor_parallel_size))
+        paths: list[str | None] = [None] * len(self._setup.placement)
+        for number, stage in enumerate(self._setup.placement):
+            hosts = {self._launcher.locate(device).host for device in stage.devices}
+            if self._setup.engine.device == "cpu" and stage.tensor_parallel_size > 1 and len(hosts) == 1:
+                paths[number] = self._launcher.share(stage.devices[0], group_bytes(stage.tensor_parallel_size))
         return paths
 
-    def _shared_links(self, setup: Mapping[str, Any], placement: Placement) -> dict[str, str | None]:
+    def _shared_links(self) -> dict[str, str | None]:
         """Memory for the hidden states of two CPU workers on one host, by their ranks."""
         from exeplan.runner.distributed.links import hidden_pairs
         from exeplan.runner.distributed.shared_link import LINK_BYTES
 
-        devices = [device for stage in placement for device in stage.devices]
-        pairs = hidden_pairs(placement) if setup["engine"]["device"] == "cpu" else []
+        devices = _devices(self._setup.placement)
+        pairs = hidden_pairs(self._setup.placement) if self._setup.engine.device == "cpu" else []
         return {
-            f"{sender}-{receiver}": self._hosts.share(devices[sender], LINK_BYTES)
+            f"{sender}-{receiver}": self._launcher.share(devices[sender], LINK_BYTES)
             for sender, receiver in pairs
-            if self._hosts.place(devices[sender]).host == self._hosts.place(devices[receiver]).host
+            if self._launcher.locate(devices[sender]).host == self._launcher.locate(devices[receiver]).host
         }
 
-    def _read(self, rank: int, channel: socket.socket, place: Place) -> None:
+    def _read(self, rank: int, channel: socket.socket, address: DeviceAddress) -> None:
         try:
-            while (message := read_frame(channel)) is not None:
-                self.reports.put(Report(rank, _on_our_clock(message, place.clock_offset)))
+            while (event := WORKER_EVENTS.read(channel.recv)) is not None:
+                self.reports.put(Report(rank, _on_engine_clock(event, address.clock_offset)))
+        except MessageError as error:
+            log.error("worker %d counts as lost: %s", rank, error)
         except OSError:
             pass
         self.reports.put(Report(rank, None))
         self._on_loss()
 
-    def _await_ready(self, ranks: int, on_loading: OnLoading) -> None:
-        rooms: list[Room] = []
-        waiting, deadline = set(range(ranks)), time.monotonic() + LOAD_SECONDS
+    def _await_ready(self, num_ranks: int, on_loading: OnLoading) -> None:
+        budgets: list[KVBudget] = []
+        waiting, deadline = set(range(num_ranks)), time.monotonic() + LOAD_SECONDS
         while waiting:
             try:
-                rank, message = self.reports.get(timeout=max(deadline - time.monotonic(), 0.0))
+                report = self.reports.get(timeout=max(deadline - time.monotonic(), 0.0))
             except queue.Empty:
                 raise ChildProcessError(f"workers {sorted(waiting)} did not load within {LOAD_SECONDS:g} s") from None
-            if message is None:
-                raise ChildProcessError(f"worker {rank} died while it loaded the model")
-            if message["kind"] == "refused":
-                raise InputError(message["message"])
-            if message["kind"] == "failed":
-                raise ChildProcessError(f"worker {rank} failed: {message['message']}")
-            if message["kind"] == "loading":
-                on_loading(rank, message["bytes"])
-            else:
-                waiting.discard(rank)
-                rooms += [Room(*message["room"])] if message.get("room") else []
-        self.room = least_room(rooms)
-        self._hosts.unshare()  # All have attached to what they share.
+            if report is None:
+                continue
+            match report.event:
+                case WorkerLoading(num_bytes=num_bytes):
+                    on_loading(report.rank, num_bytes)
+                case WorkerReady(capacity=capacity):
+                    waiting.discard(report.rank)
+                    budgets += [KVBudget(capacity.num_blocks, capacity.pass_tokens)] if capacity else []
+                case WorkerRefused(message=message):
+                    raise InputError(message)
+                case WorkerFailed(message=message):
+                    raise ChildProcessError(f"worker {report.rank} failed: {message}")
+                case None:
+                    raise ChildProcessError(f"worker {report.rank} died while it loaded the model")
+                case _:
+                    raise ChildProcessError(f"worker {report.rank} sent {type(report.event).__name__} while it loaded")
+        self.kv_budget = smallest_budget(budgets)
+        self._launcher.unshare()  # All have attached to what they share.
 
 
-def _own(setup: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """What only the worker at that place is told."""
-    own: dict[str, Any] = {"address": place.address, "local_device": place.local_device}
-    if place.model_directory is not None:
-        own["model"] = {**setup["model"], "directory": place.model_directory}
-    return own
+def _devices(placement: Placement) -> list[int]:
+    """By rank."""
+    return [device for stage in placement for device in stage.devices]
 
 
-def _on_our_clock(message: dict[str, Any], offset: float) -> dict[str, Any]:
-    if message["kind"] == "ran":
-        message["start"] += offset
-        message["end"] += offset
-    return message
+def _on_engine_clock(event: WorkerEvent, offset: float) -> WorkerEvent:
+    if offset and isinstance(event, BatchRan):
+        return replace(event, start=event.start + offset, end=event.end + offset)
+    return event

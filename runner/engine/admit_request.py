@@ -1,18 +1,18 @@
-"""The row that a request becomes in an engine, once everything about it has been checked."""
+"""Admission of a request to an engine: it is checked, and becomes the state that the engine keeps of it."""
 
 import secrets
 from collections.abc import Sequence
 
 from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.runner.engine.requests import Request, Row
+from exeplan.runner.engine.requests import Request, RequestState
 from exeplan.runner.engine.tokenizer import Tokenizer, decoder_start_token_id
 
 
-def row_of(
+def admit_request(
     request: Request, *, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
-) -> Row:
-    """The row of a request in a KV cache of so many tokens. Raises InputError for one that cannot be run."""
+) -> RequestState:
+    """The state of a request in a KV cache of `num_slots` tokens. Raises InputError for one that cannot run."""
     params, prompt = request.sampling, list(request.prompt_token_ids)
     _check_token_ids("the prompt", prompt, spec.vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)
@@ -22,7 +22,7 @@ def row_of(
     if params.min_tokens > max_output_tokens:
         raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
     ends = (*params.stop_token_ids, *eos_token_ids)
-    return Row(
+    return RequestState(
         request_id=request.request_id,
         num_prompt_tokens=len(prompt) + len(begin),
         max_output_tokens=max_output_tokens,
@@ -56,12 +56,12 @@ def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int 
     most = context - 1 if spec.first_token_from_prefill else context
     if num_prompt_tokens > most:
         raise InputError(f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {most}")
-    room = context - num_prompt_tokens if spec.first_token_from_prefill else context
+    rest = context - num_prompt_tokens if spec.first_token_from_prefill else context
     if max_tokens is None:
-        return max(min(room, num_slots - num_prompt_tokens), 1)
-    if max_tokens > room:
+        return max(min(rest, num_slots - num_prompt_tokens), 1)
+    if max_tokens > rest:
         raise InputError(
             f"max_tokens {max_tokens} after a prompt of {num_prompt_tokens} tokens exceeds the context "
-            f"of {context}; at most {room} fit"
+            f"of {context}; at most {rest} fit"
         )
     return max_tokens

@@ -1,11 +1,11 @@
-"""Ahead: the model in this process, whose next batch is launched before the tokens of the running one are known.
+"""AsyncExecutor: async scheduling on one device: the next batch is launched before the running one's tokens are known.
 
-A GPU that waits for Python between two passes stands still as long as scheduling takes. So two batches may be under
-way: the second takes its input tokens on the device, where the first leaves them, and the host reads them while the
-second runs (asynchronous output processing, as in vLLM). On a CPU a batch is computed when it is started and told of
-when the next one has been: the same order of events, so that tests see what a GPU sees.
+A GPU that waits for Python between two passes is idle as long as scheduling takes. So two batches may be launched: the
+second takes its input tokens on the device, where the first writes them, and the host reads them while the second runs
+(as vLLM's async scheduling does). On a CPU a batch is computed when it is started and reported when the next one has
+been computed: the same order of events, so that tests see what a GPU sees.
 
-Not here: whose tokens may be unknown when a batch is scheduled, which is the engine's business.
+Not here: which requests may be scheduled while their tokens are unknown, which the engine decides.
 """
 
 import logging
@@ -18,18 +18,22 @@ import torch
 from torch import Tensor
 
 from exeplan.core.batch import Batch
-from exeplan.runner.compute.device_sampling import Picked, pick
-from exeplan.runner.compute.kv_budget import Room
+from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
+from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SampledToken
-from exeplan.runner.engine.executor import Done, WorkerError, compute_each, producing_rows
-from exeplan.runner.engine.kv_regions import Parcel, restore_parcels, save_parcels
-from exeplan.runner.engine.requests import Row, as_rows
+from exeplan.runner.engine.executor import (
+    BatchDone,
+    SingleDevice,
+    compute_each,
+    sampled_requests,
+)
+from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.timeline import TimelineFile
 
 log = logging.getLogger(__name__)
 _DEPTH = 2
-"""Batches under way: one runs, one is queued behind it."""
+"""Batches that may be launched: one runs, one is queued behind it."""
 
 Tokens = Mapping[str, SampledToken | None]
 
@@ -37,25 +41,24 @@ Tokens = Mapping[str, SampledToken | None]
 class _Launched(NamedTuple):
     batch: Batch
     start: float
-    places: Mapping[str, int]
-    """Where each row's token is among those that the pass leaves on the device."""
+    rows: Mapping[str, int]
+    """By request id, the index of its token among those that the pass keeps on the device."""
     may_be_followed: bool
-    """Whether it leaves them there."""
+    """Whether it keeps them there, so that another batch can be launched behind it."""
     read: Callable[[], Tokens]
-    """Waits for its tokens; again and again they are the same."""
+    """Waits for its tokens; repeated calls return the same."""
 
 
-class Ahead:
-    """One model on one device, in this process; its runner must attend over blocks (`ModelRunner.kernels`)."""
+class AsyncExecutor(SingleDevice):
+    """Its runner must attend over blocks (`ModelRunner.kernels`)."""
 
-    phases: tuple[str, ...] = ("",)
-    num_prefill_stages = 1
-    foresees = True
+    async_scheduling = True
 
-    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None, room: Room | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, timeline: TimelineFile | None = None, kv_budget: KVBudget | None = None
+    ) -> None:
         assert runner.kernels is not None
-        self.room = room
-        self.spec, self.runner, self._timeline = runner.spec, runner, timeline
+        super().__init__(runner, timeline, kv_budget)
         self._kernels = runner.kernels
         self._launched: deque[_Launched] = deque()
         self._last_end = 0.0
@@ -75,71 +78,52 @@ class Ahead:
             log.exception("a batch failed: %s", ", ".join(row.request_id for row in batch.prefill + batch.decode))
             self._launched.append(self._compute_each(batch))
 
-    def results(self) -> Sequence[Done]:
+    def results(self) -> Sequence[BatchDone]:
         launched = self._launched.popleft()
         tokens = launched.read()
         start, self._last_end = max(launched.start, self._last_end), time.perf_counter()
-        if self._timeline:
-            self._timeline.add(launched.batch, 0, start, self._last_end)
-        return (Done(launched.batch, tokens),)
-
-    def wake(self) -> None:
-        """What `results` waits for comes by itself."""
-
-    def release(self, request_id: str) -> None:
-        self.runner.free(request_id)
-
-    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
-        return save_parcels(self.runner, path, parcels)
-
-    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
-        restore_parcels(self.runner, path, parcels)
-
-    def restart(self) -> None:
-        raise WorkerError("the model runs in the engine's own process, which cannot begin again")
-
-    def close(self) -> None:
-        if self._timeline:
-            self._timeline.close()
+        self._record(launched.batch, start, self._last_end)
+        return (BatchDone(launched.batch, tokens),)
 
     def _launch(self, batch: Batch) -> _Launched:
         start = time.perf_counter()
-        everyone, producing = as_rows(batch.prefill + batch.decode), producing_rows(batch, self.spec)
-        places = self._launched[-1].places if self._launched else {}
-        sources = {row.request_id: places[row.request_id] for row in everyone if not _is_known(row)}
-        token_ids = {row.request_id: row.token_ids for row in everyone}
-        logits_RV = self.runner.forward(batch, token_ids, sources=sources)
-        picked = self._pick(logits_RV, producing)
-        names = [row.request_id for row in producing]
+        requests, sampled = as_requests(batch.prefill + batch.decode), sampled_requests(batch, self.spec)
+        rows = self._launched[-1].rows if self._launched else {}
+        prev_rows = {request.request_id: rows[request.request_id] for request in requests if not _is_known(request)}
+        token_ids = {request.request_id: request.token_ids for request in requests}
+        logits_RV = self.runner.forward(batch, token_ids, prev_rows=prev_rows)
+        samples = self._sample(logits_RV, sampled)
+        names = [request.request_id for request in sampled]
         return _Launched(
             batch,
             start,
-            places={name: place for place, name in enumerate(names)},
-            may_be_followed=self.runner.leave(picked.token_R),
-            read=lambda: dict(zip(names, picked.sampled(), strict=True)),
+            rows={name: row for row, name in enumerate(names)},
+            may_be_followed=self.runner.keep_tokens(samples.token_R),
+            read=lambda: dict(zip(names, samples.to_host(), strict=True)),
         )
 
-    def _pick(self, logits_RV: Tensor, rows: Sequence[Row]) -> Picked:
-        if self.runner.chosen is not None and all(row.plain for row in rows):
-            return Picked(*self.runner.chosen, None)
-        return pick(logits_RV, rows, self._kernels, positions=[row.num_output_tokens for row in rows])
+    def _sample(self, logits_RV: Tensor, requests: Sequence[RequestState]) -> DeviceSamples:
+        if self.runner.chosen is not None and all(request.plain for request in requests):
+            return DeviceSamples(*self.runner.chosen, None)
+        positions = [request.num_output_tokens for request in requests]
+        return sample_on_device(logits_RV, requests, self._kernels, positions=positions)
 
     def _compute_each(self, batch: Batch) -> _Launched:
-        """Row by row, after all tokens before it have come: whoever is to blame fails alone."""
+        """Request by request, after all earlier tokens have arrived, so that only the request at fault fails."""
         start = time.perf_counter()
-        under_way = {name: token for launched in self._launched for name, token in launched.read().items()}
+        unread = {name: token for launched in self._launched for name, token in launched.read().items()}
         token_ids = {}
-        for row in as_rows(batch.prefill + batch.decode):
-            last = None if _is_known(row) else under_way[row.request_id]
-            token_ids[row.request_id] = [*row.token_ids, last.token_id] if last else row.token_ids
+        for request in as_requests(batch.prefill + batch.decode):
+            last = None if _is_known(request) else unread[request.request_id]
+            token_ids[request.request_id] = [*request.token_ids, last.token_id] if last else request.token_ids
 
-        def choose(logits_RV: Tensor, rows: Sequence[Row]) -> list[SampledToken | None]:
-            return self._pick(logits_RV, rows).sampled()
+        def sampler(logits_RV: Tensor, requests: Sequence[RequestState]) -> list[SampledToken | None]:
+            return self._sample(logits_RV, requests).to_host()
 
-        tokens = compute_each(self.runner, batch, token_ids, choose)
-        return _Launched(batch, start, places={}, may_be_followed=False, read=lambda: tokens)
+        tokens = compute_each(self.runner, batch, token_ids, sampler)
+        return _Launched(batch, start, rows={}, may_be_followed=False, read=lambda: tokens)
 
 
-def _is_known(row: Row) -> bool:
-    """Whether the host has all tokens of a row that is going to be started."""
-    return len(row.token_ids) >= row.num_tokens
+def _is_known(request: RequestState) -> bool:
+    """Whether the host has all tokens of a request that is about to be launched."""
+    return len(request.token_ids) >= request.num_tokens

@@ -1,6 +1,6 @@
-"""ChatTemplate: messages to a prompt, by the Jinja template that a checkpoint brings.
+"""ChatTemplate: messages to a prompt, by the Jinja template of a checkpoint.
 
-The template is somebody else's program: it runs in Jinja's sandbox and sees messages and special tokens, nothing else.
+The template is untrusted code: it runs in Jinja's sandbox and sees messages and special tokens only.
 Source: Hugging Face's convention (tokenizer_config.json `chat_template`, or a file chat_template.jinja).
 """
 
@@ -20,7 +20,7 @@ from exeplan.files import read_text
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its content."""
+    """`{% generation %}` marks the assistant's words for training; here it is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
@@ -32,7 +32,7 @@ class _Generation(Extension):
 class ChatTemplate:
     """A compiled template. Raises InputError when it is not valid Jinja.
 
-    `special_tokens` are the names that it may use, such as `bos_token`.
+    `special_tokens` are the variables that it may use, such as `bos_token`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -41,7 +41,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
-        # Templates ask `tools is none` of what transformers always passes.
+        # transformers always passes these, so templates test them with `is none`.
         self._variables = {"tools": None, "documents": None, **(special_tokens or {})}
         try:
             self._template = environment.from_string(source)
@@ -49,17 +49,17 @@ class ChatTemplate:
             raise InputError(f"the model's chat template is not valid: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, up to where the assistant's answer begins. Raises InputError when the template refuses."""
+        """The prompt, up to the beginning of the assistant's answer. Raises InputError when the template fails."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
         except InputError:
             raise
-        except Exception as error:  # A template can fail in any way that an expression can.
+        except Exception as error:  # A template may raise anything.
             raise InputError(f"the model's chat template does not take these messages: {error}") from None
 
 
 def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's source: chat_template.jinja, else the tokenizer's config (of several with names, 'default')."""
+    """The template's source: chat_template.jinja, else the tokenizer's config (its 'default' if it has several)."""
     if (directory / "chat_template.jinja").is_file():
         return read_text(directory / "chat_template.jinja")
     found = config.get("chat_template")
@@ -74,5 +74,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **style: Any) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
+    # Jinja's own filter escapes HTML characters, which training data did not.
     return json.dumps(value, ensure_ascii=ensure_ascii, **style)

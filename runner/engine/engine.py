@@ -1,49 +1,49 @@
 """Engine: requests in, tokens out, one iteration at a time, in the order that a schedule wants.
 
-One step: whoever finds its first stage free gets the batch that the scheduler wants next; the executor computes; the
-tokens that come back are booked and delivered, and whoever is finished leaves with its blocks. Where the executor
-foresees, a batch counts as run once it is started, and the next one is scheduled meanwhile: who ends by number of
-tokens is known beforehand, who ends otherwise is computed once more for nothing. A request that is
-preempted, or whose workers died, is computed again from its tokens so far, none of which is delivered twice; a request
-that fails, fails alone.
-Not here: threads, queues and HTTP (`process`, `server`), which request comes next (`exeplan.policies`), and what a
-batch runs on (`execution`).
+One step: where the first stage of a phase is free, the scheduler chooses a batch and the executor computes it. The
+tokens that come back are appended and delivered, and finished requests leave with their blocks. With async scheduling a
+batch counts as run once it is started, and the next one is scheduled meanwhile: a request that ends by its number of
+tokens is known beforehand, one that ends otherwise is computed once more, for nothing. A request that is preempted, or
+whose workers died, is recomputed from its tokens so far, none of which is delivered twice; a request that fails does
+not affect others.
+Not here: threads, queues and HTTP (`runner/engine_process`, `runner/server`), which request comes next
+(`exeplan.policies`), and the devices (`executor`).
 """
 
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
-from exeplan.core.batch import BLOCK_SIZE, Batch
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
-from exeplan.drift.length_monitor import MOST_KEPT, Seen
+from exeplan.drift.length_monitor import MOST_KEPT
+from exeplan.drift.state import RequestLengths
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
-from exeplan.runner.engine.admit_request import row_of
-from exeplan.runner.engine.executor import Arrived, Done, Executor, WorkerError, producing_rows
-from exeplan.runner.engine.kv_migration import Carried
-from exeplan.runner.engine.requests import Output, Request, Row, as_rows
+from exeplan.runner.engine.admit_request import admit_request
+from exeplan.runner.engine.executor import BatchDone, Executor, KVArrived, WorkerError, sampled_requests
+from exeplan.runner.engine.kv_migration import KVMigration
+from exeplan.runner.engine.requests import Output, Request, RequestState, as_requests, output_of
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
 from exeplan.scheduling.scheduler import Scheduler
-from exeplan.scheduling.takeover import keepable, take_over
+from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 MAX_CRASHES = 2
-"""A request that was running when workers died so often is not tried again: it may be the reason."""
+"""A request that was running at this many worker crashes is not tried again: it may be the cause."""
 
 __all__ = ["Engine", "Output", "Request", "StepRecord"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step as it ran: seconds on the engine's clock, rows and tokens (as in `Batch`)."""
+    """One step as it ran: seconds on the engine's clock, requests and tokens (as in `Batch`)."""
 
     start: float
     end: float
@@ -51,33 +51,33 @@ class StepRecord:
     num_decode: int
     num_new_tokens: int
     context_tokens: int
-    """Tokens that the decode rows attend to."""
+    """Tokens that the decoding requests attend to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    """Lengths of the requests that left since the last census, and of all that have begun and are still here."""
+class LengthStats:
+    """Lengths of the requests that left since the last call, and of all that have started and still run."""
 
     now: float
-    left: tuple[Seen, ...]
-    running: tuple[Seen, ...]
+    left: tuple[RequestLengths, ...]
+    running: tuple[RequestLengths, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
-    """What adopting another schedule brought."""
+class PlanSwitch:
+    """The result of switching to another schedule."""
 
     outputs: list[Output]
     seconds: float
-    """In which nothing new was begun."""
+    """During which no batch was started."""
     num_recomputed: int
-    """Requests that go on from their tokens, but without their keys and values."""
+    """Requests that continue from their tokens, but whose keys and values are recomputed."""
     num_carried: int
-    """Requests that go on with their keys and values on another executor."""
+    """Requests that continue with their keys and values on another executor."""
 
 
 class Engine:
-    """Runs one schedule on one executor. `last_step` tells about the latest batch that was finished."""
+    """Runs one schedule on one executor. `last_step` describes the latest finished batch."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Engine:
         self._spec = executor.spec
         self._tokenizer = tokenizer or Tokenizer(None)
         self._eos_token_ids = eos_token_ids(self._spec) or self._tokenizer.eos_token_ids
-        self._rows: dict[str, Row] = {}
+        self._requests: dict[str, RequestState] = {}
         self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
-        """What is under way, by the identity of the batch, the first one first."""
-        self._left: deque[Seen] = deque(maxlen=MOST_KEPT)
+        """Running batches by identity, the oldest first."""
+        self._left: deque[RequestLengths] = deque(maxlen=MOST_KEPT)
         self._due: list[Output] = []
-        """What has not been returned yet: it is not lost when workers die, or another schedule is refused."""
+        """Outputs not returned yet: they survive a worker crash and a refused schedule."""
 
     @property
     def has_work(self) -> bool:
@@ -125,33 +125,33 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InputError, and changes nothing, when it cannot be run."""
-        if request.request_id in self._rows:
+        if request.request_id in self._requests:
             raise InputError(f"request '{request.request_id}' is running already")
-        row = row_of(
+        state = admit_request(
             request,
             spec=self._spec,
             tokenizer=self._tokenizer,
             eos_token_ids=self._eos_token_ids,
             num_slots=self.num_blocks * BLOCK_SIZE,
         )
-        self._scheduler.add(row)
-        self._rows[request.request_id] = row
+        self._scheduler.add(state)
+        self._requests[request.request_id] = state
 
     def abort(self, request_id: str) -> None:
-        """Drops a request and frees its blocks at once, without an output; one that is finished or unknown is fine."""
-        row = self._rows.get(request_id)
-        if row is None or row.ended:
+        """Drops a request and frees its blocks at once, without an output; a finished or unknown one is accepted."""
+        request = self._requests.get(request_id)
+        if request is None or request.ended:
             return
-        if row.start is not None:
-            self._left.append(self._seen(row, self._clock()))
-        self._drop(row)
+        if request.start is not None:
+            self._left.append(self._seen(request, self._clock()))
+        self._drop(request)
         self._dismiss_kept()
 
     def step(self) -> list[Output]:
-        """Starts whatever can run, and waits until something is done. Returns what that brought.
+        """Starts all batches that can run, and waits for the next result.
 
-        One output for each request that got a token, failed or expired; none where nothing can run, or where a stage
-        only came free. Raises WorkerError where workers died: `restart` goes on from there.
+        Returns one output for each request that got a token, failed or expired; none where nothing can run, or where a
+        stage only became free. Raises WorkerError where workers died: `restart` continues from there.
         """
         self._due += self._expire()
         for phase in self._executor.phases:
@@ -161,7 +161,7 @@ class Engine:
             self._due += self._results()
         return self._take_due()
 
-    def adopt(
+    def switch_plan(
         self,
         schedule: Schedule,
         *,
@@ -169,90 +169,89 @@ class Engine:
         restore: Callable[[], Executor] | None = None,
         num_blocks: int | None = None,
         kv_dtype: str | None = None,
-    ) -> Switched:
-        """Goes on with another schedule when what is under way is done; no request is lost, none gets a token twice.
+    ) -> PlanSwitch:
+        """Continues with another schedule once the running batches are done. No request is lost and no token repeated.
 
-        Keys and values stay as far as the schedule lets them (`exeplan.scheduling.takeover`). Another `executor`,
-        which has as
-        many blocks as said, takes the place of this one, which is closed first where `restore` could make it again,
-        and otherwise afterwards, beside what goes on. Where both keep keys and values in `kv_dtype` they are carried
-        over, as far as host memory and blocks go; everybody else's are computed again.
-        Raises InputError where a request does not fit, and whatever the executor raises, and then goes on as before;
-        what was under way comes with the next step then.
+        Keys and values are kept as far as the schedule allows (`exeplan.scheduling.takeover`). `executor` makes another
+        executor of `num_blocks` blocks, which replaces this one. This one is closed first where `restore` can make it
+        again, else afterwards, in the background. If both executors store keys and values in `kv_dtype`, these migrate
+        as far as host memory and blocks allow; the other requests are recomputed.
+        Raises InputError where a request does not fit, and whatever the executor raises. The engine then continues as
+        before, and the outputs of the running batches come with the next step.
         """
         began = self._clock()
-        self._due += self._come_to_rest()
+        self._due += self._drain()
         before = self._scheduler
         after = self._new_scheduler(schedule, num_blocks or self.num_blocks)
-        for row in (*before.running, *before.waiting):
-            after.check(row)
-        kept = _rows(keepable(after, before))
+        for request in (*before.running, *before.waiting):
+            after.check(request)
+        kept: Sequence[RequestState] = as_requests(can_keep_blocks(after, before))
         if executor is not None:
-            with contextlib.closing(Carried()) as carried:
+            with contextlib.closing(KVMigration()) as migration:
                 if kv_dtype:
                     token_bytes = self._spec.kv_bytes_per_token(kv_dtype)
-                    carried.save(self._executor, kept, token_bytes=token_bytes)
-                self._exchange(executor, restore, carried)
-                room = self._executor.room
-                after = self._new_scheduler(schedule, room.num_blocks if room else after.num_blocks)
-                kept = carried.restore(self._executor, _rows(keepable(after, before)))
+                    migration.save(self._executor, kept, token_bytes=token_bytes)
+                self._replace_executor(executor, restore, migration)
+                budget = self._executor.kv_budget
+                after = self._new_scheduler(schedule, budget.num_blocks if budget else after.num_blocks)
+                kept = migration.restore(self._executor, as_requests(can_keep_blocks(after, before)))
         self._schedule, self.num_blocks, self._scheduler = schedule, after.num_blocks, after
         left = take_over(after, before, keep=kept)
         self._dismiss(left)
         num_carried = 0 if executor is None else len(kept)
         seconds = self._clock() - began
-        return Switched(self._take_due(), seconds, sum(not row.finished for row in left), num_carried)
+        return PlanSwitch(self._take_due(), seconds, sum(not request.finished for request in left), num_carried)
 
-    def has_room_for(self, schedule: Schedule) -> bool:
-        """Whether the devices that are there have memory for the passes of a schedule that limits them itself."""
-        room = self._executor.room
-        return room is None or schedule.variables.get("max_num_batched_tokens", 0) <= room.pass_tokens
+    def fits_kv_budget(self, schedule: Schedule) -> bool:
+        """Whether a pass of as many tokens as the schedule allows fits into the memory that the devices measured."""
+        budget = self._executor.kv_budget
+        return budget is None or (pass_limits(schedule).tokens or 0) <= budget.pass_tokens
 
-    def census(self) -> Census:
-        """What is known of lengths; who left is told once."""
+    def length_stats(self) -> LengthStats:
+        """Request lengths so far; a request that left is reported once."""
         now, left = self._clock(), tuple(self._left)
         self._left.clear()
-        here = (row for row in self._rows.values() if row.start is not None and not row.ended)
-        return Census(now, left, tuple(self._seen(row, now) for row in here))
+        here = (request for request in self._requests.values() if request.start is not None and not request.ended)
+        return LengthStats(now, left, tuple(self._seen(request, now) for request in here))
 
     def _take_due(self) -> list[Output]:
         due, self._due = self._due, []
         return due
 
     def _expire(self) -> list[Output]:
-        """Drops whoever has not begun by its deadline."""
+        """Drops requests that have not started by their deadline."""
         outputs: list[Output] = []
         if not self._scheduler.has_deadlines:
             return outputs
         now = self._clock()
-        for row in cast(list[Row], self._scheduler.expire(now)):
-            del self._rows[row.request_id]
-            row.start = now if row.start is None else row.start
-            outputs.append(_output(row, now, reason="expired"))
+        for request in as_requests(self._scheduler.expire(now)):
+            del self._requests[request.request_id]
+            request.start = now if request.start is None else request.start
+            outputs.append(output_of(request, now, reason="expired"))
         return outputs
 
     def restart(self) -> list[Output]:
-        """Begins again after workers died: what was running is computed again, from its tokens so far.
+        """Starts over after workers died: running requests are recomputed from their tokens so far.
 
-        Returns an output that says `lost` for each request that was running for the second time when that happened.
-        Raises WorkerError when no new workers can be had.
+        Returns an output with reason `lost` for each request that was running at `MAX_CRASHES` crashes.
+        Raises WorkerError when no new workers can be started.
         """
         self._executor.restart()
         before, self._scheduler = self._scheduler, self._same_scheduler()
         self._begun.clear()
         outputs = []
-        for row in cast(list[Row], before.running):
-            row.crashes += 1
-            if row.finished:
-                del self._rows[row.request_id]
-            elif row.crashes >= MAX_CRASHES:
-                del self._rows[row.request_id]
-                outputs.append(_output(row, self._clock(), reason="lost"))
-        for row in cast(list[Row], [*before.running, *before.waiting]):
-            if row.request_id in self._rows:
-                row.num_blocks = row.num_computed_tokens = row.group = 0
-                row.in_flight = False
-                self._scheduler.add(row)
+        for request in as_requests(before.running):
+            request.crashes += 1
+            if request.finished:
+                del self._requests[request.request_id]
+            elif request.crashes >= MAX_CRASHES:
+                del self._requests[request.request_id]
+                outputs.append(output_of(request, self._clock(), reason="lost"))
+        for request in as_requests([*before.running, *before.waiting]):
+            if request.request_id in self._requests:
+                request.num_blocks = request.num_computed_tokens = request.group = 0
+                request.in_flight = False
+                self._scheduler.add(request)
         return outputs
 
     def wake(self) -> None:
@@ -260,7 +259,7 @@ class Engine:
         self._executor.wake()
 
     def close(self) -> None:
-        """Ends the processes that belong to the engine."""
+        """Ends the executor's processes."""
         self._executor.close()
 
     def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> Scheduler:
@@ -269,7 +268,7 @@ class Engine:
             num_blocks,
             num_prefill_stages=self._executor.num_prefill_stages,
             whole_prompts=self._spec.is_encoder_decoder,
-            pass_tokens=pass_limit(schedule, self._executor.room),
+            pass_tokens=pass_limit(schedule, self._executor.kv_budget),
         )
 
     def _same_scheduler(self) -> Scheduler:
@@ -278,14 +277,14 @@ class Engine:
     def _results(self) -> list[Output]:
         outputs: list[Output] = []
         for result in self._executor.results():
-            if isinstance(result, Arrived):
-                self._scheduler.hand_over(result.batch)
+            if isinstance(result, KVArrived):
+                self._scheduler.kv_arrived(result.batch)
             else:
                 outputs += self._finish(result)
         return outputs
 
-    def _come_to_rest(self) -> list[Output]:
-        """Waits for all that is under way; where workers die meanwhile, they begin again with nothing."""
+    def _drain(self) -> list[Output]:
+        """Waits for all running batches; workers that die meanwhile are restarted, with nothing cached."""
         outputs: list[Output] = []
         try:
             while self._executor.pending:
@@ -294,12 +293,12 @@ class Engine:
             outputs += self.restart()
         return outputs
 
-    def _exchange(
-        self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None, carried: Carried
+    def _replace_executor(
+        self, executor: Callable[[], Executor], restore: Callable[[], Executor] | None, migration: KVMigration
     ) -> None:
         if restore is None:
             old, self._executor = self._executor, executor()
-            threading.Thread(target=old.close).start()  # Its processes take their time to end.
+            threading.Thread(target=old.close).start()  # Its processes may take seconds to end.
             return
         self._executor.close()
         try:
@@ -307,143 +306,123 @@ class Engine:
         except BaseException:
             self._executor = restore()
             before, self._scheduler = self._scheduler, self._same_scheduler()
-            kept = carried.restore(self._executor, _rows(keepable(self._scheduler, before)))
+            kept = migration.restore(self._executor, as_requests(can_keep_blocks(self._scheduler, before)))
             self._dismiss(take_over(self._scheduler, before, keep=kept))
             raise
 
-    def _seen(self, row: Row, now: float) -> Seen:
-        assert row.start is not None
-        num_prompt_tokens = row.num_prompt_tokens - row.num_begin_tokens
-        return Seen(row.start, num_prompt_tokens, row.num_delivered, row.ended, now - row.start)
+    def _seen(self, request: RequestState, now: float) -> RequestLengths:
+        assert request.start is not None
+        num_prompt_tokens = request.num_prompt_tokens - request.num_begin_tokens
+        return RequestLengths(
+            request.start, num_prompt_tokens, request.num_delivered, request.ended, now - request.start
+        )
 
     @property
     def _may_schedule(self) -> bool:
-        """Not while tokens are unknown that the next batch may need: to compute a preempted row again, or to penalise
-        what a row has had."""
-        if not (self._executor.foresees and self._begun):
+        """False while tokens are unknown that the next batch may need: to recompute a preempted request, or to penalise
+        tokens of the output."""
+        if not (self._executor.async_scheduling and self._begun):
             return True
-        return not (self._scheduler.is_short or needs_tokens(cast(list[Row], self._scheduler.running)))
+        return not (self._scheduler.is_short or needs_tokens(as_requests(self._scheduler.running)))
 
     def _start(self, batch: Batch) -> None:
         start = self._clock()
-        if not (self._executor.foresees and self._begun):
+        if not (self._executor.async_scheduling and self._begun):
             _note_start(batch, start)
-        context_tokens = sum(row.num_tokens for row in batch.decode)
+        context_tokens = sum(request.num_tokens for request in batch.decode)
         counts = (len(batch.prefill), len(batch.decode), batch.num_new_tokens, context_tokens)
         self._begun[id(batch)] = batch, StepRecord(start, start, *counts)
         self._executor.start(batch)
-        if self._executor.foresees:
+        if self._executor.async_scheduling:
             self._count(batch)
             self._dismiss(self._scheduler.complete(batch))
 
-    def _finish(self, done: Done) -> list[Output]:
-        """Books a batch that has run. Whoever was dropped meanwhile gets nothing."""
+    def _finish(self, done: BatchDone) -> list[Output]:
+        """Delivers the tokens of a batch that has run. A request that was dropped meanwhile gets none."""
         batch, end = done.batch, self._clock()
-        rows = {row.request_id: row for row in as_rows(batch.prefill + batch.decode)}
+        requests = {request.request_id: request for request in as_requests(batch.prefill + batch.decode)}
         self.last_step = replace(self._begun.pop(id(batch))[1], end=end)
-        if self._executor.foresees:
+        if self._executor.async_scheduling:
             self._begin_next(end)
         else:
             self._count(batch)
         outputs = [
-            self._book(row, token, end)
+            self._book(request, token, end)
             for request_id, token in done.tokens.items()
-            if self._rows.get(request_id) is (row := rows[request_id]) and not row.ended
+            if self._requests.get(request_id) is (request := requests[request_id]) and not request.ended
         ]
-        if not self._executor.foresees:
+        if not self._executor.async_scheduling:
             self._dismiss(self._scheduler.complete(batch))
         return outputs
 
     def _begin_next(self, now: float) -> None:
-        """A batch that was started behind the one that has come back begins only now."""
+        """The batch that was queued behind the finished one begins now."""
         for key, (batch, record) in list(self._begun.items())[:1]:
             _note_start(batch, now)
             self._begun[key] = batch, replace(record, start=now)
 
     def _count(self, batch: Batch) -> None:
-        """Whoever gets a token from a batch has one more, and is finished with the last."""
-        for row in producing_rows(batch, self._spec):
-            if not row.finished:
-                row.num_output_tokens += 1
-                row.finished = row.num_output_tokens >= row.max_output_tokens
+        """Counts one more token for each request that a batch samples; a request is finished with its last."""
+        for request in sampled_requests(batch, self._spec):
+            if not request.finished:
+                request.num_output_tokens += 1
+                request.finished = request.num_output_tokens >= request.max_output_tokens
 
     def _dismiss(self, left: Iterable[SequenceState]) -> None:
-        """Those that have left the cache are forgotten, as soon as their last token has been delivered."""
-        for row in cast(Iterable[Row], left):
-            self._executor.release(row.request_id)
-            if row.ended:
-                del self._rows[row.request_id]
+        """Releases requests that have left the cache, and forgets them once their last token has been delivered."""
+        for request in as_requests(left):
+            self._executor.release(request.request_id)
+            if request.ended:
+                del self._requests[request.request_id]
 
     def _dismiss_kept(self) -> None:
-        """Finished rows leave when nobody is left for whom they would be kept."""
+        """Finished requests that the policy keeps leave when no unfinished one is left."""
         kept = tuple(self._scheduler.running)
-        if all(row.finished for row in kept):
-            for row in kept:
-                self._scheduler.remove(row)
+        if all(request.finished for request in kept):
+            for request in kept:
+                self._scheduler.remove(request)
             self._dismiss(kept)
 
-    def _book(self, row: Row, token: SampledToken | None, now: float) -> Output:
+    def _book(self, request: RequestState, token: SampledToken | None, now: float) -> Output:
         if token is None:
-            self._drop(row)
-            return _output(row, now, reason="error")
-        row.token_ids.append(token.token_id)
-        ended = token.token_id in row.end_token_ids
-        text = "" if ended or row.stream is None else self._text(row.stream, row, token.token_id)
+            self._drop(request)
+            return output_of(request, now, reason="error")
+        request.token_ids.append(token.token_id)
+        ended = token.token_id in request.end_token_ids
+        text = "" if ended or request.stream is None else self._text(request.stream, request, token.token_id)
         reason = None
-        if ended or (row.stream and row.stream.stopped):
+        if ended or (request.stream and request.stream.stopped):
             reason = "stop"
-        elif row.num_delivered >= row.max_output_tokens:
+        elif request.num_delivered >= request.max_output_tokens:
             reason = "length"
         if reason:
-            text += row.stream.finish() if row.stream else ""
-            self._end(row)
-            self._left.append(self._seen(row, now))
-        return _output(row, now, token=token, text=text, reason=reason)
+            text += request.stream.finish() if request.stream else ""
+            self._end(request)
+            self._left.append(self._seen(request, now))
+        return output_of(request, now, token=token, text=text, reason=reason)
 
-    def _end(self, row: Row) -> None:
-        """The last token of a row; one that counts on may have been foreseen."""
-        row.ended = row.finished = True
-        row.sampling, row.plain = GREEDY, True  # Kept rows draw nothing.
-        if not self._executor.foresees:
+    def _end(self, request: RequestState) -> None:
+        """The last token of a request, of which one more token may have been launched."""
+        request.ended = request.finished = True
+        request.sampling, request.plain = GREEDY, True  # A request that is kept samples greedily.
+        if not self._executor.async_scheduling:
             return
-        row.num_output_tokens = row.num_delivered
-        if self._scheduler.policy.KEEPS_FINISHED_ROWS and row.num_blocks:
+        request.num_output_tokens = request.num_delivered
+        if self._scheduler.policy.KEEPS_FINISHED_ROWS and request.num_blocks:
             self._dismiss_kept()
         else:
-            self._drop(row)
+            self._drop(request)
 
-    def _text(self, stream: TextStream, row: Row, token_id: int) -> str:
-        return stream.push(token_id, may_stop=row.num_delivered >= row.sampling.min_tokens)
+    def _text(self, stream: TextStream, request: RequestState, token_id: int) -> str:
+        return stream.push(token_id, may_stop=request.num_delivered >= request.sampling.min_tokens)
 
-    def _drop(self, row: Row) -> None:
-        self._scheduler.remove(row)
-        self._executor.release(row.request_id)
-        del self._rows[row.request_id]
-
-
-def _rows(sequences: list[SequenceState]) -> list[Row]:
-    return cast(list[Row], sequences)
+    def _drop(self, request: RequestState) -> None:
+        self._scheduler.remove(request)
+        self._executor.release(request.request_id)
+        del self._requests[request.request_id]
 
 
 def _note_start(batch: Batch, now: float) -> None:
-    for row in as_rows(batch.prefill):
-        if row.start is None:
-            row.start = now
-
-
-def _output(
-    row: Row, now: float, *, token: SampledToken | None = None, text: str = "", reason: str | None = None
-) -> Output:
-    assert row.start is not None
-    return Output(
-        request_id=row.request_id,
-        token_ids=(token.token_id,) if token else (),
-        text=text,
-        logprobs=(token,) if token and token.logprob is not None else (),
-        finish_reason=reason,
-        first=token is not None and row.num_delivered == 1,
-        start=row.start,
-        time=now,
-        num_prompt_tokens=row.num_prompt_tokens - row.num_begin_tokens,
-        num_output_tokens=row.num_delivered,
-    )
+    for request in as_requests(batch.prefill):
+        if request.start is None:
+            request.start = now

@@ -1,7 +1,7 @@
-"""Execution: what an engine asks of whatever computes its batches, and the model in this very process that does.
+"""Executor: what an engine asks of the devices that compute its batches, and the one that runs in this process.
 
-The other one is `runner/distributed/multiprocess_executor.py`: processes, a device each. An executor knows devices and
-tensors; which batch comes next is the engine's business, and what a token means as well.
+`runner/distributed/multiprocess_executor.py` has the other kind: one process a device. An executor knows devices and
+tensors; the engine decides which batch runs next and what a token means.
 """
 
 import logging
@@ -13,31 +13,31 @@ from torch import Tensor
 
 from exeplan.core.batch import Batch
 from exeplan.core.model import ModelSpec
-from exeplan.runner.compute.kv_budget import Room
+from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SampledToken, sample
-from exeplan.runner.engine.kv_regions import Parcel, restore_parcels, save_parcels
-from exeplan.runner.engine.requests import Row, as_rows
+from exeplan.runner.engine.kv_regions import KVRegion, restore_regions, save_regions
+from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.timeline import TimelineFile
 
 log = logging.getLogger(__name__)
-Choose = Callable[[Tensor, Sequence[Row]], list[SampledToken | None]]
-"""From logits `[R, V]` to a token for each of R rows; None where the logits allow none."""
+Sampler = Callable[[Tensor, Sequence[RequestState]], list[SampledToken | None]]
+"""From logits `[R, V]` to a token for each of R requests; None where the logits are not finite."""
 
 
 class WorkerError(RuntimeError):
-    """A worker died or hangs: what was under way is lost, and `restart` may help."""
+    """A worker died or hangs: the running batches are lost, and `restart` may help."""
 
 
-class Done(NamedTuple):
+class BatchDone(NamedTuple):
     """A batch has left its last stage."""
 
     batch: Batch
     tokens: Mapping[str, SampledToken | None]
-    """By request id; None for a row that cannot have one. A row that is not in here has no token to get."""
+    """By request id; None for a request that failed. A request without an entry had no token to sample."""
 
 
-class Arrived(NamedTuple):
+class KVArrived(NamedTuple):
     """The keys and values of a prefilled batch have reached the stages that decode."""
 
     batch: Batch
@@ -50,23 +50,23 @@ class Executor(Protocol):
     phases: tuple[str, ...]
     """The kinds of stages there are, as in `Stage.phase`; those that decode come first."""
     num_prefill_stages: int
-    room: Room | None
-    """What every device found room for; None where nothing was measured."""
-    foresees: bool
-    """Whether it takes the next batch before the tokens of the last one are known."""
+    kv_budget: KVBudget | None
+    """The smallest KV cache budget that a device measured; None where none was measured."""
+    async_scheduling: bool
+    """Whether it accepts the next batch before the tokens of the running one are known."""
 
     @property
     def pending(self) -> bool:
-        """Whether there are results, or will be."""
+        """Whether `results` has, or will have, something to return."""
 
     def accepts(self, phase: str) -> bool:
         """Whether the first stage of that phase is free."""
 
     def start(self, batch: Batch) -> None:
-        """Begins a batch, whose rows are `Row`s. Call it only when its phase is accepted."""
+        """Starts a batch of `RequestState`s. Its phase must be accepted."""
 
-    def results(self) -> Sequence[Done | Arrived]:
-        """Waits for something to happen, and returns what is there: maybe only that a stage came free, so nothing.
+    def results(self) -> Sequence[BatchDone | KVArrived]:
+        """Waits for the next event and returns what is finished; empty where only a stage became free.
 
         Raises WorkerError when a worker died or hangs.
         """
@@ -75,35 +75,66 @@ class Executor(Protocol):
         """Makes a waiting `results` return; any thread may call it."""
 
     def release(self, request_id: str) -> None:
-        """Frees what is kept for a request that left; one that never ran is fine."""
+        """Frees what is held for a request that has left; one that never ran is accepted."""
 
-    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
-        """Copies keys and values into the memory at that path; nothing may be under way.
+    def save(self, path: str, regions: Sequence[KVRegion]) -> Sequence[int]:
+        """Copies keys and values into the memory at `path`. Nothing may be pending.
 
-        Returns for each parcel how many tokens are stored. Raises WorkerError when a worker died or hangs.
+        Returns how many tokens each region holds. Raises WorkerError when a worker died or hangs.
         """
 
-    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
-        """Takes in rows that another executor has saved, to be decoded next. Raises WorkerError as `save` does."""
+    def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
+        """Takes requests that another executor saved, to be decoded next. Raises WorkerError as `save` does."""
 
     def restart(self) -> None:
-        """Begins again with nothing under way and nothing kept. Raises WorkerError when that is not possible."""
+        """Starts over with nothing pending and nothing cached. Raises WorkerError when that is not possible."""
 
     def close(self) -> None:
-        """Ends all processes that belong to it, and its timeline."""
+        """Ends its processes and its timeline."""
 
 
-class Local:
-    """One model on one device, in this process."""
+class SingleDevice:
+    """What the executors of one model on one device in this process have in common."""
 
     phases: tuple[str, ...] = ("",)
     num_prefill_stages = 1
-    foresees = False
 
-    def __init__(self, runner: ModelRunner, timeline: TimelineFile | None = None, room: Room | None = None) -> None:
-        self.room = room
+    def __init__(
+        self, runner: ModelRunner, timeline: TimelineFile | None = None, kv_budget: KVBudget | None = None
+    ) -> None:
+        self.kv_budget = kv_budget
         self.spec, self.runner, self._timeline = runner.spec, runner, timeline
-        self._batch: Batch | None = None
+
+    def wake(self) -> None:
+        """Nothing to do: `results` waits for the device only."""
+
+    def release(self, request_id: str) -> None:
+        self.runner.free(request_id)
+
+    def save(self, path: str, regions: Sequence[KVRegion]) -> Sequence[int]:
+        return save_regions(self.runner, path, regions)
+
+    def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
+        restore_regions(self.runner, path, regions)
+
+    def restart(self) -> None:
+        raise WorkerError("the model runs in the engine's own process, which cannot be restarted")
+
+    def close(self) -> None:
+        if self._timeline:
+            self._timeline.close()
+
+    def _record(self, batch: Batch, start: float, end: float) -> None:
+        """Adds a finished batch to the timeline; seconds."""
+        if self._timeline:
+            self._timeline.add(batch, 0, start, end)
+
+
+class InProcessExecutor(SingleDevice):
+    """Computes one batch at a time, when its results are asked for."""
+
+    async_scheduling = False
+    _batch: Batch | None = None
 
     @property
     def pending(self) -> bool:
@@ -115,69 +146,51 @@ class Local:
     def start(self, batch: Batch) -> None:
         self._batch = batch
 
-    def results(self) -> Sequence[Done]:
+    def results(self) -> Sequence[BatchDone]:
         batch, self._batch = self._batch, None
         assert batch is not None
         start = time.perf_counter()
         tokens = compute(self.runner, batch)
-        if self._timeline:
-            self._timeline.add(batch, 0, start, time.perf_counter())
-        return (Done(batch, tokens),)
-
-    def wake(self) -> None:
-        """Nothing ever waits here."""
-
-    def release(self, request_id: str) -> None:
-        self.runner.free(request_id)
-
-    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
-        return save_parcels(self.runner, path, parcels)
-
-    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
-        restore_parcels(self.runner, path, parcels)
-
-    def restart(self) -> None:
-        raise WorkerError("the model runs in the engine's own process, which cannot begin again")
-
-    def close(self) -> None:
-        if self._timeline:
-            self._timeline.close()
+        self._record(batch, start, time.perf_counter())
+        return (BatchDone(batch, tokens),)
 
 
-def producing_rows(batch: Batch, spec: ModelSpec) -> tuple[Row, ...]:
-    """Those that get a token from a batch, in the order of its logits."""
-    return as_rows(batch.whole_prefills + batch.decode if spec.first_token_from_prefill else batch.decode)
+def sampled_requests(batch: Batch, spec: ModelSpec) -> tuple[RequestState, ...]:
+    """The requests that get a token from a batch, in the order of its logits."""
+    return as_requests(batch.whole_prefills + batch.decode if spec.first_token_from_prefill else batch.decode)
 
 
 def compute(runner: ModelRunner, batch: Batch) -> dict[str, SampledToken | None]:
-    """A token for each row that produces one; None for any row that fails, whoever is to blame runs alone.
+    """A token for each request that gets one. If the batch fails, each request runs alone, and None stands for those
+    that fail again.
 
-    Raises what the runner raised when every single row fails: then it is no request's fault.
+    Raises the runner's exception when every request fails alone: then no single request is the cause.
     """
-    rows = as_rows(batch.prefill + batch.decode)
+    requests = as_requests(batch.prefill + batch.decode)
+    token_ids = {request.request_id: request.token_ids for request in requests}
     try:
-        return _tokens(runner, batch, {row.request_id: row.token_ids for row in rows}, sample)
+        return _tokens(runner, batch, token_ids, sample)
     except Exception:
-        log.exception("a batch failed: %s", ", ".join(row.request_id for row in rows))
-        return compute_each(runner, batch, {row.request_id: row.token_ids for row in rows})
+        log.exception("a batch failed: %s", ", ".join(request.request_id for request in requests))
+        return compute_each(runner, batch, token_ids)
 
 
 def compute_each(
-    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], choose: Choose = sample
+    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], sampler: Sampler = sample
 ) -> dict[str, SampledToken | None]:
-    """The tokens of a batch that has just failed, row by row; None for a row that fails alone, too.
+    """The tokens of a batch that has just failed, request by request; None for a request that fails alone too.
 
-    Call it while that exception is handled: where every row fails, it is raised.
+    Call it while that exception is handled: it is raised again where every request fails.
     """
     found: dict[str, SampledToken | None] = {}
     num_failed = 0
     for single in _singles(batch):
-        (row,) = as_rows(single.prefill + single.decode)
+        (request,) = as_requests(single.prefill + single.decode)
         try:
-            found |= _tokens(runner, single, token_ids, choose)
+            found |= _tokens(runner, single, token_ids, sampler)
         except Exception:
-            log.exception("request %s failed", row.request_id)
-            found[row.request_id] = None
+            log.exception("request %s failed", request.request_id)
+            found[request.request_id] = None
             num_failed += 1
     if num_failed == len(batch.prefill + batch.decode) > 1:
         raise
@@ -185,17 +198,17 @@ def compute_each(
 
 
 def _tokens(
-    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], choose: Choose
+    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], sampler: Sampler
 ) -> dict[str, SampledToken | None]:
-    producing = producing_rows(batch, runner.spec)
-    chosen = choose(runner.forward(batch, token_ids), producing)
-    return dict(zip((row.request_id for row in producing), chosen, strict=True))
+    sampled = sampled_requests(batch, runner.spec)
+    tokens = sampler(runner.forward(batch, token_ids), sampled)
+    return dict(zip((request.request_id for request in sampled), tokens, strict=True))
 
 
 def _singles(batch: Batch) -> list[Batch]:
     chunks = batch.chunks or (None,) * len(batch.prefill)
     prefills = [
-        Batch(prefill=(row,), pad_to=batch.pad_to, chunks=(chunk,) if chunk else ())
-        for row, chunk in zip(batch.prefill, chunks, strict=True)
+        Batch(prefill=(request,), pad_to=batch.pad_to, chunks=(chunk,) if chunk else ())
+        for request, chunk in zip(batch.prefill, chunks, strict=True)
     ]
-    return prefills + [Batch(decode=(row,)) for row in batch.decode]
+    return prefills + [Batch(decode=(request,)) for request in batch.decode]

@@ -1,11 +1,11 @@
-"""Carrying: keys and values of running requests from the executor of one plan to that of the next, by host memory.
+"""KV migration: keys and values of running requests move from one plan's executor to the next, through host memory.
 
-Source: ExeGPT (ASPLOS 2024), section 5.3: layers move from device to device, and requests go on. All that is carried
-lies in memory that the engine's process makes and the workers map, so that nothing of the old plan needs to be there
-any more when the new one takes over: a GPU may have no room for two.
+Source: ExeGPT (ASPLOS 2024), section 5.3: layers move between devices, and requests continue. The memory belongs to
+the engine's process, and workers map it. So the old executor can be gone when the new one starts: a GPU may be too
+small for both.
 
-Not here: who may keep keys and values (`exeplan.scheduling.takeover`), what lies where in that memory (`parcels`), and
-ways to other hosts or to caches of another dtype: such requests are computed again.
+Not here: which requests may keep their keys and values (`exeplan.scheduling.takeover`), the layout of the memory
+(`kv_regions`), and migration to other hosts or to caches of another dtype: such requests are recomputed.
 """
 
 import logging
@@ -13,76 +13,76 @@ import sys
 from collections.abc import Sequence
 
 from exeplan.runner.engine.executor import Executor, WorkerError
-from exeplan.runner.engine.kv_regions import Parcel
-from exeplan.runner.engine.requests import Row
+from exeplan.runner.engine.kv_regions import KVRegion
+from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.ipc.collectives import SharedBuffer
 from exeplan.runner.ipc.host_memory import available_bytes
 
 log = logging.getLogger(__name__)
-_MOST_SHARE = 0.5
-"""Of the host memory that is free."""
+_MAX_SHARE = 0.5
+"""Of the free host memory."""
 
 
-def packed(rows: Sequence[Row], *, token_bytes: int, limit: int) -> tuple[Parcel, ...]:
-    """Regions for the first of these rows that `limit` bytes have room for, without gaps.
+def place_regions(requests: Sequence[RequestState], *, token_bytes: int, limit: int) -> tuple[KVRegion, ...]:
+    """Adjacent regions for the first of these requests, as many as fit into `limit` bytes.
 
-    What a running row has stored are its tokens but for the last one, which its next pass computes.
+    A running request has all its tokens cached but the last, which its next pass computes.
     """
-    parcels, start = [], 0
-    for row in rows:
-        end = start + (row.num_tokens - 1) * token_bytes
+    regions, start = [], 0
+    for request in requests:
+        end = start + (request.num_tokens - 1) * token_bytes
         if end > limit:
             break
-        parcels.append(Parcel(row, start, row.num_tokens - 1, row.num_tokens - 1))
+        regions.append(KVRegion(request, start, request.num_tokens - 1, request.num_tokens - 1))
         start = end
-    return tuple(parcels)
+    return tuple(regions)
 
 
-class Carried:
-    """Keys and values of some rows, in host memory from `save` to `close`; all that fails is that fewer are carried."""
+class KVMigration:
+    """Keys and values of some requests, in host memory from `save` to `close`. A failure means fewer are migrated."""
 
     def __init__(self) -> None:
-        self._parcels: dict[str, Parcel] = {}
+        self._regions: dict[str, KVRegion] = {}
         self._buffer: SharedBuffer | None = None
 
-    def save(self, executor: Executor, rows: Sequence[Row], *, token_bytes: int) -> None:
-        """Copies what an executor at rest holds of these rows, as far as half of the free host memory goes."""
-        limit = int(_MOST_SHARE * available_bytes()) if sys.platform == "linux" else 0
-        parcels = packed(rows, token_bytes=token_bytes, limit=limit)
-        if len(parcels) < len(rows):
-            log.warning("host memory has no room for the keys and values of %d requests", len(rows) - len(parcels))
-        if not parcels:
+    def save(self, executor: Executor, requests: Sequence[RequestState], *, token_bytes: int) -> None:
+        """Copies the requests' keys and values from an idle executor, up to half of the free host memory."""
+        limit = int(_MAX_SHARE * available_bytes()) if sys.platform == "linux" else 0
+        regions = place_regions(requests, token_bytes=token_bytes, limit=limit)
+        if len(regions) < len(requests):
+            log.warning("host memory is too small for the keys and values of %d requests", len(requests) - len(regions))
+        if not regions:
             return
         try:
-            self._buffer = SharedBuffer(parcels[-1].start + parcels[-1].num_tokens * token_bytes)
-            stored = executor.save(self._buffer.path, parcels)
+            self._buffer = SharedBuffer(regions[-1].start + regions[-1].num_tokens * token_bytes)
+            stored = executor.save(self._buffer.path, regions)
         except (WorkerError, OSError) as error:
-            log.warning("running requests are computed again, their keys and values cannot be had: %s", error)
+            log.warning("running requests are recomputed, their keys and values cannot be read: %s", error)
             return
-        self._parcels = {
-            parcel.row.request_id: parcel._replace(num_stored=count)
-            for parcel, count in zip(parcels, stored, strict=True)
+        self._regions = {
+            region.request.request_id: region._replace(num_stored=count)
+            for region, count in zip(regions, stored, strict=True)
         }
 
-    def restore(self, executor: Executor, rows: Sequence[Row]) -> list[Row]:
-        """Hands another executor, which is new, those of the rows that were saved. Returns these.
+    def restore(self, executor: Executor, requests: Sequence[RequestState]) -> list[RequestState]:
+        """Gives a new executor those of the requests that were saved, and returns them.
 
-        Raises WorkerError when workers died under that, and no others can be had.
+        Raises WorkerError when workers died meanwhile and cannot be restarted.
         """
-        found = [parcel for row in rows if (parcel := self._parcels.get(row.request_id))]
+        found = [region for request in requests if (region := self._regions.get(request.request_id))]
         if not (found and self._buffer):
             return []
         try:
             executor.restore(self._buffer.path, found)
         except WorkerError as error:
-            log.warning("running requests are computed again: %s; starting all workers again", error)
+            log.warning("running requests are recomputed: %s; restarting all workers", error)
             executor.restart()
             return []
-        return [parcel.row for parcel in found]
+        return [region.request for region in found]
 
     def close(self) -> None:
-        """Lets the memory go."""
-        self._parcels = {}
+        """Frees the memory."""
+        self._regions = {}
         if self._buffer:
             self._buffer.close()
             self._buffer = None

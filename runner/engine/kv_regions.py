@@ -1,10 +1,10 @@
-"""Parcels: keys and values of a request in host memory, where the devices of one plan leave them for those of another.
+"""KV regions: a request's keys and values in host memory, through which the devices of two plans exchange them.
 
-A parcel holds what all layers and heads of the model keep of its request. Every old device writes the part that is its
-own, every new one reads its part: so layers are regrouped, and heads split anew, without either knowing the other's
-placement. What is copied are bytes, as the caches keep them.
+A region holds the keys and values of all layers and heads of the model. Each old device writes its part, each new one
+reads its part: layers are regrouped and heads split anew without either side knowing the other's placement. Bytes are
+copied as the caches store them.
 
-Not here: whose keys and values are carried, and how much host memory they may take (`carrying`).
+Not here: which requests migrate, and how much host memory they may take (`kv_migration`).
 Letters: L layers, K key/value heads, N tokens, B bytes of one head of one token.
 """
 
@@ -15,45 +15,45 @@ import torch
 from torch import Tensor
 
 from exeplan.core.model import ModelSpec
-from exeplan.runner.compute.shard import Shard, head_parts
-from exeplan.runner.engine.requests import Row
+from exeplan.runner.compute.shard import Shard, head_ranges
+from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.ipc.collectives import attach
 
 if TYPE_CHECKING:
     from exeplan.runner.compute.model_runner import ModelRunner
 
 
-class Parcel(NamedTuple):
-    """One request's region of the memory: room for so many tokens, from byte `start` on."""
+class KVRegion(NamedTuple):
+    """One request's region of the memory: `num_tokens` tokens from byte `start` on."""
 
-    row: Row
+    request: RequestState
     start: int
     num_tokens: int
     num_stored: int
-    """Of them those that are there: fewer where an encoder-decoder model has yet to compute an output again."""
+    """Tokens that are present: fewer where an encoder-decoder model still has to recompute output tokens."""
 
 
-def part_of(memory: Tensor, parcel: Parcel, spec: ModelSpec, shard: Shard, head_bytes: int) -> Tensor:
-    """What a shard has stored of a request, `[L, 2, K, N, B]`, as a view of the memory."""
-    shape = (spec.num_layers, 2, spec.num_kv_heads, parcel.num_tokens, head_bytes)
-    num_bytes = spec.num_layers * 2 * spec.num_kv_heads * parcel.num_tokens * head_bytes
-    heads = head_parts(spec, shard.group)[1]
-    whole = memory[parcel.start : parcel.start + num_bytes].view(shape)
-    return whole[slice(*shard.layers), :, heads.start : heads.stop, : parcel.num_stored]
+def shard_view(memory: Tensor, region: KVRegion, spec: ModelSpec, shard: Shard, head_bytes: int) -> Tensor:
+    """A shard's keys and values of a request, `[L, 2, K, N, B]`, as a view of the memory."""
+    shape = (spec.num_layers, 2, spec.num_kv_heads, region.num_tokens, head_bytes)
+    num_bytes = spec.num_layers * 2 * spec.num_kv_heads * region.num_tokens * head_bytes
+    heads = head_ranges(spec, shard.group)[1]
+    whole = memory[region.start : region.start + num_bytes].view(shape)
+    return whole[slice(*shard.layers), :, heads.start : heads.stop, : region.num_stored]
 
 
-def save_parcels(runner: "ModelRunner", path: str, parcels: Sequence[Parcel]) -> list[int]:
-    """Copies a shard's part of every parcel into the memory at that path. Returns how many tokens each has stored."""
-    return [runner.save(parcel.row, part) for parcel, part in _parts(runner, path, parcels)]
+def save_regions(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> list[int]:
+    """Copies a shard's part of every region into the memory at `path`. Returns how many tokens each region holds."""
+    return [runner.residents.save(region.request, part) for region, part in _parts(runner, path, regions)]
 
 
-def restore_parcels(runner: "ModelRunner", path: str, parcels: Sequence[Parcel]) -> None:
-    """Gives the rows, which the cache does not know, their blocks and what the memory holds of them."""
-    for parcel, part in _parts(runner, path, parcels):
-        runner.restore(parcel.row, part)
+def restore_regions(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> None:
+    """Gives requests that are new to the cache their blocks, and reads their keys and values from the memory."""
+    for region, part in _parts(runner, path, regions):
+        runner.residents.restore(region.request, part)
 
 
-def _parts(runner: "ModelRunner", path: str, parcels: Sequence[Parcel]) -> list[tuple[Parcel, Tensor]]:
+def _parts(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> list[tuple[KVRegion, Tensor]]:
     memory = torch.frombuffer(attach(path), dtype=torch.uint8)
     head_bytes = runner.spec.head_dim * runner.cache.itemsize
-    return [(parcel, part_of(memory, parcel, runner.spec, runner.shard, head_bytes)) for parcel in parcels]
+    return [(region, shard_view(memory, region, runner.spec, runner.shard, head_bytes)) for region in regions]

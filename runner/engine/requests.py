@@ -1,19 +1,19 @@
-"""What goes into an engine and what comes out: requests, outputs, and the row that a request is in between."""
+"""What goes into an engine and what comes out: requests, outputs, and the state of a request in between."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from exeplan.core.batch import Sequence as SequenceState
+from exeplan.core.batch import SequenceState
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to continue, and how. `arrival` and `deadline` are in seconds on the engine's clock.
+    """A prompt and how to continue it. `arrival` and `deadline` are in seconds on the engine's clock.
 
-    One that has not begun by its deadline expires; `weight` is what it counts beside others of its length.
+    A request that has not started by its deadline expires; `weight` is its utility relative to requests of its length.
     """
 
     request_id: str
@@ -25,7 +25,7 @@ class Request:
 
 
 class Output(NamedTuple):
-    """What one step brought a request; times in seconds on the engine's clock."""
+    """What one step produced for a request; times in seconds on the engine's clock."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -34,43 +34,43 @@ class Output(NamedTuple):
     logprobs: tuple[SampledToken, ...]
     """One entry a token where the request asked for log-probabilities."""
     finish_reason: str | None
-    """'stop', 'length', 'error', 'lost' where workers died under it too often, 'expired' where it had not begun by
-    its deadline, or None while it goes on."""
+    """'stop', 'length', 'error', 'lost' (workers died repeatedly while it was running), 'expired' (it had not started
+    by its deadline), or None while it continues."""
     first: bool
-    """Whether this holds the first token."""
+    """Whether this output holds the first token."""
     start: float
-    """When its first prefill began, or when it expired."""
+    """When its first prefill started, or when it expired."""
     time: float
     num_prompt_tokens: int
     num_output_tokens: int
-    """Tokens of the output so far, these included."""
+    """Output tokens so far, including these."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Row(SequenceState):
-    """A request in the engine; what `sampling.Row` asks for, and what the scheduler does."""
+class RequestState(SequenceState):
+    """A request in the engine: what the scheduler and sampling (`sampling.SamplingInput`) need to know of it."""
 
     sampling: SamplingParams
     plain: bool
     seed: int
     prompt_token_ids: list[int]
-    """What the decoder sees before the output; the prompt, or an encoder-decoder model's start token."""
+    """What precedes the output in the decoder: the prompt, or an encoder-decoder model's start token."""
     token_ids: list[int]
-    """Prompt and output, the start token of an encoder-decoder model between them."""
+    """Prompt and output, with an encoder-decoder model's start token between them."""
     banned_token_ids: tuple[int, ...]
     end_token_ids: frozenset[int]
     stream: TextStream | None
     arrival: float
     start: float | None = None
-    """When its first prefill began."""
+    """When its first prefill started."""
     ended: bool = False
-    """Its last token has been delivered; it is `finished` as soon as that one is under way."""
+    """Its last token has been delivered; it is `finished` already when that token is launched."""
     crashes: int = 0
-    """How often workers failed while it was running."""
+    """How many times workers failed while it was running."""
 
     @property
     def num_delivered(self) -> int:
-        """Tokens of the output that are known; `num_output_tokens` counts those under way, too."""
+        """Output tokens that are known; `num_output_tokens` also counts those that have been launched."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -78,6 +78,25 @@ class Row(SequenceState):
         return self.token_ids[self.num_prompt_tokens :]
 
 
-def as_rows(sequences: tuple[SequenceState, ...]) -> tuple[Row, ...]:
-    """The sequences of a batch as what they are in an engine and its workers."""
-    return cast(tuple[Row, ...], sequences)
+def as_requests(sequences: Iterable[SequenceState]) -> tuple[RequestState, ...]:
+    """The sequences of a scheduler or a batch, which are `RequestState`s in an engine and its workers."""
+    return cast(tuple[RequestState, ...], tuple(sequences))
+
+
+def output_of(
+    request: RequestState, now: float, *, token: SampledToken | None = None, text: str = "", reason: str | None = None
+) -> Output:
+    """The output of one step for a started request, whose token is appended already; `now` by the engine's clock."""
+    assert request.start is not None
+    return Output(
+        request_id=request.request_id,
+        token_ids=(token.token_id,) if token else (),
+        text=text,
+        logprobs=(token,) if token and token.logprob is not None else (),
+        finish_reason=reason,
+        first=token is not None and request.num_delivered == 1,
+        start=request.start,
+        time=now,
+        num_prompt_tokens=request.num_prompt_tokens - request.num_begin_tokens,
+        num_output_tokens=request.num_delivered,
+    )

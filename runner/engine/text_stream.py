@@ -1,26 +1,26 @@
-"""TextStream: the text of one output while its tokens come; never half a character, never the start of a stop string.
+"""TextStream: incremental detokenization of one output; never half a character, never the start of a stop string.
 
-A token is no unit of text: it may hold part of a UTF-8 character, and a leading space may belong to it or not depending
-on the token before. So a few tokens are decoded together, and what is new against the last time is delivered.
+A token is not a unit of text: it may hold part of a UTF-8 character, and whether it has a leading space may depend on
+the token before. So a window of tokens is decoded together, and the text that is new is delivered.
 """
 
 from collections.abc import Callable, Sequence
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders put in place of bytes that are no whole character."""
+"""What decoders put in place of an incomplete character."""
 _CONTEXT = 5
-"""Prompt tokens that are decoded along with the first output tokens."""
+"""Prompt tokens that are decoded together with the first output tokens."""
 _CHAR_TOKENS = 4
-"""Tokens that one character may take: UTF-8 has no longer ones."""
+"""The most tokens of one character: UTF-8 uses up to four bytes."""
 _MAX_WINDOW = 12
 _MAX_PENDING = 24
-"""Tokens that may wait for the end of a character. No character takes so many: after that they are not text at all."""
+"""Tokens that may wait for the end of a character. Beyond that they are bytes that are no text."""
 
 
 class TextStream:
-    """Turns token ids into pieces of text, which joined are the text of the output.
+    """Turns token ids into pieces of text, whose concatenation is the text of the output.
 
-    `stopped` turns true when one of `stops` has appeared; the text ends before it.
+    `stopped` becomes True when one of `stops` has appeared; the text ends before it.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class TextStream:
         self.stopped = False
         self._decode, self._stops = decode, stops
         self._held = ""
-        # The text of `_num_decoded` tokens of the window, `_num_chars` characters, has been taken.
+        # `_num_decoded` tokens of the window, that is `_num_chars` characters, have been delivered or held.
         self._window, self._num_decoded, self._num_chars = _context(decode, prompt_token_ids)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """The text that can be delivered now. Until `may_stop`, stop strings are text like any other."""
+        """The text that can be delivered now. Stop strings are ignored unless `may_stop`."""
         text = self._decoded(token_id)
         if not self._stops or not may_stop:
             return text
@@ -41,7 +41,7 @@ class TextStream:
         return self._before_stop()
 
     def finish(self) -> str:
-        """What was held back, once no token will follow; an unfinished character shows as U+FFFD, as in `decode`."""
+        """The text held back, after the last token; an incomplete character becomes U+FFFD, as in `decode`."""
         if self.stopped:
             return ""
         rest, self._held = self._held, ""
@@ -71,19 +71,19 @@ class TextStream:
 
 
 def _context(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> tuple[list[int], int, int]:
-    """The last few tokens of a prompt; how many of them are whole characters, and how many characters these are."""
+    """The last tokens of a prompt, how many of them form whole characters, and the number of these characters."""
     for size in range(_CONTEXT, _CONTEXT + _CHAR_TOKENS):
         tail = list(token_ids[-size:])
         for missing in range(min(_CHAR_TOKENS, len(tail) + 1)):  # A prompt may end inside a character.
             text = decode(tail[: len(tail) - missing])
             if not text.startswith(BROKEN) and not text.endswith(BROKEN):
                 return tail, len(tail) - missing, len(text)
-    # Tokens that all end inside characters, or none that are text.
+    # Every end is inside a character, or the tokens are no text.
     return tail, 0, len(decode(tail).removesuffix(BROKEN))
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,7 +1,7 @@
-"""TimelineFile: what ran, when, on which stage and for which requests, as a trace that Perfetto opens while it grows.
+"""TimelineFile: what ran, when, on which stage and for which requests; Perfetto can open the trace while it grows.
 
-Standard: Chrome's trace event format, its JSON array form, whose closing bracket may be missing. A track for each
-stage; an event for each pass over a stage, with the requests that it prefilled and decoded and the group that decoded.
+Standard: Chrome's trace event format, JSON array form, whose closing bracket is optional. One track a stage, and one
+event for each pass over a stage, with the requests that it prefilled and decoded and the group that decoded.
 """
 
 import json
@@ -13,7 +13,7 @@ from exeplan.errors import InputError
 
 
 class TimelineFile:
-    """Written event by event, so that a process that is killed leaves everything up to then."""
+    """Written event by event: a process that is killed leaves all events up to then."""
 
     def __init__(self, path: Path, *, num_stages: int) -> None:
         """Raises InputError when the file cannot be written."""
@@ -40,7 +40,7 @@ class TimelineFile:
         self._write({"name": name, "ph": "X", "pid": 0, "tid": stage, **times, "args": args})
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Call it after the last event."""
         self._file.close()
 
     def _write(self, event: dict[str, Any]) -> None:
@@ -48,6 +48,6 @@ class TimelineFile:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, also of one that is still written or was cut off."""
+    """The events of a file, which may still be growing or may have been cut off."""
     lines = path.read_text(encoding="utf-8").splitlines()[1:]
     return [json.loads(line.removesuffix(",")) for line in lines if line.endswith("},")]

@@ -1,8 +1,8 @@
-"""Tokenizer: text to token ids and back, as a model directory says; no torch and no code of the checkpoint.
+"""Tokenizer: text to token ids and back, as the files of a model directory define it; runs no code of the checkpoint.
 
-It is read from tokenizer.json, or from vocab.json and merges.txt (byte-level BPE, GPT-2, OPT). A shipped model, which
-has neither, works on bytes. A directory without a tokenizer still serves prompts of token ids.
-Not here: SentencePiece's tokenizer.model, for which transformers writes a tokenizer.json when it saves the tokenizer.
+It is read from tokenizer.json, or from vocab.json and merges.txt (byte-level BPE, GPT-2, OPT). A shipped model has
+neither and works on bytes. A model without a tokenizer still serves prompts of token ids.
+Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json for it when it saves the tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,22 +24,22 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 
 class Codec(Protocol):
-    """What turns text into token ids and back."""
+    """Turns text into token ids and back."""
 
     eos_token_ids: tuple[int, ...]
 
     @property
     def longest_token(self) -> int:
-        """No token stands for more characters."""
+        """The largest number of characters of one token."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special` adds what the model wants around a plain text, such as a beginning-of-sequence token."""
+        """`special` adds the model's special tokens, such as a beginning-of-sequence token."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
 
 
 class Tokenizer:
-    """The tokenizer of a model; `codec` None where it has none."""
+    """The tokenizer of a model; `codec` is None where it has none."""
 
     def __init__(self, codec: Codec | None, chat_template: ChatTemplate | None = None) -> None:
         self.codec, self.chat_template = codec, chat_template
@@ -62,20 +62,20 @@ class Tokenizer:
         return self.codec.eos_token_ids if self.codec else ()
 
     def encode(self, text: str) -> list[int]:
-        """A completion's prompt, with the special tokens that the model wants around a text.
+        """A completion's prompt, with the model's special tokens.
 
         Raises InputError when there is no tokenizer, or the text is not Unicode.
         """
         return self._encode(text, special=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation as the chat template writes it, special tokens and all. Raises InputError without one."""
+        """A conversation as the chat template renders it. Raises InputError where there is no template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it takes completions only")
         return self._encode(self.chat_template.render(messages), special=False)
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raises InputError for a text that is too long however it is tokenized; costs nothing."""
+        """Raises InputError for a text that is too long for any tokenization; does not tokenize."""
         if self.codec and len(text) > self.codec.longest_token * max_tokens:
             raise InputError(f"the prompt has {len(text)} characters, which is more than {max_tokens} tokens can hold")
 
@@ -84,14 +84,14 @@ class Tokenizer:
         return self.codec.decode(token_ids, skip_special=True) if self.codec else ""
 
     def token_text(self, token_id: int) -> str:
-        """One token as it reads within a text: with its leading space, special tokens by name."""
+        """One token as within a text: with its leading space, special tokens by name."""
         if self.codec is None:
             return ""
         once, twice = (self.codec.decode([token_id] * count, skip_special=False) for count in (1, 2))
         return twice[len(once) :]
 
     def stream(self, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream | None:
-        """The text of an output after this prompt, piece by piece; None when there is no tokenizer.
+        """Incremental detokenization of an output after this prompt; None when there is no tokenizer.
 
         Raises InputError when there are stop strings and no tokenizer to find them with.
         """
@@ -117,7 +117,7 @@ class Tokenizer:
 
 
 class ByteCodec:
-    """Ids 0 to 255 are bytes, then come the beginning and the end of a sequence. Further ids read as their number."""
+    """Ids 0 to 255 are bytes, 256 begins and 257 ends a sequence. Further ids are shown as their number."""
 
     bos_token_id, eos_token_id, num_ids = 256, 257, 258
     eos_token_ids: tuple[int, ...] = (eos_token_id,)
@@ -210,7 +210,7 @@ def _byte_level_bpe(directory: Path, config: Mapping[str, Any], tokens: Mapping[
 
 
 def decoder_start_token_id(spec: ModelSpec) -> int:
-    """What an encoder-decoder model's decoder begins with. Raises InputError where the config does not say."""
+    """The start token of an encoder-decoder model's decoder. Raises InputError where the config has none."""
     for name in ("decoder_start_token_id", "pad_token_id"):
         if isinstance(token_id := spec.config.get(name), int):
             return token_id

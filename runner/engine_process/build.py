@@ -1,27 +1,30 @@
-"""An engine as a plan describes it: what its own process builds, and `exeplan bench` in this one.
+"""Builds the engine that a plan describes, in the engine process and in `exeplan bench`.
 
-A setup is a plan in plain values, as it goes to another process. One device needs no process of its own; several are
-workers. torch is imported where it is used: the server makes a setup without it.
+A plan on one device runs in this process; one on several has a worker process for each. torch is imported where it is
+used: the server makes an EngineSetup without it.
 """
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
-from exeplan.core.plan import Plan, placement_from, stage_json
+from exeplan.core.plan import Plan
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
-from exeplan.progress import OnProgress, Progress, untold
+from exeplan.progress import OnProgress, Progress, no_progress
+from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, LauncherSetup, ModelSource
 
 if TYPE_CHECKING:
-    from exeplan.runner.distributed.launcher import Hosts
+    from exeplan.runner.distributed.launcher import Launcher
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.executor import Executor
+    from exeplan.runner.engine.timeline import TimelineFile
 
 _DEADLINE_FACTOR, _LEAST_DEADLINE_SECONDS, _UNPLANNED_DEADLINE_SECONDS = 20.0, 5.0, 60.0
 
@@ -33,36 +36,38 @@ def engine_setup(
     dummy_weights: bool = False,
     timeline: Path | None = None,
     deadline_seconds: float | None = None,
-    hosts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Everything an engine's process must know. `timeline` names a file for what runs when.
+    launcher: LauncherSetup | None = None,
+) -> EngineSetup:
+    """Everything that an engine must know. `timeline` names a file for what runs when.
 
-    `hosts` is what `python -m exeplan.runner` knows of the hosts of the plan; None where all devices are on this one.
+    `launcher` describes the hosts of a plan that spans several; None where all devices are on this one.
 
-    A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default many times what the
-    plan expects of a prefill.
+    A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
+    prefill time that the plan predicts.
     """
-    return {
-        "model": {"name": spec.name, "directory": spec.directory and str(spec.directory), "config": dict(spec.config)},
-        "schedule": asdict(plan.schedule),
-        "placement": [stage_json(stage) for stage in plan.placement],
-        "engine": {
-            "device": plan.device or "cpu",
-            "dtype": plan.dtype or "float32",
-            "kv_dtype": plan.kv_dtype,
-            "num_blocks": engine_blocks(plan, spec),
-            "dummy_weights": dummy_weights,
-        },
-        "gpu_memory_utilization": _utilization(plan),
-        "num_threads": plan.num_threads,
-        "deadline_seconds": deadline_seconds or _deadline(plan),
-        "timeline": timeline and str(timeline),
-        "hosts": hosts,
-    }
+    return EngineSetup(
+        model=ModelSource(
+            name=spec.name, directory=str(spec.directory) if spec.directory else None, config=dict(spec.config)
+        ),
+        schedule=plan.schedule,
+        placement=plan.placement,
+        engine=EngineOptions(
+            device=plan.device or "cpu",
+            dtype=plan.dtype or "float32",
+            kv_dtype=plan.kv_dtype,
+            num_blocks=engine_blocks(plan, spec),
+            dummy_weights=dummy_weights,
+        ),
+        gpu_memory_utilization=_utilization(plan),
+        num_threads=plan.num_threads,
+        deadline_seconds=deadline_seconds or _deadline(plan),
+        timeline=str(timeline) if timeline else None,
+        launcher=launcher,
+    )
 
 
 def _utilization(plan: Plan) -> float | None:
-    """Of a GPU's memory; a CPU's KV cache has the size that the plan says."""
+    """Of a GPU's memory; a CPU's KV cache has the size that the plan gives."""
     return plan.gpu_memory_utilization or MEMORY_UTILIZATION if plan.device == "cuda" else None
 
 
@@ -73,22 +78,22 @@ def _deadline(plan: Plan) -> float:
     return max(_DEADLINE_FACTOR * max(estimate.ttft, estimate.tpot), _LEAST_DEADLINE_SECONDS)
 
 
-def hosts_from(setup: Mapping[str, Any]) -> "Hosts | None":
-    """The hosts of a setup, which listens for them; None where there is but this one. Raises InputError."""
-    if not setup["hosts"]:
+def open_launcher(setup: EngineSetup) -> "Launcher | None":
+    """The launcher of a plan on several hosts, which listens for them; None on one host. Raises InputError."""
+    if setup.launcher is None:
         return None
-    from exeplan.runner.distributed.remote_launcher import Keepers
+    from exeplan.runner.distributed.remote_launcher import RemoteLauncher
     from exeplan.runner.ipc.handshake import cluster_key
 
-    return Keepers(setup["hosts"], cluster_key())
+    return RemoteLauncher(setup.launcher, cluster_key())
 
 
 def build_engine(
-    setup: Mapping[str, Any],
+    setup: EngineSetup,
     *,
-    hosts: "Hosts | None" = None,
+    launcher: "Launcher | None" = None,
     on_loss: Callable[[], None] = lambda: None,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> "Engine":
     """Loads the model and warms it up. Sets torch's compute threads to the plan's: a process has one engine.
 
@@ -97,21 +102,21 @@ def build_engine(
     """
     import torch
 
-    from exeplan.runner.compute.kv_budget import schedule_of, warn_of_shortage
+    from exeplan.runner.compute.kv_budget import warn_if_below_plan
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.tokenizer import Tokenizer
 
     spec = _spec(setup)
-    torch.set_num_threads(setup["num_threads"])
-    executor, schedule = _executor(setup, spec, hosts, on_loss, on_progress), schedule_of(setup)
-    room, planned = executor.room, setup["engine"]["num_blocks"]
-    if room:
-        warn_of_shortage(room, planned)
+    torch.set_num_threads(setup.num_threads)
+    executor = _executor(setup, spec, launcher, on_loss, on_progress)
+    kv_budget, planned = executor.kv_budget, setup.engine.num_blocks
+    if kv_budget:
+        warn_if_below_plan(kv_budget, planned)
     engine = Engine(
         executor,
-        schedule,
+        setup.schedule,
         tokenizer=Tokenizer.load(spec),
-        num_blocks=room.num_blocks if room else planned,
+        num_blocks=kv_budget.num_blocks if kv_budget else planned,
     )
     try:
         warm_up(engine, on_progress=on_progress)
@@ -122,69 +127,77 @@ def build_engine(
 
 
 def build_executor(
-    setup: Mapping[str, Any], *, hosts: "Hosts | None" = None, on_loss: Callable[[], None] = lambda: None
+    setup: EngineSetup, *, launcher: "Launcher | None" = None, on_loss: Callable[[], None] = lambda: None
 ) -> "Executor":
-    """What `build_engine` runs batches on, without a timeline: for an engine that goes on with another plan."""
-    return _executor({**setup, "timeline": None}, _spec(setup), hosts, on_loss)
+    """What `build_engine` runs batches on, without a timeline: for an engine that switches to another plan."""
+    return _executor(replace(setup, timeline=None), _spec(setup), launcher, on_loss)
 
 
-def _spec(setup: Mapping[str, Any]) -> ModelSpec:
+def _spec(setup: EngineSetup) -> ModelSpec:
+    """The model, with a finite context where its KV cache is measured."""
     from exeplan.runner.compute.kv_budget import with_finite_context
 
-    model = setup["model"]
-    spec = model_spec(model["config"], name=model["name"], directory=model["directory"] and Path(model["directory"]))
-    return with_finite_context(spec) if setup["gpu_memory_utilization"] else spec
+    model = setup.model
+    spec = model_spec(model.config, name=model.name, directory=Path(model.directory) if model.directory else None)
+    return with_finite_context(spec) if setup.gpu_memory_utilization else spec
 
 
 def _executor(
-    setup: Mapping[str, Any],
+    setup: EngineSetup,
     spec: ModelSpec,
-    hosts: "Hosts | None",
+    launcher: "Launcher | None",
     on_loss: Callable[[], None],
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> "Executor":
     from exeplan.runner.engine.timeline import TimelineFile
 
-    placement = placement_from(setup["placement"])
-    timeline = TimelineFile(Path(setup["timeline"]), num_stages=len(placement)) if setup["timeline"] else None
-    if sum(stage.tensor_parallel_size for stage in placement) > 1:
-        from exeplan.runner.distributed.multiprocess_executor import Workers
+    placement = setup.placement
+    timeline = TimelineFile(Path(setup.timeline), num_stages=len(placement)) if setup.timeline else None
+    if sum(stage.tensor_parallel_size for stage in placement) == 1:
+        return _single_device_executor(setup, spec, timeline, on_progress)
+    from exeplan.runner.distributed.multiprocess_executor import MultiprocessExecutor
 
-        names = ("model", "placement", "engine", "num_threads", "schedule", "gpu_memory_utilization")
-        shared = {name: setup[name] for name in names}
-        deadline = setup["deadline_seconds"]
-        return Workers(
-            spec,
-            placement,
-            shared,
-            deadline_seconds=deadline,
-            timeline=timeline,
-            on_loss=on_loss,
-            on_progress=on_progress,
-            hosts=hosts,
-        )
+    return MultiprocessExecutor(
+        spec, setup, timeline=timeline, on_loss=on_loss, on_progress=on_progress, launcher=launcher
+    )
+
+
+def _single_device_executor(
+    setup: EngineSetup, spec: ModelSpec, timeline: "TimelineFile | None", on_progress: OnProgress
+) -> "Executor":
     from exeplan.runner.compute.device import local_device
-    from exeplan.runner.compute.gpu_memory import room_for
-    from exeplan.runner.compute.kv_budget import most_rows, own_engine, schedule_of
+    from exeplan.runner.compute.gpu_memory import measure_kv_budget
+    from exeplan.runner.compute.kv_budget import most_rows
     from exeplan.runner.compute.loading_bar import LoadingBar
     from exeplan.runner.compute.model_runner import ModelRunner
     from exeplan.runner.compute.precision import check_precision
-    from exeplan.runner.compute.warm_up import make_ready
-    from exeplan.runner.engine.async_executor import Ahead
-    from exeplan.runner.engine.executor import Local
+    from exeplan.runner.compute.warm_up import warm_up_runner
+    from exeplan.runner.engine.async_executor import AsyncExecutor
+    from exeplan.runner.engine.executor import InProcessExecutor
 
-    place = local_device(setup["engine"]["device"])
-    check_precision(setup["engine"]["dtype"], setup["engine"]["kv_dtype"], place)
-    with LoadingBar(spec, placement, setup["engine"]["dtype"], on_progress=on_progress) as bar:
-        runner = ModelRunner(spec, **own_engine(setup, str(place)), on_read=partial(bar.show, 0))
-    room = room_for(runner, setup)
+    options = setup.engine
+    device = local_device(options.device)
+    check_precision(options.dtype, options.kv_dtype, device)
+    with LoadingBar(spec, setup.placement, options.dtype, on_progress=on_progress) as bar:
+        runner = ModelRunner(
+            spec,
+            dtype=options.dtype,
+            kv_dtype=options.kv_dtype,
+            device=str(device),
+            num_blocks=1 if setup.gpu_memory_utilization else options.num_blocks,  # One until memory is measured.
+            dummy_weights=options.dummy_weights,
+            on_read=partial(bar.show, 0),
+        )
+    kv_budget = measure_kv_budget(runner, setup.schedule, setup.gpu_memory_utilization)
     if runner.kernels is None:
-        return Local(runner, timeline=timeline, room=room)
-    make_ready(runner, most_rows(schedule_of(setup)), shown=True, on_progress=on_progress)
-    return Ahead(runner, timeline=timeline, room=room)
+        return InProcessExecutor(runner, timeline=timeline, kv_budget=kv_budget)
+    warm_up_runner(runner, most_rows(setup.schedule), shown=True, on_progress=on_progress)
+    return AsyncExecutor(runner, timeline=timeline, kv_budget=kv_budget)
 
 
-def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = untold) -> None:
+def warm_up(
+    engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_progress: OnProgress = no_progress
+) -> None:
     """Runs a few short requests, so that the first real one does not pay for torch's first calls."""
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.requests import Request
@@ -198,4 +211,4 @@ def warm_up(engine: "Engine", num_requests: int = 4, num_tokens: int = 8, *, on_
             done += sum(len(output.token_ids) for output in engine.step())
             left = (time.monotonic() - began) * (total / done - 1) if done else 0.0
             bar.update(done / total, left, f"{done} of {total} tokens")
-    engine.census()  # Nobody asked for these.
+    engine.length_stats()  # These requests are no traffic.

@@ -1,23 +1,47 @@
 """EngineClient: the front end's side of the engine process; asyncio, and no torch.
 
 The engine runs in a process of its own, so that neither HTTP nor JSON ever delays an iteration. Events are read as fast
-as they come and wait in the job they belong to, so a slow HTTP client holds nothing but its own tokens.
+as they come and wait in the job that they belong to, so a slow HTTP client delays only its own tokens.
 """
 
 import asyncio
 import itertools
-import json
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias, assert_never
 
 from exeplan.errors import InputError
-from exeplan.runner.ipc.frames import HEADER, Event, Loading, Stats, frame
+from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.ipc.messages import (
+    ENGINE_EVENTS,
+    Abort,
+    EngineBroken,
+    EngineDown,
+    EngineEvent,
+    EngineReady,
+    EngineSetup,
+    EngineUp,
+    Event,
+    GetLengthStats,
+    IterationDone,
+    JobRefused,
+    LengthStatsReport,
+    Loading,
+    PlanRefused,
+    PlanSwitched,
+    Prompt,
+    SetupRefused,
+    Stats,
+    Submit,
+    SwitchPlan,
+)
+
+Answer: TypeAlias = LengthStatsReport | PlanSwitched | PlanRefused
 
 _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
@@ -27,7 +51,7 @@ _EXPIRED = "the request had not begun by its deadline, so nothing of it was comp
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
 MAX_UNREAD = 65536
-"""Tokens and log-probabilities that wait for one streaming client; a reader who is further behind is given up."""
+"""Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
 
 
 class EngineError(Exception):
@@ -40,27 +64,27 @@ class EngineError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The sequences of one HTTP request, as far as they are unfinished, and what the engine said about them."""
+    """The sequences of one HTTP request, and the events that the engine sent of them."""
 
     job_id: str
     request_ids: tuple[str, ...]
     open: set[str]
     """Sequences that have not finished."""
     waiting: set[str]
-    """Those of them whose prefill has not begun."""
+    """Those whose prefill has not begun."""
     events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
     streamed: bool = False
     num_unread: int = 0
     """Tokens and log-probabilities of the events that wait."""
 
     def fail(self, error: Exception) -> None:
-        """Whoever reads the events gets this error after those that are there."""
+        """The reader of the events gets this error after those that are there."""
         self.events.put_nowait(error)
 
     async def next_events(self) -> list[Event]:
-        """All events that are there, waiting for the first. Raises InputError or EngineError where one comes first."""
+        """All events so far, waiting for the first. Raises InputError or EngineError where that comes first."""
         events: list[Event] = []
-        self.num_unread = 0  # All that wait are taken below.
+        self.num_unread = 0  # All of them are taken below.
         while not events or not self.events.empty():
             found = await self.events.get()
             if isinstance(found, Event):
@@ -68,22 +92,22 @@ class Job:
                 continue
             if not events:
                 raise found
-            self.events.put_nowait(found)  # For the next call; what came after an error is of no use.
+            self.events.put_nowait(found)  # For the next call; what came after an error is dropped.
             break
         return events
 
 
 class EngineClient:
-    """Starts, feeds and ends one engine process. `failure` says why it can no longer be used, None while it can."""
+    """Starts, feeds and ends one engine process. `failure` is why it can no longer be used; None while it can."""
 
     def __init__(self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
         self.failure: str | None = None
         self.ended = asyncio.Event()
         """Set when there is a failure."""
         self.pause: str | None = None
-        """Why nothing runs at the moment, though it soon will; None while all is well."""
+        """Why nothing runs while workers are restarted; None otherwise."""
         self.loading: Loading | None = Loading("starting the engine")
-        """What is being done before anything can run, None once it is; again where workers begin again."""
+        """What is loaded before anything can run; None once it is, until workers are restarted."""
         self.stats = Stats()
         self.num_blocks = 0
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
@@ -93,12 +117,12 @@ class EngineClient:
         self._numbers = itertools.count(1)
         self._reading: asyncio.Task[None] | None = None
         self._patience, self._progress = math.inf, time.monotonic()
-        self._asked: asyncio.Future[dict[str, Any]] | None = None
-        """The answer to a census or an adoption, of which one is under way at a time."""
+        self._asked: tuple[int, asyncio.Future[Answer]] | None = None
+        """The number of the question that waits for its answer; there is one at a time."""
         self._asking = asyncio.Lock()
 
     @classmethod
-    async def start(cls, setup: Mapping[str, Any]) -> "EngineClient":
+    async def start(cls, setup: EngineSetup) -> "EngineClient":
         """A client that is ready: `launch` and `until_ready`."""
         client = await cls.launch(setup)
         try:
@@ -109,10 +133,11 @@ class EngineClient:
         return client
 
     @classmethod
-    async def launch(cls, setup: Mapping[str, Any]) -> "EngineClient":
-        """Starts the engine process, which begins to load; nothing may be asked of it before `until_ready`."""
+    async def launch(cls, setup: EngineSetup) -> "EngineClient":
+        """Starts the engine process, which begins to load; it takes no other command before `until_ready`."""
+        first = frame(setup)
         ours, theirs = socket.socketpair()
-        # The child looks modules up exactly where this process does, and not in the working directory besides.
+        # The child looks modules up where this process does, and not in the working directory.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = (sys.executable, "-P", "-m", "exeplan.runner.engine_process.process", str(theirs.fileno()))
         with theirs:
@@ -124,25 +149,29 @@ class EngineClient:
                 start_new_session=True,
             )
         client = cls(process, await asyncio.open_unix_connection(sock=ours))
-        client._writer.write(frame(setup))
-        client._patience = setup.get("deadline_seconds") or math.inf
+        client._writer.write(first)
+        client._patience = setup.deadline_seconds
         return client
 
     async def until_ready(self) -> None:
-        """Waits until the model is loaded and warm; `loading` says how far it is.
+        """Waits until the model is loaded and warm; `loading` is how far it is.
 
         Raises InputError when the model cannot be loaded, EngineError when the process failed.
         """
         try:
-            while (message := await self._read())["kind"] == "loading":
-                self._take(message)
+            while isinstance(event := await ENGINE_EVENTS.read_from(self._reader), Loading):
+                self.loading = event
+        except MessageError as error:
+            raise EngineError(str(error)) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise EngineError(await self._how_it_ended()) from None
-        if message["kind"] == "refused":
-            raise InputError(message["message"])
-        if message["kind"] == "broken":
-            raise EngineError(message["message"])
-        self.num_blocks, self.loading = message["num_blocks"], None
+        if isinstance(event, SetupRefused):
+            raise InputError(event.message)
+        if isinstance(event, EngineBroken):
+            raise EngineError(event.message)
+        if not isinstance(event, EngineReady):
+            raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
+        self.num_blocks, self.loading = event.num_blocks, None
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
         self._reading = asyncio.create_task(self._read_on())
 
@@ -152,7 +181,7 @@ class EngineClient:
 
     @property
     def unready(self) -> str | None:
-        """What it does before it can be asked anything; None from then on."""
+        """What it does before it takes commands; None from then on."""
         return f"not ready: {self.loading}" if self._reading is None else None
 
     @property
@@ -161,17 +190,17 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences whose prefill has not begun, also those that are still being tokenized."""
+        """Sequences whose prefill has not begun, those included that are still being tokenized."""
         return sum(len(job.waiting) for job in self._jobs.values())
 
     @property
     def stall(self) -> str | None:
-        """Since when there is work and no iteration, where that is longer than any iteration may take; else None."""
+        """How long there has been work and no iteration, where that is longer than an iteration may take; else None."""
         silent = time.monotonic() - self._progress
         return f"no iteration for {silent:.0f} s" if self._jobs and silent > self._patience else None
 
     def reserve(self, count: int) -> Job:
-        """A job of so many sequences, which has its places in the queue from now on."""
+        """A job of `count` sequences, which has its places in the queue from now on."""
         if not self._jobs:
             self._progress = time.monotonic()
         job_id = str(next(self._numbers))
@@ -179,45 +208,48 @@ class EngineClient:
         self._jobs[job_id] = Job(job_id, request_ids, set(request_ids), set(request_ids))
         return self._jobs[job_id]
 
-    def submit(self, job: Job, requests: Sequence[Mapping[str, Any]], *, stream: bool = True) -> None:
-        """Hands the job's sequences over: `{prompt_token_ids, sampling}` each, in the order of `request_ids`.
+    def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
+        """Sends the job's sequences to the engine, in the order of `request_ids`.
 
         Streamed, each has an event a token; otherwise one for its first token and one for all the others.
         """
         if self.failure:
             raise EngineError(self.failure)
         job.streamed = stream
-        rows = [{"request_id": name, **request} for name, request in zip(job.request_ids, requests, strict=True)]
-        self._writer.write(frame({"kind": "submit", "job": job.job_id, "stream": stream, "requests": rows}))
+        requests = dict(zip(job.request_ids, prompts, strict=True))
+        self._writer.write(frame(Submit(job=job.job_id, stream=stream, requests=requests)))
 
     def release(self, job: Job) -> None:
-        """Ends a job. What is unfinished of it is dropped and its blocks are free at the next iteration."""
+        """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""
         if self._jobs.pop(job.job_id, None) and job.open and not self.failure:
-            self._writer.write(frame({"kind": "abort", "request_ids": sorted(job.open)}))
+            self._writer.write(frame(Abort(request_ids=sorted(job.open))))
 
-    async def census(self) -> dict[str, Any]:
-        """Lengths of requests: `{now, left, running}`, as `wire` says. Raises EngineError when the engine is gone."""
-        return await self._ask({"kind": "census"})
+    async def length_stats(self) -> LengthStatsReport:
+        """Lengths of requests. Raises EngineError when the engine is gone."""
+        answer = await self._ask(GetLengthStats(number=next(self._numbers)))
+        assert isinstance(answer, LengthStatsReport)
+        return answer
 
-    async def adopt(self, setup: Mapping[str, Any]) -> dict[str, Any]:
-        """Goes on with the plan of a setup: `{num_blocks, seconds, num_recomputed, num_carried}`.
+    async def switch_plan(self, setup: EngineSetup) -> PlanSwitched:
+        """Switches to the plan of a setup.
 
         Raises InputError where that is not possible, and nothing has changed; EngineError when the engine is gone.
         """
-        answer = await self._ask({"kind": "adopt", "number": next(self._numbers), "setup": setup})
-        if answer["kind"] == "not-adopted":
-            raise InputError(answer["message"])
-        self.num_blocks = answer["num_blocks"]
+        answer = await self._ask(SwitchPlan(number=next(self._numbers), setup=setup))
+        if isinstance(answer, PlanRefused):
+            raise InputError(answer.message)
+        assert isinstance(answer, PlanSwitched)
         return answer
 
-    async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask(self, question: GetLengthStats | SwitchPlan) -> Answer:
         async with self._asking:
             if reason := self.failure or self.unready:
                 raise EngineError(reason)
-            self._asked = asyncio.get_running_loop().create_future()
-            self._writer.write(frame(message))
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            self._asked = question.number, answer
+            self._writer.write(frame(question))
             try:
-                return await self._asked
+                return await answer
             finally:
                 self._asked = None
 
@@ -225,8 +257,8 @@ class EngineClient:
         """Ends every job with this error."""
         for job in self._jobs.values():
             job.fail(error)
-        if self._asked and not self._asked.done():
-            self._asked.set_exception(error)
+        if self._asked and not self._asked[1].done():
+            self._asked[1].set_exception(error)
 
     async def close(self) -> int | None:
         """Ends the engine process; returns its exit status."""
@@ -241,46 +273,53 @@ class EngineClient:
             await self._reading
         return self._process.returncode
 
-    async def _read(self) -> dict[str, Any]:
-        header = await self._reader.readexactly(HEADER.size)
-        return json.loads(await self._reader.readexactly(HEADER.unpack(header)[0]))
-
     async def _read_on(self) -> None:
         reason = None
         try:
             while reason is None:
-                message = await self._read()
-                reason = self._take(message)
+                reason = self._take(await ENGINE_EVENTS.read_from(self._reader))
+        except MessageError as error:
+            reason = f"the engine process sent something else than an event: {error}"
+            self._writer.close()  # It ends the process.
         except (asyncio.IncompleteReadError, ConnectionError):
             reason = await self._how_it_ended()
         self.failure = self.failure or reason
         self.fail_all(EngineError(self.failure))
         self.ended.set()
 
-    def _take(self, message: Mapping[str, Any]) -> str | None:
-        """Passes a message on; returns why the engine is ending, if it says so."""
-        if message["kind"] == "broken":
-            return message["message"]
-        if message["kind"] in ("census", "adopted", "not-adopted"):
-            if self._asked and not self._asked.done():
-                self._asked.set_result(dict(message))
-            return None
-        if message["kind"] in ("down", "up"):
-            self.pause, self.loading = message.get("message"), None
-            return None
-        if message["kind"] == "loading":
-            self.loading = Loading(message["stage"], message["share"])
-            return None
-        if message["kind"] == "refused":
-            if job := self._jobs.get(message["job"]):
-                job.open.clear()
-                job.fail(InputError(message["message"]))
-            return None
-        self.stats, self._progress = Stats(*message["stats"]), time.monotonic()
-        events = [Event.of(values) for values in message["events"]]
-        # An event may have been on its way when its job was released.
-        self.on_step([event for event in events if self._deliver(event)], self.stats)
+    def _take(self, event: EngineEvent) -> str | None:
+        """Passes an event on. Returns why the engine process ends, if it does."""
+        match event:
+            case IterationDone():
+                self.stats, self._progress = event.stats, time.monotonic()
+                # An event may have been on its way when its job was released.
+                self.on_step([one for one in event.events if self._deliver(one)], self.stats)
+            case JobRefused():
+                if job := self._jobs.get(event.job):
+                    job.open.clear()
+                    job.fail(InputError(event.message))
+            case LengthStatsReport() | PlanSwitched() | PlanRefused():
+                self._take_answer(event)
+            case Loading():
+                self.loading = event
+            case EngineDown():
+                self.pause, self.loading = event.message, None
+            case EngineUp():
+                self.pause = self.loading = None
+            case EngineBroken():
+                return event.message
+            case EngineReady() | SetupRefused():
+                return f"the engine process sent {type(event).__name__} a second time"
+            case _:
+                assert_never(event)
         return None
+
+    def _take_answer(self, answer: Answer) -> None:
+        """An answer to a question that is not waited for any more has no effect but on `num_blocks`."""
+        if isinstance(answer, PlanSwitched):
+            self.num_blocks = answer.num_blocks
+        if self._asked and self._asked[0] == answer.number and not self._asked[1].done():
+            self._asked[1].set_result(answer)
 
     def _deliver(self, event: Event) -> bool:
         """Whether there still is a job that the event belongs to."""

@@ -1,26 +1,29 @@
-"""Adoption: another plan carried out in the running engine's process, and what that process tells of lengths.
+"""PlanSwitcher: switches the running engine to another plan.
 
-With the same devices, layers and room for keys and values only the schedule changes, between two batches. Otherwise new
-workers are built: on CPUs beside the old ones, in a thread, so that these serve until the new ones have loaded; where
-devices have no room for two, after them, and the old ones again where that fails. Weights come from host memory, where
-several devices might have to load others (`host_memory`).
+With the same devices, layers and KV cache only the schedule changes, between two batches. Otherwise new workers are
+built. On CPUs a thread builds them while the old ones go on serving; where a device has no memory for two generations,
+the old ones end first, and are started again if the new ones fail. Weights come from host memory, where several devices
+may have to load other layers (`host_memory.py`).
 
-Keys and values of running requests are carried over (`carrying`) where both plans keep them in the same dtype, made by
-weights of the same dtype, and on this host; otherwise they are computed again.
+The KV cache of running requests moves to the new workers (`kv_migration.py`) if both plans keep keys and values in the
+same dtype, computed from weights of the same dtype, and on this host. Otherwise the requests are computed again.
 
-Not here: which plan, and why (`exeplan.drift.watch`, `replan`).
+Not here: which plan, and why (`exeplan.drift.watch`, `exeplan.runner.replan`).
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from exeplan.errors import InputError
-from exeplan.runner.compute.kv_budget import schedule_of
 from exeplan.runner.ipc.host_memory import keep_weights
+from exeplan.runner.ipc.messages import EngineSetup, PlanRefused, PlanSwitched, SwitchPlan
 
 if TYPE_CHECKING:
     from exeplan.runner.engine.engine import Engine, Output
@@ -29,127 +32,131 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _num_devices(setup: Mapping[str, Any]) -> int:
-    return sum(len(stage["devices"]) for stage in setup["placement"])
+@dataclass(frozen=True, slots=True)
+class ExecutorBuilt:
+    """What the thread that builds the workers of a plan reports to the thread that runs the engine."""
+
+    command: SwitchPlan
+    executor: "Executor | None"
+    reason: str
+    """Why there is no executor."""
 
 
-class Adoption:
-    """Takes the messages `census` and `adopt`, one plan at a time, and `built`, which comes from its own thread."""
+class PlanSwitcher:
+    """Carries out SwitchPlan, one at a time."""
 
     def __init__(
         self,
         engine: "Engine",
-        setup: Mapping[str, Any],
+        setup: EngineSetup,
         *,
-        build: "Callable[[Mapping[str, Any]], Executor]",
-        put: Callable[[dict[str, Any]], None],
+        build: "Callable[[EngineSetup], Executor]",
+        put: Callable[[ExecutorBuilt], None],
     ) -> None:
-        """`build` makes the executor of a setup; `put` passes a message to the thread that calls `take`."""
+        """`build` makes the executor of a setup; `put` passes its argument to the thread that calls `take`."""
         self._engine, self._setup, self._build, self._put = engine, setup, build, put
-        self._coming: Mapping[str, Any] | None = None
-        """The message whose workers are being built."""
-        directory = setup["model"]["directory"] if _num_devices(setup) > 1 else None
-        self._kept = keep_weights(directory and Path(directory))
+        self._building = False
+        """Workers of another plan are being built."""
+        directory = setup.model.directory if _num_devices(setup) > 1 else None
+        self._kept = keep_weights(Path(directory) if directory else None)
         """What workers of later plans load from."""
 
-    def take(self, message: Mapping[str, Any], outputs: "list[Output]") -> dict[str, Any] | None:
-        """Carries a message out; what requests got meanwhile is added to the outputs. Returns the answer, if any."""
-        if message["kind"] == "census":
-            return self._census()
+    def take(self, command: SwitchPlan | ExecutorBuilt, outputs: "list[Output]") -> PlanSwitched | PlanRefused | None:
+        """Begins or finishes a switch. Adds to `outputs` what requests got meanwhile.
+
+        Returns the answer; None while workers are being built.
+        """
+        switch = command if isinstance(command, SwitchPlan) else command.command
         try:
-            if message["kind"] == "built":
-                coming, self._coming = self._coming, None
-                assert coming is not None
-                return self._finish(coming, message, outputs)
-            return self._begin(message, outputs)
+            if isinstance(command, SwitchPlan):
+                return self._begin(command, outputs)
+            self._building = False
+            return self._finish(command, outputs)
         except InputError as error:
-            return {"kind": "not-adopted", "number": message["number"], "message": str(error)}
+            return PlanRefused(number=switch.number, message=str(error))
 
-    def _census(self) -> dict[str, Any]:
-        census = self._engine.census()
-        return {"kind": "census", "now": census.now, "left": census.left, "running": census.running}
-
-    def _begin(self, message: Mapping[str, Any], outputs: "list[Output]") -> dict[str, Any] | None:
-        setup = message["setup"]
-        if self._coming is not None:
+    def _begin(self, command: SwitchPlan, outputs: "list[Output]") -> PlanSwitched | None:
+        old, new = self._setup, command.setup
+        if self._building:
             raise InputError("another plan is being loaded; try again when it runs")
-        if setup["model"] != self._setup["model"]:
-            raise InputError(
-                f"the plan is for {setup['model']['name']}; this server has {self._setup['model']['name']}"
-            )
-        if self._stays(setup):
-            return self._switch(message, outputs)
-        if setup["engine"]["device"] != "cpu" or setup["hosts"]:
-            old = self._setup
-            return self._switch(message, outputs, lambda: self._build(setup), lambda: self._build(old))
-        self._coming = message
-        threading.Thread(target=self._prepare, args=(message,), daemon=True).start()
+        if new.model != old.model:
+            raise InputError(f"the plan is for {new.model.name}; this server has {old.model.name}")
+        if self._only_schedule_changes(new):
+            return self._switch(command, outputs)
+        if new.engine.device != "cpu" or new.launcher:
+            return self._switch(command, outputs, lambda: self._build(new), lambda: self._build(old))
+        self._building = True
+        threading.Thread(target=self._prepare, args=(command,), daemon=True).start()
         return None
 
-    def _stays(self, setup: Mapping[str, Any]) -> bool:
-        """Whether the devices hold already what the plan needs of them."""
-        old, new = ({**one["engine"], "num_blocks": 0} for one in (self._setup, setup))
+    def _only_schedule_changes(self, new: EngineSetup) -> bool:
+        """Whether the devices already hold what the plan needs of them."""
+        old = self._setup
         return (
-            setup["placement"] == self._setup["placement"]
-            and old == new
-            and setup["num_threads"] == self._setup["num_threads"]
-            and setup["engine"]["num_blocks"] <= self._engine.num_blocks
-            and self._engine.has_room_for(schedule_of(setup))
+            new.placement == old.placement
+            and new.engine == replace(old.engine, num_blocks=new.engine.num_blocks)
+            and new.num_threads == old.num_threads
+            and new.engine.num_blocks <= self._engine.num_blocks
+            and self._engine.fits_kv_budget(new.schedule)
         )
 
-    def _prepare(self, message: Mapping[str, Any]) -> None:
+    def _prepare(self, command: SwitchPlan) -> None:
         executor, reason = None, ""
         try:
-            executor = self._build(message["setup"])
+            executor = self._build(command.setup)
         except InputError as error:
             reason = str(error)
         except Exception as error:
             log.exception("the workers of another plan could not be started")
             reason = f"its workers could not be started: {error}"
-        self._put({"kind": "built", "number": message["number"], "executor": executor, "reason": reason})
+        self._put(ExecutorBuilt(command, executor, reason))
 
-    def _finish(self, coming: Mapping[str, Any], built: Mapping[str, Any], outputs: "list[Output]") -> dict[str, Any]:
-        executor = built["executor"]
+    def _finish(self, built: ExecutorBuilt, outputs: "list[Output]") -> PlanSwitched:
+        executor = built.executor
         if executor is None:
-            raise InputError(built["reason"])
+            raise InputError(built.reason)
         try:
-            return self._switch(coming, outputs, lambda: executor)
+            return self._switch(built.command, outputs, lambda: executor)
         except InputError:
             executor.close()
             raise
 
     def _switch(
         self,
-        message: Mapping[str, Any],
+        command: SwitchPlan,
         outputs: "list[Output]",
         executor: "Callable[[], Executor] | None" = None,
         restore: "Callable[[], Executor] | None" = None,
-    ) -> dict[str, Any]:
-        setup, began = message["setup"], time.perf_counter()
-        switched = self._engine.adopt(
-            schedule_of(setup),
+    ) -> PlanSwitched:
+        setup, began = command.setup, time.perf_counter()
+        switched = self._engine.switch_plan(
+            setup.schedule,
             executor=executor,
             restore=restore,
-            num_blocks=setup["engine"]["num_blocks"] if executor else None,
+            num_blocks=setup.engine.num_blocks if executor else None,
             kv_dtype=self._kv_dtype(setup),
         )
         outputs += switched.outputs
         self._setup = setup
-        return {
-            "kind": "adopted",
-            "number": message["number"],
-            "num_blocks": self._engine.num_blocks,
-            "seconds": time.perf_counter() - began,
-            "num_recomputed": switched.num_recomputed,
-            "num_carried": switched.num_carried,
-        }
-
-    def _kv_dtype(self, setup: Mapping[str, Any]) -> str | None:
-        """That of keys and values; None where workers of that setup cannot use those that there are."""
-        if self._setup["hosts"] or setup["hosts"]:
-            return None
-        old, new = (
-            (engine["kv_dtype"] or engine["dtype"], engine["dtype"], engine["dummy_weights"])
-            for engine in (self._setup["engine"], setup["engine"])
+        return PlanSwitched(
+            number=command.number,
+            num_blocks=self._engine.num_blocks,
+            seconds=time.perf_counter() - began,
+            num_recomputed=switched.num_recomputed,
+            num_carried=switched.num_carried,
         )
-        return new[0] if old == new else None
+
+    def _kv_dtype(self, new: EngineSetup) -> str | None:
+        """That of keys and values; None where workers of that setup cannot use those of the old ones."""
+        old = self._setup
+        if old.launcher or new.launcher:
+            return None
+        before, after = (
+            (setup.engine.kv_dtype or setup.engine.dtype, setup.engine.dtype, setup.engine.dummy_weights)
+            for setup in (old, new)
+        )
+        return after[0] if before == after else None
+
+
+def _num_devices(setup: EngineSetup) -> int:
+    return sum(stage.tensor_parallel_size for stage in setup.placement)

@@ -1,1 +1,1 @@
-"""What passes between processes and ranks: frames, key challenge, collectives, shared host memory."""
+"""Between processes and ranks: messages and their frames, key challenge, collectives, shared host memory."""

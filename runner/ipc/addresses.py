@@ -1,6 +1,6 @@
-"""Addresses of this machine, and the interfaces that have them; Linux only.
+"""Network interfaces of this machine by their addresses; Linux only.
 
-gloo and NCCL want the name of an interface, and listen where they like unless they get one.
+gloo and NCCL take the name of an interface, and may listen on any of them unless they get one.
 """
 
 import array

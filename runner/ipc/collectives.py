@@ -1,12 +1,12 @@
 """Sums and gathers over the ranks of a stage: in shared memory on one host's CPUs, else by torch.distributed.
 
-A layer waits for two sums. Between two CPU ranks gloo takes 0.2-0.5 ms for one of 4 KB, memory that both map 5 us.
+A layer waits for two sums. Between two CPU ranks gloo takes 0.2-0.5 ms for one of 4 KB, shared memory 5 us.
 
 The memory has a counter for every rank, on a cache line of its own, and two slots. For its n-th message a rank writes
 slot n modulo 2, then sets its counter to n, waits until the others have counted n, and reads what they wrote. Two slots
-suffice: who writes message n + 2 has seen everybody count n + 1, and they did that after reading message n.
+suffice: a rank that writes message n + 2 has seen all counters at n + 1, which the others set after reading message n.
 
-Not here: noticing that a rank has died, which is its supervisor's business; here the wait for it ends after a while.
+Not here: noticing that a rank has died, which its supervisor does; here the wait for it ends with a timeout.
 """
 
 import mmap
@@ -22,11 +22,11 @@ from torch import Tensor
 LINE = 64
 PAGE = 4096
 _SLOT = 1 << 20
-"""Bytes that a rank can send at once; what is longer goes in pieces."""
+"""Bytes that a rank can send at once; a longer message goes in pieces."""
 _SPINS = 500
-"""Looks at a counter before the core is offered to others: some 20 us."""
+"""Reads of a counter before the core is yielded: about 20 us."""
 _YIELDS_SECONDS = 2e-3
-"""Whoever waits longer sleeps between looks."""
+"""A rank that waits longer sleeps between reads."""
 _NAP_SECONDS = 50e-6
 
 
@@ -36,28 +36,28 @@ def shared_memory_works() -> bool:
 
 
 class SharedBuffer:
-    """So many bytes of zeroed memory for several processes, made by the one that starts them.
+    """Zeroed memory for several processes, made by the one that starts them.
 
-    They attach by `path` while this process lives and has not closed it; close it once all have. It is in no file
-    system, so that nothing is left behind however the processes end.
+    They attach by `path` while this process lives and has not closed the buffer; close it once all have attached. It is
+    in no file system, so that nothing is left however the processes end.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError when there is not so much memory."""
+        """Raises OSError when there is not enough memory."""
         self._descriptor = os.memfd_create("exeplan-group")
         os.posix_fallocate(self._descriptor, 0, num_bytes)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """The memory stays with those that have attached."""
+        """Processes that have attached keep the memory."""
         os.close(self._descriptor)
 
 
 class SharedMemoryGroup:
-    """A group of two or more ranks on one host, over a `SharedBuffer` made for as many and for them alone.
+    """A group of two or more ranks on one host, over a `SharedBuffer` of their own.
 
     All sum in rank order, and so to the same bits. A wait of more than `timeout` seconds raises TimeoutError; the group
-    is of no use afterwards.
+    cannot be used afterwards.
     """
 
     def __init__(self, path: str, rank: int, size: int, timeout: float) -> None:
@@ -91,7 +91,7 @@ class SharedMemoryGroup:
         return _side_by_side(flat.view(self.size, *x.shape))
 
     def _exchange(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Writes a message for the others and waits for theirs: those of all in rank order, to be read at once."""
+        """Writes a message for the others and waits for theirs. Returns all in rank order, to be read at once."""
         self._turn = turn = self._turn + 1
         shared = self._shared(x.dtype, x.shape)[turn & 1]
         shared[self.rank].copy_(x)
@@ -102,7 +102,7 @@ class SharedMemoryGroup:
         return shared
 
     def _shared(self, dtype: torch.dtype, shape: torch.Size) -> list[tuple[Tensor, ...]]:
-        """For either slot the ranks' messages of that shape."""
+        """For each slot the ranks' messages of that shape."""
         views = self._views.get((dtype, shape))
         if views is None:
             slots = self._slots.view(dtype)[:, :, : shape.numel()]
@@ -111,7 +111,7 @@ class SharedMemoryGroup:
         return views
 
     def _wait(self, peer: int, turn: int) -> None:
-        """Until a rank has counted so far. Where every rank has a core that is soon: looking comes before sleep."""
+        """Until a rank's counter is at `turn`. Where every rank has a core that is soon: it spins before it sleeps."""
         for _ in range(_SPINS):
             if self._counts[peer] >= turn:
                 return
@@ -130,7 +130,7 @@ class SharedMemoryGroup:
 
 
 class DistributedGroup:
-    """A group over a process group of torch.distributed, whose timeout holds; a failed call leaves it of no use.
+    """A group over a process group of torch.distributed, with that group's timeout; a failed call makes it unusable.
 
     Raises what torch raises, RuntimeError, when a rank is gone.
     """
@@ -152,7 +152,7 @@ class DistributedGroup:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Views of a contiguous tensor, each as long as fits a slot."""
+    """Views of a contiguous tensor, each of which fits a slot."""
     return torch.split(x.view(-1), _SLOT // x.element_size())
 
 
@@ -167,7 +167,7 @@ def group_bytes(num_ranks: int) -> int:
 
 
 def attach(path: str) -> mmap.mmap:
-    """The memory of a `SharedBuffer`. Raises OSError when it is not there any more."""
+    """The memory of a `SharedBuffer`. Raises OSError when it has been closed."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         return mmap.mmap(descriptor, 0)

@@ -1,112 +1,94 @@
-"""What the front end and the engine process say to each other: frames of JSON over a pair of connected sockets.
+"""Frames: typed messages over sockets and pipes, each checked against the messages that its channel carries.
 
-A frame is its length in four bytes, big-endian, then one JSON object in UTF-8. No object of Python ever crosses, so
-whoever could write into the channel could at most send a request.
-
-    front end -> engine   setup    what to load (first frame)
-                          submit   {job, requests: [{request_id, prompt_token_ids, sampling, deadline, weight}]}, all or
-                                   none; deadline is None or seconds from now
-                          abort    {request_ids}
-                          census   {}: asks for the lengths of requests
-                          adopt    {number, setup}: go on with another plan, whose setup this is
-    engine -> front end   loading  {stage, share}: how far it is, until it is ready, and where workers load again
-                          ready    {num_blocks}
-                          census   {now, left, running}: `Seen` each, those that left since the last census first
-                          adopted  {number, num_blocks, seconds, num_recomputed, num_carried}: from here on the other
-                                   plan
-                          not-adopted {number, message}: nothing has changed
-                          refused  {job | None, message}: bad input, in the setup or in a submit
-                          step     {events, stats}: what one iteration brought
-                          down     {message}: workers died, and new ones are being started
-                          up       they are there
-                          broken   {message}: a fault of ours, the process ends
+A frame is the length of its body in four bytes, big-endian, then one message in MessagePack (msgpack.org). JSON takes
+as much time and more bytes, and has no infinity, which is the log-probability of a banned token. No pickle ever
+crosses: a process that can write into a channel can at most send a message of that channel.
 """
 
-import json
-import socket
+import asyncio
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, get_args
+
+import msgspec
+
+from exeplan.errors import InputError
 
 HEADER = struct.Struct(">I")
+MAX_BYTES = 1 << 30
+"""Of one message; a frame that announces more is refused before it is read."""
+_PIECE_BYTES = 1 << 20
+M = TypeVar("M")
 
 
-def frame(message: Mapping[str, Any]) -> bytes:
-    """One message as it goes over the socket."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+class MessageError(ConnectionError):
+    """The other process sent something that its channel does not carry; the connection is of no further use."""
+
+
+class Channel(Generic[M]):
+    """One direction of a connection: the messages that it carries, and the most bytes that one may have."""
+
+    def __init__(self, name: str, messages: Any, *, max_bytes: int = MAX_BYTES) -> None:
+        """`messages` is one tagged Struct or a union of them."""
+        self.name, self.max_bytes = name, max_bytes
+        self.messages: tuple[type[Any], ...] = get_args(messages) or (messages,)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(messages)
+
+    def read(self, receive: Callable[[int], bytes]) -> M | None:
+        """The next message, waiting for it; None when the other process has closed the connection.
+
+        `receive` returns at most as many bytes as it is asked for: `socket.recv`, or `read` of a pipe. Raises
+        MessageError for what does not fit, OSError for a connection that broke.
+        """
+        header = _exactly(receive, HEADER.size)
+        body = None if header is None else _exactly(receive, self._size(header))
+        return None if body is None else self.decode(body)
+
+    async def read_from(self, stream: asyncio.StreamReader) -> M:
+        """As `read`. Raises asyncio.IncompleteReadError when the other process has closed the connection."""
+        header = await stream.readexactly(HEADER.size)
+        return self.decode(await stream.readexactly(self._size(header)))
+
+    def decode(self, body: bytes) -> M:
+        """The message of a frame's body. Raises MessageError where it does not fit."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageError(f"a message of {len(body)} bytes does not fit {self.name}: {error}") from None
+
+    def _size(self, header: bytes) -> int:
+        size: int = HEADER.unpack(header)[0]
+        if size > self.max_bytes:
+            raise MessageError(
+                f"a message of {size} bytes does not fit {self.name}: the limit is {self.max_bytes} bytes"
+            )
+        return size
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """One message as it goes over a connection. Raises InputError for an integer of more than 64 bits."""
+    try:
+        body = _ENCODER.encode(message)
+    except OverflowError:
+        raise InputError(f"{type(message).__name__} holds an integer of more than 64 bits; use a smaller one") from None
     return HEADER.pack(len(body)) + body
 
 
-def read_frame(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message, waiting for it; None when the other side is gone."""
-    header = _read_exactly(connection, HEADER.size)
-    body = _read_exactly(connection, HEADER.unpack(header)[0]) if header else None
-    return json.loads(body) if body else None
+def _plain(value: Any) -> float:
+    """A float of numpy, which is a float to everything but an encoder."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{type(value).__name__} is no part of a message")
 
 
-def _read_exactly(connection: socket.socket, size: int) -> bytes | None:
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def _exactly(receive: Callable[[int], bytes], size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
-        part = connection.recv(min(size - len(data), 1 << 20))
-        if not part:
+        piece = receive(min(size - len(data), _PIECE_BYTES))
+        if not piece:
             return None
-        data += part
+        data += piece
     return bytes(data)
-
-
-class Logprob(NamedTuple):
-    """A token and its log-probability; `top` holds the likeliest tokens with theirs, best first."""
-
-    token_id: int
-    logprob: float
-    top: Sequence[tuple[int, float]] = ()
-
-
-class Event(NamedTuple):
-    """New tokens of one sequence. Times are seconds on the engine's clock; `text` may lag behind the tokens."""
-
-    request_id: str
-    token_ids: Sequence[int]
-    text: str
-    finish_reason: str | None
-    first: bool
-    arrival: float
-    """When the engine process received the request."""
-    start: float
-    """When its first prefill began, or when it expired."""
-    time: float
-    num_prompt_tokens: int
-    logprobs: Sequence[Logprob] = ()
-
-    @classmethod
-    def of(cls, values: list[Any]) -> "Event":
-        """From the list that JSON makes of it."""
-        return cls(*values)._replace(logprobs=[Logprob(*entry) for entry in values[-1]])
-
-
-class Loading(NamedTuple):
-    """What an engine that is not ready does, and the share of it that is done."""
-
-    stage: str
-    share: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.stage}, {100 * self.share:.0f} %" if self.share else self.stage
-
-
-def as_values(loading: Loading | None) -> dict[str, Any]:
-    """Its fields by name, nothing where there is nothing to load."""
-    return loading._asdict() if loading else {}
-
-
-class Stats(NamedTuple):
-    """The engine after an iteration, and what it held: `iteration_tokens` and both numbers are 0 where nothing ran."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    free_blocks: int = 0
-    num_blocks: int = 0
-    num_preemptions: int = 0
-    iteration_tokens: int = 0
-    num_prefill: int = 0
-    num_decode: int = 0

@@ -1,10 +1,11 @@
-"""Proof of a shared key: before the two ends of a TCP connection say anything else, each shows that it knows the key.
+"""Key challenge: before anything else is sent over a TCP connection, each end proves that it knows the shared key.
 
-Challenge and response with HMAC-SHA-256. Who accepts sends a nonce; who dials answers with one of its own and a proof
-over both; who accepts answers with its own proof. The side is part of a proof, so that none can be sent back to whoever
-made it, and all messages have a fixed size, so that a stranger can cause no more than a failed comparison.
-Not here: secrecy. What follows is as readable and as changeable on its way as the tensors are: hosts that run one plan
-need a network that is theirs.
+Challenge and response with HMAC-SHA-256. The accepting end sends a nonce; the dialling end answers with a nonce of its
+own and a proof over both; the accepting end answers with its proof. The role is part of a proof, so that a proof cannot
+be sent back to its maker. All challenge messages have a fixed size and are compared in constant time before anything
+else is parsed, so that an unauthenticated peer can cause no more than a failed comparison.
+Not here: encryption. What follows can be read and changed in transit, as the tensors can: hosts that run one plan need
+a private network.
 """
 
 import hmac
@@ -17,19 +18,19 @@ from exeplan.errors import InputError
 
 KEY_VARIABLE = "EXEPLAN_CLUSTER_KEY"
 SECONDS = 5.0
-"""How long the other end may take to prove itself."""
+"""How long the other end may take for the challenge."""
 _MIN_KEY_CHARACTERS = 16
 _NONCE, _PROOF = 32, 32
 _MAGIC = b"exeplan1"
 _RETRY_SECONDS = 0.2
 
 
-class StrangerError(ConnectionError):
+class KeyChallengeError(ConnectionError):
     """The other end does not know the key, or does not speak this protocol."""
 
 
 def cluster_key() -> bytes:
-    """The key of all hosts that run one plan. Raises InputError where there is none, or one that could be guessed."""
+    """The key of all hosts that run one plan. Raises InputError where it is missing or too short."""
     key = os.environ.get(KEY_VARIABLE, "")
     if len(key) < _MIN_KEY_CHARACTERS:
         raise InputError(
@@ -40,17 +41,16 @@ def cluster_key() -> bytes:
 
 
 def dial(host: str, port: int, key: bytes, *, patience: float) -> socket.socket:
-    """A connection on which both ends have proved themselves.
+    """A connection on which both ends have completed the key challenge.
 
-    Tries for `patience` seconds while nobody listens there. Raises InputError when nobody ever does, or who does has
-    another key.
+    Tries for `patience` seconds until the address accepts. Raises InputError when it does not, or has another key.
     """
     deadline = time.monotonic() + patience
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=SECONDS)
             return _proved(connection, key)
-        except StrangerError:
+        except KeyChallengeError:
             raise InputError(f"{host}:{port} has another {KEY_VARIABLE}; give all hosts the same") from None
         except OSError as error:
             if time.monotonic() > deadline:
@@ -62,7 +62,7 @@ def dial(host: str, port: int, key: bytes, *, patience: float) -> socket.socket:
 
 
 def admit(connection: socket.socket, key: bytes) -> None:
-    """The accepting side. Raises StrangerError or another OSError when the other end does not prove itself in time."""
+    """The accepting end. Raises KeyChallengeError or another OSError when the peer does not complete the challenge."""
     deadline = time.monotonic() + SECONDS
     ours = secrets.token_bytes(_NONCE)
     connection.settimeout(SECONDS)
@@ -70,26 +70,26 @@ def admit(connection: socket.socket, key: bytes) -> None:
     answer = _receive(connection, _NONCE + _PROOF, deadline)
     theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(key, b"dials", ours, theirs)):
-        raise StrangerError("it does not know the key")
+        raise KeyChallengeError("it does not know the key")
     connection.sendall(_proof(key, b"accepts", ours, theirs))
     _settle(connection)
 
 
 def _proved(connection: socket.socket, key: bytes) -> socket.socket:
-    """The dialling side, whose connection is closed when it fails."""
+    """The dialling end. Closes the connection when the challenge fails."""
     try:
         deadline = time.monotonic() + SECONDS
         greeting = _receive(connection, len(_MAGIC) + _NONCE, deadline)
         if not greeting.startswith(_MAGIC):
-            raise StrangerError("it is no engine")
+            raise KeyChallengeError("it is no engine")
         ours, theirs = secrets.token_bytes(_NONCE), greeting[len(_MAGIC) :]
         connection.sendall(ours + _proof(key, b"dials", theirs, ours))
         try:
             proof = _receive(connection, _PROOF, deadline)
-        except OSError:  # Closed after our proof: it was not what the other end expected.
-            raise StrangerError("it did not take our proof") from None
+        except OSError:  # Closed after our proof, which the other end did not accept.
+            raise KeyChallengeError("it did not accept our proof") from None
         if not hmac.compare_digest(proof, _proof(key, b"accepts", theirs, ours)):
-            raise StrangerError("it does not know the key")
+            raise KeyChallengeError("it does not know the key")
         _settle(connection)
         return connection
     except BaseException:
@@ -113,7 +113,7 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _settle(connection: socket.socket) -> None:
-    """Waits without limit from now on, sends at once, and notices within seconds when the other host is gone."""
+    """From now on reads block without limit, writes are sent at once, and a lost host is noticed within seconds."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,10 +1,10 @@
-"""Host memory: a checkpoint's files kept where layers that move to other devices are loaded from (ExeGPT, Table 4).
+"""Host memory: a checkpoint's files kept in memory, for layers that move to other devices (ExeGPT, Table 4).
 
 The files are mapped and locked into memory by a process that outlives its workers, so that these find them in the page
-cache whatever else the host does. Where the system forbids to lock so much they are read once, and stay as long as
-nobody needs the room. They are left alone where they would take more than half of what is free.
+cache whatever else the host does. Where the system does not allow locking that much, they are read once, and stay in
+the page cache until the memory is needed. They are not kept if they would take more than half of the free memory.
 
-Not here: copies for a GPU to read directly; a worker takes its part of the files as at the first load.
+Not here: copies for a GPU to read directly; a worker reads its part of the files as at the first load.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _MOST_SHARE = 0.5
 
 
 class KeptFiles:
-    """Files in memory, until it is closed; `num_locked` bytes of them whatever happens."""
+    """Files in memory until `close`; `num_locked` bytes of them cannot be evicted."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.num_bytes = self.num_locked = 0
@@ -38,14 +38,14 @@ class KeptFiles:
                 mapped.madvise(mmap.MADV_WILLNEED)
 
     def close(self) -> None:
-        """Lets them go."""
+        """Unlocks and unmaps them."""
         for mapped in self._maps:
             mapped.close()
         self._maps = []
 
 
 def keep_weights(directory: Path | None) -> KeptFiles | None:
-    """The safetensors files of a model's directory, kept in memory; None where there are none, or no room for them."""
+    """The safetensors files of a model's directory, kept in memory; None if there are none, or too little memory."""
     files = sorted(directory.glob("*.safetensors")) if directory else []
     needed = sum(path.stat().st_size for path in files)
     if not needed:
@@ -60,7 +60,7 @@ def keep_weights(directory: Path | None) -> KeptFiles | None:
 
 
 def available_bytes() -> int:
-    """Memory of the host that can be had without swapping; 0 where the system does not tell."""
+    """Memory of the host that is available without swapping; 0 where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -70,7 +70,7 @@ def available_bytes() -> int:
 
 def _lock(mapped: mmap.mmap) -> bool:
     """Whether the system locked all of it."""
-    address = np.frombuffer(mapped, np.uint8).ctypes.data  # The pages themselves: a copy would be of use to nobody.
+    address = np.frombuffer(mapped, np.uint8).ctypes.data  # Of the mapped pages, not of a copy.
     try:
         return ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped))) == 0
     except (OSError, AttributeError):

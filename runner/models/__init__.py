@@ -1,1 +1,1 @@
-"""One file a model family, found by its Hugging Face `model_type`."""
+"""Model families, found by Hugging Face `model_type`: a file each, or a row of `llama.VARIANTS`."""

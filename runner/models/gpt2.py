@@ -1,7 +1,7 @@
-"""GPT-2: LayerNorm, learned positions, a plain feed-forward block, queries, keys and values stored as one product.
+"""GPT-2: LayerNorm, learned positions, a plain feed-forward block, queries, keys and values in one product.
 
-The checkpoint holds every product transposed (`Conv1D`). `scale_attn_by_inverse_layer_idx` divides the scores by
-the layer's number, `scale_attn_weights` False leaves out the division by sqrt(head_dim).
+The checkpoint has every weight transposed (`Conv1D`). `scale_attn_by_inverse_layer_idx` divides the scores by the layer
+number from 1, `scale_attn_weights` False omits the division by sqrt(head_dim).
 """
 
 import torch
@@ -24,7 +24,7 @@ from exeplan.runner.compute.layers import (
     summed,
 )
 from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Part, Shard, head_parts, inner_part
+from exeplan.runner.compute.shard import Shard, ShardRange, head_ranges, inner_range
 from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "transformer."
@@ -60,8 +60,8 @@ class Layer:
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
         config, name, size, group = spec.config, LAYER.format(index), spec.hidden_size, shard.group
         eps, biased = config.get("layer_norm_epsilon", 1e-5), group.rank == 0
-        heads = head_parts(spec, group)[0].times(spec.head_dim)
-        inner = inner_part(spec, group, integer(config, "n_inner", 4 * size))
+        heads = head_ranges(spec, group)[0].times(spec.head_dim)
+        inner = inner_range(spec, group, integer(config, "n_inner", 4 * size))
         self.attention_norm = LayerNorm(weights, f"{name}.ln_1", size, eps=eps)
         self.attention = SelfAttention(
             attention_shape(spec, shard, index, scale=_scale(spec, index)),
@@ -81,15 +81,17 @@ class Layer:
         return added(self.mlp, self.mlp_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
 
 
-def _fused(heads: Part) -> list[Part]:
-    """Where queries, keys and values of this rank's heads are among the outputs of the one product of all heads."""
+def _fused(heads: ShardRange) -> list[ShardRange]:
+    """The outputs of the merged product that are queries, keys and values of this rank's heads."""
     size = heads.size
     if heads.is_whole:
-        return [Part(3 * size, 0, 3 * size)]
-    return [Part(3 * size, start + heads.start, start + heads.stop) for start in (0, size, 2 * size)]
+        return [ShardRange(3 * size, 0, 3 * size)]
+    return [ShardRange(3 * size, start + heads.start, start + heads.stop) for start in (0, size, 2 * size)]
 
 
-def _transposed(weights: Weights, name: str, inputs: int | Part, *outputs: int | Part, bias: bool = True) -> Product:
+def _transposed(
+    weights: Weights, name: str, inputs: int | ShardRange, *outputs: int | ShardRange, bias: bool = True
+) -> Product:
     weight_OI = torch.cat([weights.take(f"{name}.weight", inputs, part).t() for part in outputs]).contiguous()
     bias_O = torch.cat([weights.take(f"{name}.bias", part) for part in outputs]) if bias else None
     return product(weights, weight_OI, bias_O)

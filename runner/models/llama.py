@@ -1,9 +1,13 @@
-"""Llama: the family the others are compared with.
+"""Llama, and the families that differ from it by a row of a table: Mistral, Qwen2 and Qwen3.
 
 RMSNorm before attention and before a gated feed-forward block, rotary positions, grouped key/value heads, an output
-head that is tied or not. `attention_bias` puts biases on all four attention products, `mlp_bias` on the three of
-the feed-forward block.
+head that may be tied to the embedding. A family with the same layer is added as a row of `VARIANTS`; one with another
+layer is a file of its own.
 """
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +20,53 @@ from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
 EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
-"""Within a layer: self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj, input_layernorm, post_attention_layernorm."""
+"""Within a layer: self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj, input_layernorm, post_attention_layernorm, and
+with `qk_norm` self_attn.{q,k}_norm."""
+
+Config = Mapping[str, Any]
+Flag = bool | str
+"""A constant of the family, or the key of the Hugging Face config that holds it (False where the key is missing)."""
+
+
+def no_window(_config: Config, _layer: int) -> int | None:
+    return None
+
+
+def one_window(config: Config, _layer: int) -> int | None:
+    """The same window on every layer; None where `sliding_window` is null."""
+    return config.get("sliding_window")
+
+
+def window_by_layer(config: Config, layer: int) -> int | None:
+    """Qwen's rule: off unless `use_sliding_window`; then by `layer_types`, or from `max_window_layers` on."""
+    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+        return None
+    kinds = config.get("layer_types")
+    slides = kinds[layer % len(kinds)] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
+    return config["sliding_window"] if slides else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What distinguishes a family of this layer."""
+
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    """Of the attention's output product."""
+    qk_norm: bool = False
+    """RMSNorm over each query head and each key head, before rotation."""
+    window: Callable[[Config, int], int | None] = no_window
+    """Sliding window in tokens by config and layer index; None for full attention."""
+    mlp_bias: Flag = False
+
+
+VARIANTS = {
+    "llama": Variant(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Variant(window=one_window),
+    "qwen2": Variant(qkv_bias=True, window=window_by_layer),
+    "qwen3": Variant(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True, window=window_by_layer),
+}
+"""By Hugging Face `model_type`."""
 
 
 class Model:
@@ -38,15 +88,37 @@ class Model:
 
 class Layer:
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
-        config, name = spec.config, LAYER.format(index)
-        size, eps = spec.hidden_size, config.get("rms_norm_eps", 1e-6)
-        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps)
-        bias = config.get("attention_bias", False)
-        qkv, output = projections(weights, spec, shard.group, f"{name}.self_attn", qkv_bias=bias, output_bias=bias)
-        self.attention = SelfAttention(attention_shape(spec, shard, index), qkv, output)
-        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
-        self.mlp = gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=config.get("mlp_bias", False))
+        variant, name = VARIANTS[spec.family], LAYER.format(index)
+        eps, bias = spec.config.get("rms_norm_eps", 1e-6), _flag(variant.mlp_bias, spec.config)
+        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
+        self.attention = _attention(spec, weights, shard, index, variant, eps)
+        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
+        self.mlp = gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=bias)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
         return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+
+
+def _attention(
+    spec: ModelSpec, weights: Weights, shard: Shard, index: int, variant: Variant, eps: float
+) -> SelfAttention:
+    config, name = spec.config, f"{LAYER.format(index)}.self_attn"
+    qkv, output = projections(
+        weights,
+        spec,
+        shard.group,
+        name,
+        qkv_bias=_flag(variant.qkv_bias, config),
+        output_bias=_flag(variant.output_bias, config),
+    )
+    norms = None
+    if variant.qk_norm:
+        queries, keys = (RMSNorm(weights, f"{name}.{part}_norm", spec.head_dim, eps) for part in "qk")
+        norms = (queries, keys)
+    shape = attention_shape(spec, shard, index, window=variant.window(config, index))
+    return SelfAttention(shape, qkv, output, norms=norms)
+
+
+def _flag(flag: Flag, config: Config) -> bool:
+    return bool(config.get(flag)) if isinstance(flag, str) else flag

@@ -1,8 +1,8 @@
-"""Marian: the original Transformer, encoder and decoder, as OPUS-MT ships it: sinusoidal positions, norms behind sums.
+"""Marian: the original Transformer, encoder and decoder, as in OPUS-MT: sinusoidal positions, norms after sums.
 
-One table embeds both sides and is the output head as well, whose logits get a bias. Sines fill the first half of a
-position's vector and cosines the second, not in turn as in the paper; the decoder counts positions from its own start
-token. Products have biases. LayerNorm stands behind each residual sum, and there is none after the last.
+One table embeds both sides and is also the output head, with a bias on the logits. Sines fill the first half of a
+position's vector and cosines the second, not interleaved as in the paper; the decoder counts positions from its start
+token. Products have biases. LayerNorm follows each residual sum, and there is no final norm.
 
 Source: Vaswani et al. 2017; Junczys-Dowmunt et al. 2018 (Marian). TCB measures this model with 3 + 3 layers
 (`plans/models/tcb-transformer.yaml`). Not here: two vocabularies, and Marian's variants with norms before the blocks.
@@ -35,7 +35,7 @@ from exeplan.runner.compute.layers import (
     summed,
 )
 from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Shard, head_parts, inner_part
+from exeplan.runner.compute.shard import Shard, head_ranges, inner_range
 from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
@@ -46,11 +46,11 @@ _WAVELENGTH = 10000.0
 
 
 class Model:
-    """`layers` are the decoder's, `encoder_layers` the encoder's; a shard may have none of the one or the other."""
+    """`layers` are the decoder's, `encoder_layers` the encoder's; a shard may have none of either."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
         _check(spec)
-        # The last of stages that only run the encoder computes no logits.
+        # The last stage of those that run the encoder only computes no logits.
         around = replace(shard, last=shard.last and shard.num_layers > 0)
         head = EMBEDDING if spec.tied_head else HEAD
         self.vocabulary = Vocabulary(weights, around, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
@@ -90,7 +90,7 @@ def sinusoids(num_positions: int, size: int) -> Tensor:
 class EncoderLayer:
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
         name = LAYER.format("encoder", index)
-        # An encoder layer stores nothing, so it has no place in the cache.
+        # An encoder layer caches nothing, so its index in the cache is unused.
         self.attention = _self_attention(spec, weights, shard, name, shard.layers[0])
         self.attention_norm = LayerNorm(weights, f"{name}.self_attn_layer_norm", spec.hidden_size)
         self.mlp, self.mlp_norm = _feed_forward(spec, weights, shard, name, "encoder_ffn_dim")
@@ -124,7 +124,7 @@ def _self_attention(spec: ModelSpec, weights: Weights, shard: Shard, name: str, 
 
 def _cross_attention(spec: ModelSpec, weights: Weights, shard: Shard, name: str, index: int) -> CrossAttention:
     name, size = f"{name}.encoder_attn", spec.hidden_size
-    width = head_parts(spec, shard.group)[0].times(spec.head_dim)
+    width = head_ranges(spec, shard.group)[0].times(spec.head_dim)
     output = partial_linear(weights, f"{name}.out_proj", size, width, shard.group, bias=True)
     return CrossAttention(
         replace(attention_shape(spec, shard, index), cross=True),
@@ -136,7 +136,7 @@ def _cross_attention(spec: ModelSpec, weights: Weights, shard: Shard, name: str,
 
 def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, name: str, width: str) -> tuple[Block, LayerNorm]:
     size, group = spec.hidden_size, shard.group
-    inner = inner_part(spec, group, integer(spec.config, width, spec.intermediate_size))
+    inner = inner_range(spec, group, integer(spec.config, width, spec.intermediate_size))
     up = linear(weights, {f"{name}.fc1": inner}, size, bias=True)
     down = partial_linear(weights, f"{name}.fc2", size, inner, group, bias=True)
     mlp = MLP(up, down, activation(weights.kernels, spec.config.get("activation_function", "gelu")))
@@ -144,15 +144,17 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, name: str, wi
 
 
 def _check(spec: ModelSpec) -> None:
-    """Raises InputError for what transformers or Marian would compute otherwise than is done here."""
+    """Raises InputError for settings that this file does not implement."""
     config = spec.config
     if config.get("share_encoder_decoder_embeddings") is False:
-        raise InputError(f"'{spec.name}' has two vocabularies (share_encoder_decoder_embeddings is false); one is run")
+        raise InputError(
+            f"'{spec.name}' has two vocabularies (share_encoder_decoder_embeddings is false); one is supported"
+        )
     for flag in ("normalize_before", "add_final_layer_norm", "normalize_embedding"):
         if config.get(flag):
             raise InputError(f"'{spec.name}' sets {flag}, which is not supported; OPUS-MT's models leave it false")
     heads = config.get("encoder_attention_heads", spec.num_heads)
     if heads != spec.num_heads:
         raise InputError(
-            f"'{spec.name}' has {heads} heads in its encoder and {spec.num_heads} in its decoder; alike is run"
+            f"'{spec.name}' has {heads} heads in its encoder and {spec.num_heads} in its decoder; they must be equal"
         )

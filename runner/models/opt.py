@@ -1,8 +1,8 @@
 """OPT: LayerNorm instead of RMSNorm, learned positions, a plain feed-forward block, no rotary embedding.
 
-Positions start at 2 in the table. `do_layer_norm_before` False puts the norms behind the residual sums and drops
-the final one. `word_embed_proj_dim` other than the hidden size adds a projection behind the embedding and one
-before the tied head.
+Positions start at 2 in the table. `do_layer_norm_before` False puts the norms after the residual sums and omits the
+final one. `word_embed_proj_dim` other than the hidden size adds a projection after the embedding and one before the
+tied head.
 """
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from exeplan.runner.compute.layers import (
     summed,
 )
 from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Shard, inner_part
+from exeplan.runner.compute.shard import Shard, inner_range
 from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = "model."
@@ -76,7 +76,7 @@ class Layer:
         config, name, size = spec.config, LAYER.format(index), spec.hidden_size
         bias, affine = config.get("enable_bias", True), config.get("layer_norm_elementwise_affine", True)
         group = shard.group
-        inner = inner_part(spec, group, integer(config, "ffn_dim", 4 * size))
+        inner = inner_range(spec, group, integer(config, "ffn_dim", 4 * size))
         self.norm_first = config.get("do_layer_norm_before", True)
         self.attention_norm = LayerNorm(weights, f"{name}.self_attn_layer_norm", size, affine=affine)
         qkv, output = projections(

@@ -1,9 +1,9 @@
-"""T5 and Flan-T5: an encoder-decoder model that knows positions by a bias on the scores, and by nothing else.
+"""T5 and Flan-T5: an encoder-decoder model with positions only as a bias on the scores.
 
-The bias depends on the bucketed distance of key and query: one table for the encoder, both ways, one for the decoder,
-backwards, each held by the first layer of its stack and used by all. Scores are not scaled. RMSNorm before every block,
-no biases in the products. The feed-forward block is plain (v1.0) or gated (v1.1, Flan). A head that is tied takes the
-hidden state scaled by hidden_size ** -0.5 (v1.0); later ones have a head of their own.
+The bias depends on the bucketed distance of key and query: one bidirectional table for the encoder, one backward table
+for the decoder, each stored with the first layer of its stack and shared by all. Scores are not scaled. RMSNorm before
+every block, no biases in the products. The feed-forward block is plain (v1.0) or gated (v1.1, Flan). A tied head takes
+the hidden state scaled by hidden_size ** -0.5 (v1.0); later versions have an untied head.
 
 Source: Raffel et al. 2020, section 2.1; the buckets are Mesh TensorFlow's. Not here: mT5 and UMT5.
 """
@@ -39,7 +39,7 @@ from exeplan.runner.compute.layers import (
     summed,
 )
 from exeplan.runner.compute.rotary import Angles
-from exeplan.runner.compute.shard import Group, Shard, head_parts, inner_part
+from exeplan.runner.compute.shard import Group, Shard, head_ranges, inner_range
 from exeplan.runner.compute.vocabulary import Vocabulary
 
 PREFIX = ""
@@ -51,14 +51,14 @@ _BUCKETS, _MAX_DISTANCE = 32, 128
 
 
 class Model:
-    """`layers` are the decoder's, `encoder_layers` the encoder's; a shard may have none of the one or the other."""
+    """`layers` are the decoder's, `encoder_layers` the encoder's; a shard may have none of either."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
         if weights.dtype == torch.float16:
             raise InputError(f"'{spec.name}' overflows in float16, as T5 models do; use bfloat16 or float32")
         head = HEAD if not spec.tied_head and weights.holds(HEAD) else EMBEDDING
         self.scale = spec.hidden_size**-0.5 if spec.tied_head else 1.0
-        # The last of stages that only run the encoder computes no logits.
+        # The last stage of those that run the encoder only computes no logits.
         around = replace(shard, last=shard.last and shard.num_layers > 0)
         self.vocabulary = Vocabulary(weights, around, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
         self.encoder_layers: list[Layer] = []
@@ -91,17 +91,17 @@ class Model:
 
 
 class RelativeBias:
-    """A stack's table, `[buckets, H]` of this rank's heads, read by the position of a key less its query's."""
+    """A stack's table, `[buckets, H]` of this rank's heads, indexed by the position of the key minus the query's."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, group: Group, stack: str, *, both_ways: bool) -> None:
         buckets = integer(spec.config, "relative_attention_num_buckets", _BUCKETS)
-        self.table_XH = weights.take(TABLE.format(stack), buckets, head_parts(spec, group)[0])
+        self.table_XH = weights.take(TABLE.format(stack), buckets, head_ranges(spec, group)[0])
         self.max_distance = integer(spec.config, "relative_attention_max_distance", _MAX_DISTANCE)
         self.both_ways, self.num_buckets = both_ways, buckets // 2 if both_ways else buckets
 
     @cached_property
     def by_distance(self) -> DistanceBias:
-        """Up to where the last buckets begin."""
+        """Distances up to the beginning of the last buckets."""
         return DistanceBias(self(-self.max_distance, self.max_distance), self.max_distance)
 
     def __call__(self, first: int, last: int) -> Tensor:
@@ -109,7 +109,7 @@ class RelativeBias:
         return self.table_XH[self._buckets(relative_X)].t().contiguous()
 
     def _buckets(self, relative_X: Tensor) -> Tensor:
-        """Half of the buckets are a distance each, the others grow with it; keys behind the query have their own."""
+        """Half of the buckets have one distance each, the others grow logarithmically; later keys have their own."""
         distance_X = relative_X.abs() if self.both_ways else relative_X.neg().clamp_(min=0)
         exact = self.num_buckets // 2
         share_X = torch.log(distance_X.clamp(min=1) / exact) / math.log(self.max_distance / exact)
@@ -143,7 +143,7 @@ class DecoderLayer:
 
 def _cross_attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> CrossAttention:
     name = f"{BLOCK.format('decoder', index, 1)}.EncDecAttention"
-    width = head_parts(spec, shard.group)[0].times(spec.head_dim)
+    width = head_ranges(spec, shard.group)[0].times(spec.head_dim)
     return CrossAttention(
         replace(_shape(spec, shard, index - shard.layers[0]), cross=True),
         linear(weights, {f"{name}.q": width}, spec.hidden_size, bias=False),
@@ -156,17 +156,17 @@ def _self_attention(
     spec: ModelSpec, weights: Weights, shard: Shard, stack: str, index: int, bias: RelativeBias
 ) -> tuple[RMSNorm, SelfAttention]:
     name = BLOCK.format(stack, index, 0)
-    width = head_parts(spec, shard.group)[0].times(spec.head_dim)
+    width = head_ranges(spec, shard.group)[0].times(spec.head_dim)
     outputs = {f"{name}.SelfAttention.{part}": width for part in "qkv"}
     qkv = linear(weights, outputs, spec.hidden_size, bias=False)
-    # An encoder layer stores nothing, so it has no place in the cache.
+    # An encoder layer caches nothing, so its index in the cache is unused.
     shape = replace(_shape(spec, shard, index - shard.layers[0] if stack == "decoder" else 0), bias=bias)
     output = _output(spec, weights, shard.group, f"{name}.SelfAttention")
     return _norm(spec, weights, f"{name}.layer_norm"), SelfAttention(shape, qkv, output)
 
 
 def _feed_forward(spec: ModelSpec, weights: Weights, group: Group, name: str) -> tuple[RMSNorm, Block]:
-    inner, block = inner_part(spec, group, spec.intermediate_size), f"{name}.DenseReluDense"
+    inner, block = inner_range(spec, group, spec.intermediate_size), f"{name}.DenseReluDense"
     gate, _, kind = spec.config.get("feed_forward_proj", "relu").rpartition("-")
     function = (gated_activation if gate else activation)(
         weights.kernels, "gelu_new" if gate and kind == "gelu" else kind
@@ -178,12 +178,12 @@ def _feed_forward(spec: ModelSpec, weights: Weights, group: Group, name: str) ->
 
 
 def _output(spec: ModelSpec, weights: Weights, group: Group, name: str) -> Block:
-    width = head_parts(spec, group)[0].times(spec.head_dim)
+    width = head_ranges(spec, group)[0].times(spec.head_dim)
     return summed(partial_linear(weights, f"{name}.o", spec.hidden_size, width, group, bias=False), group)
 
 
 def _shape(spec: ModelSpec, shard: Shard, layer: int) -> AttentionShape:
-    heads, kv_heads = map(len, head_parts(spec, shard.group))
+    heads, kv_heads = map(len, head_ranges(spec, shard.group))
     return AttentionShape(layer=layer, num_heads=heads, num_kv_heads=kv_heads, head_dim=spec.head_dim, scale=1.0)
 
 

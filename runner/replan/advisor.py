@@ -1,128 +1,149 @@
-"""Advisor: watches the lengths of a service and looks for better plans, in a process of its own that yields to others.
+"""Advisor: watches the lengths of a service's requests and looks for better plans, in a process that yields to others.
 
-`python -m exeplan.runner.replan.advisor` reads messages from its input and answers on its output, one JSON object a
-line:
-
-    start     {plan, rules, fixed, file}       ready
-    look      {now, left, running, vetoed}     looked {state, planned, observed, proposal}
-    adopted   {now, plan}                      ready; the plan is None where it is the last proposal
-    frontier  {}                               frontier {rows}
-
-Each may be answered by refused {message} instead. The process runs at the lowest priority, so that a search costs the
-engine little, and ends with its input. Linux may share processors out by session first (autogroups, sched(7)): then a
-nice value counts within this session only, and the session has one of its own.
-Not here: who asks, and what a proposal leads to (`replan.py`).
+`python -m exeplan.runner.replan.advisor` answers every AdvisorRequest of its input with an AdvisorReply on its output
+(`exeplan.runner.ipc.messages`), and ends with its input. It runs at the lowest priority, so that a search costs the
+engine little. Linux may share processors out by session first (autogroups, sched(7)): then a nice value counts within
+the session only, so this process has a session of its own, whose value it lowers, too.
+Not here: what asks, and what a proposal leads to (`replanner.py`).
 """
 
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import assert_never
 
 from exeplan.core.plan import Plan, as_json
 from exeplan.drift.histograms import lengths_of
-from exeplan.drift.length_monitor import Seen
 from exeplan.drift.save_proposal import save_proposal
-from exeplan.drift.state import Rules
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_problem
 from exeplan.planner.problem import Problem
+from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.ipc.messages import (
+    ADVISOR_REQUESTS,
+    AdvisorReady,
+    AdvisorRefused,
+    AdvisorReply,
+    AdvisorRequest,
+    FrontierRows,
+    GetFrontier,
+    Look,
+    Looked,
+    PlanAdopted,
+    ProposedPlan,
+    WatchPlan,
+)
 
 _NICENESS = 19
 _AUTOGROUP, _SESSION_NICENESS = Path("/proc/self/autogroup"), 10
 """A tenth of what another session gets of a processor that both want: with less a search would not end in time."""
-_READY: dict[str, Any] = {"kind": "ready"}
 
 
 class Advisor:
-    """One service's watch."""
+    """The watch of one service."""
 
-    def __init__(self, start: Mapping[str, Any]) -> None:
-        """Raises InputError where profile or workload of the plan are not at hand."""
-        self._fixed, self._file = start["fixed"], start["file"] and Path(start["file"])
-        plan = plan_from(start["plan"])
-        self._watch = Watch(plan, self._problem(plan), rules=Rules(**start["rules"]))
+    def __init__(self, start: WatchPlan) -> None:
+        """Raises InputError where profile or workload of the plan cannot be read."""
+        self._fixed, self._file = start.fixed_placement, Path(start.file) if start.file else None
+        plan = plan_from(start.plan, folder=Path("/"))
+        self._watch = Watch(plan, self._problem(plan), rules=start.rules)
         self._last: Proposal | None = None
 
-    def take(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Carries a message out and returns the answer."""
-        kinds = {"look": self._look, "adopted": self._adopted, "frontier": self._frontier}
-        return kinds[message["kind"]](message)
+    def take(self, request: AdvisorRequest) -> AdvisorReply:
+        """Carries a request out. Raises InputError where it cannot."""
+        match request:
+            case Look():
+                return self._look(request)
+            case PlanAdopted():
+                return self._adopted(request)
+            case GetFrontier():
+                return self._frontier()
+            case WatchPlan():
+                raise MessageError("the first request, and no other, must be WatchPlan")
+            case _:
+                assert_never(request)
 
     def _problem(self, plan: Plan) -> Problem:
         problem = plan_problem(plan)
         return replace(problem, cluster=None) if self._fixed else problem
 
-    def _look(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _look(self, look: Look) -> Looked:
         watch = self._watch
-        if message["vetoed"]:
-            watch.vetoed(now=message["now"])
-        watch.note([Seen(*row) for row in message["left"]], [Seen(*row) for row in message["running"]])
-        state, proposal = watch.look(message["now"])
+        if look.vetoed:
+            watch.vetoed(now=look.now)
+        watch.note(look.left, look.running)
+        state, proposal = watch.look(look.now)
         planned, observed = lengths_of(watch.planned, watch.observed)
-        found = {"kind": "looked", "state": asdict(state), "planned": asdict(planned), "proposal": None}
-        if proposal:
-            found["proposal"] = self._propose(proposal)
-        return {**found, "observed": asdict(observed) if observed else None}
+        proposed = self._propose(proposal) if proposal else None
+        return Looked(state=state, planned=planned, observed=observed, proposal=proposed)
 
-    def _propose(self, proposal: Proposal) -> dict[str, Any]:
+    def _propose(self, proposal: Proposal) -> ProposedPlan:
         if self._file:
             proposal = replace(proposal, plan=save_proposal(proposal.plan, proposal.workload, self._file))
         self._last = proposal
-        return {
-            "plan": as_json(proposal.plan),
-            "reason": proposal.reason,
-            "old": asdict(proposal.old) if proposal.old else None,
-            "new": asdict(proposal.new),
-            "file": str(self._file) if self._file else None,
-        }
+        return ProposedPlan(
+            plan=as_json(proposal.plan),
+            reason=proposal.reason,
+            old=proposal.old,
+            new=proposal.new,
+            file=str(self._file) if self._file else None,
+        )
 
-    def _adopted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if message["plan"] is None:
+    def _adopted(self, adopted: PlanAdopted) -> AdvisorReady:
+        if adopted.plan is None:
             assert self._last is not None
-            self._watch.adopted(self._last, now=message["now"])
+            self._watch.adopted(self._last, now=adopted.now)
         else:
-            plan = plan_from(message["plan"])
-            self._watch.adopted(plan, now=message["now"], problem=self._problem(plan))
-        return _READY
+            plan = plan_from(adopted.plan, folder=Path("/"))
+            self._watch.adopted(plan, now=adopted.now, problem=self._problem(plan))
+        return AdvisorReady()
 
-    def _frontier(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _frontier(self) -> FrontierRows:
         from exeplan.planner.frontier_plot import frontier_rows
         from exeplan.planner.optimize import optimize, with_frontier
 
         problem = self._watch.problem
         found = optimize(problem, policies=self._watch.policies, advise=False).candidates
         results = {c.policy: with_frontier(problem, c, num_bounds=8) for c in found if c.search and c.placement}
-        return {"kind": "frontier", "rows": [asdict(row) for row in frontier_rows(results)]}
+        return FrontierRows(rows=[asdict(row) for row in frontier_rows(results)])
 
 
 def yield_to_others() -> None:
-    """Puts this process last, and its session where processors are shared out by session."""
+    """Lowers the priority of this process, and of its session where processors are shared out by session."""
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):  # No autogroups here: the nice value is all it takes.
         _AUTOGROUP.write_text(str(_SESSION_NICENESS))
 
 
 def main() -> int:
-    """Answers until its input ends."""
+    """Answers until its input ends. Returns 1 where that is no AdvisorRequest."""
     yield_to_others()
+    output, sys.stdout = sys.stdout.buffer, sys.stderr  # What anything prints is no reply.
     advisor: Advisor | None = None
-    for line in sys.stdin:
-        message, answer = json.loads(line), _READY
-        try:
-            if advisor is None:
-                advisor = Advisor(message)
-            else:
-                answer = advisor.take(message)
-        except InputError as error:  # Of the plan's files; or no plan keeps the bounds.
-            answer = {"kind": "refused", "message": str(error)}
-        print(json.dumps(answer), flush=True)
+    try:
+        while (request := ADVISOR_REQUESTS.read(sys.stdin.buffer.read)) is not None:
+            try:
+                if advisor is None:
+                    advisor, reply = _started(request)
+                else:
+                    reply = advisor.take(request)
+            except InputError as error:  # Of the plan's files; or no plan keeps the bounds.
+                reply = AdvisorRefused(message=str(error))
+            output.write(frame(reply))
+            output.flush()
+    except MessageError as error:
+        print(f"exeplan.replan: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _started(request: AdvisorRequest) -> tuple[Advisor, AdvisorReply]:
+    if not isinstance(request, WatchPlan):
+        raise MessageError(f"the first request must be WatchPlan, found {type(request).__name__}")
+    return Advisor(request), AdvisorReady()
 
 
 if __name__ == "__main__":

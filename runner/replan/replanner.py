@@ -1,50 +1,64 @@
-"""Replanner: the server's side of re-planning; asks how long requests are, has that judged, and carries plans out.
+"""Replanner: the server's side of re-planning: reads the lengths of requests, has them judged, and carries plans out.
 
-Lengths come from the engine's process (`EngineClient.census`), judgement from the advisor's (`advisor.py`), which is
-started when enough requests are known and yields to everything else. A plan is adopted by the engine as a whole or not
-at all; it is written to disk before, and the log shows what changes, with the old and the new prediction.
+Lengths come from the engine process (`EngineClient.length_stats`), judgement from the advisor process (`advisor.py`),
+which is started when enough requests are known and yields to everything else. The engine adopts a plan as a whole or
+not at all; the plan is written to disk before, and the log shows what changes, with the old and the new prediction.
 
     off       nothing is watched; plans can be adopted by hand
     advise    better plans are proposed, and wait for `accept` or `veto`
     auto      better plans are adopted
 
-Not here: routes and signals (`server.py`), when a plan is better (`exeplan.drift.watch`).
+Not here: routes and signals (`exeplan.runner.server`), when a plan is better (`exeplan.drift.watch`).
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json
 from exeplan.core.schedule import Estimate
-from exeplan.drift.state import MODES, DriftState, Histogram, Lengths, Replanned, ReplanState, Rules
+from exeplan.drift.state import MODES, Replanned, ReplanState, RequestLengths, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_model, read_plan
 from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
 from exeplan.planner.plan_diff_text import diff_text
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.ipc.frames import frame
+from exeplan.runner.ipc.messages import (
+    ADVISOR_REPLIES,
+    AdvisorReady,
+    AdvisorRefused,
+    AdvisorReply,
+    AdvisorRequest,
+    EngineSetup,
+    FrontierRows,
+    GetFrontier,
+    Look,
+    Looked,
+    PlanAdopted,
+    ProposedPlan,
+    WatchPlan,
+)
 
 log = logging.getLogger("exeplan.replan")
 SEARCH_SECONDS = 300.0
-"""How long the advisor may take for an answer; then it is ended, and begins again with what it is told from then on."""
+"""How long the advisor may take for a reply; then it is ended, and another starts with the requests from then on."""
 _MOST_KEPT = 4096
-_LINE_BYTES = 1 << 26
 
 OnEvent = Callable[[str, Replanned | str], None]
-"""Is told `proposed`, `adopted`, `vetoed` or `failed`, and what."""
+"""Called with `proposed`, `adopted`, `vetoed` or `failed`, and what that concerns."""
 
 
 class Replanner:
-    """One service's plan, and what becomes of it. `state` says all that is known."""
+    """The plan of one service over time. `state` has all that is known."""
 
     def __init__(
         self,
@@ -52,7 +66,7 @@ class Replanner:
         plan: Plan,
         spec: ModelSpec,
         *,
-        setup: Callable[[Plan], Mapping[str, Any]],
+        setup: Callable[[Plan], EngineSetup],
         mode: str = "advise",
         rules: Rules | None = None,
         file: Path | None = None,
@@ -71,13 +85,13 @@ class Replanner:
         self._rules, self._file, self._fixed = rules or Rules(), file, fixed_placement
         self._on_adopted, self.on_event = on_adopted, on_event
         self._advisor: _AdvisorProcess | None = None
-        self._left: deque[Any] = deque(maxlen=_MOST_KEPT)
+        self._left: deque[RequestLengths] = deque(maxlen=_MOST_KEPT)
         self._adopting = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._now, self._vetoed = 0.0, False
 
     def start(self) -> None:
-        """Begins to watch, unless it is off."""
+        """Begins to watch, unless the mode is off."""
         if self.state.mode == "off":
             return
         if missing := [name for name in ("profile", "workload") if getattr(self.state.plan, name) is None]:
@@ -93,18 +107,18 @@ class Replanner:
         await self._end_advisor()
 
     async def load(self, path: Path, *, source: str = "signal") -> Replanned:
-        """Reads a plan and adopts it. Raises InputError, and nothing has changed, where that cannot be done."""
+        """Reads a plan and adopts it. Raises InputError, and nothing has changed, where that fails."""
         return await self.adopt(read_plan(path), source=source, reason=f"{path} was loaded")
 
     async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
-        """Goes on with another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""
+        """Switches to another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""
         self._check(plan)
         replanned = await self._carry_out(self._replanned(plan, source, reason, new=plan.replay or plan.estimate))
         await self._tell_adopted(plan)
         return replanned
 
     async def accept(self) -> Replanned | None:
-        """Adopts what is proposed; None where nothing is."""
+        """Adopts the proposed plan; None where there is none."""
         if (proposed := self.state.proposed) is None:
             return None
         replanned = await self._carry_out(proposed)
@@ -112,7 +126,7 @@ class Replanner:
         return replanned
 
     def veto(self, reason: str) -> bool:
-        """Drops what is proposed; False where nothing is. For a dwell time there is no other proposal."""
+        """Drops the proposed plan; False where there is none. For a dwell time there is no other proposal."""
         if (proposed := self.state.proposed) is None:
             return False
         self._set(proposed=None, veto=reason)
@@ -122,21 +136,22 @@ class Replanner:
         return True
 
     async def frontier(self) -> list[dict[str, Any]]:
-        """Points of the frontier under the lengths of now; nothing while too few requests are known."""
+        """Points of the frontier under the observed lengths; none while too few requests are known."""
         if not self._advisor:
             return []
-        return (await self._advisor.ask({"kind": "frontier"})).get("rows", [])
+        reply = await self._advisor.ask(GetFrontier())
+        return reply.rows if isinstance(reply, FrontierRows) else []
 
     async def _tell_adopted(self, plan: Plan | None) -> None:
-        """Has the advisor watch another plan: the one it proposed, or this one; it may lack what that takes."""
+        """Has the advisor watch another plan: the one that it proposed, or this one, whose files may be missing."""
         if self._advisor is None:
             if self._watching is None or self._watching.done():
                 self.start()
             return
-        answer = await self._advisor.ask({"kind": "adopted", "now": self._now, "plan": plan and as_json(plan)})
-        if answer["kind"] == "refused":
+        reply = await self._advisor.ask(PlanAdopted(now=self._now, plan=as_json(plan) if plan else None))
+        if isinstance(reply, AdvisorRefused):
             await self._end_advisor()
-            self._set(error=f"nothing is watched: {answer['message']}")
+            self._set(error=f"nothing is watched: {reply.message}")
 
     async def _end_advisor(self) -> None:
         if self._advisor:
@@ -171,7 +186,7 @@ class Replanner:
     async def _carry_out(self, replanned: Replanned) -> Replanned:
         async with self._adopting:
             try:
-                answer = await self._engine.adopt(self._setup(replanned.plan))
+                switched = await self._engine.switch_plan(self._setup(replanned.plan))
             except (InputError, EngineError) as error:
                 self._set(veto=f"the engine refused it: {error}", proposed=None)
                 log.warning("re-plan %d was not adopted: %s", replanned.number, error)
@@ -180,14 +195,14 @@ class Replanner:
             replanned = replace(
                 replanned,
                 number=self.state.num_replans + 1,
-                pause_seconds=answer["seconds"],
-                num_recomputed=answer["num_recomputed"],
-                num_carried=answer["num_carried"],
+                pause_seconds=switched.seconds,
+                num_recomputed=switched.num_recomputed,
+                num_carried=switched.num_carried,
             )
             self._set(plan=replanned.plan, num_replans=replanned.number, last=replanned, proposed=None, veto="")
             self._on_adopted(replanned.plan)
             log.info(
-                "re-plan %d is active (%s: %s); paused for %.3f s, %d requests carried, %d computed again\n%s",
+                "re-plan %d is active (%s: %s); paused for %.3f s, %d requests carried over, %d computed again\n%s",
                 replanned.number,
                 replanned.source,
                 replanned.reason,
@@ -205,58 +220,66 @@ class Replanner:
             try:
                 await self._look()
             except (EngineError, InputError, OSError) as error:
-                log.warning("drift was not looked at: %s", error)
+                log.warning("drift was not checked: %s", error)
                 self._set(error=str(error))
-                if self._engine.failure or isinstance(error, InputError):  # It would be the same the next time.
+                if self._engine.failure or isinstance(error, InputError):  # The next look would fail in the same way.
                     return
 
     async def _look(self) -> None:
-        census = await self._engine.census()
-        self._now = census["now"]
-        self._left.extend(census["left"])
+        stats = await self._engine.length_stats()
+        self._now = stats.now
+        self._left.extend(stats.left)
         if self._advisor is None:
             if len(self._left) < self._rules.least_requests:
                 return
             self._advisor = await self._start_advisor()
-        left, now = list(self._left), self._now
+        left = list(self._left)
         self._left.clear()
-        look = {"kind": "look", "now": now, "left": left, "running": census["running"], "vetoed": self._vetoed}
+        look = Look(now=self._now, left=left, running=stats.running, vetoed=self._vetoed)
         self._vetoed = False
         try:
-            answer = await self._advisor.ask(look)
+            reply = await self._advisor.ask(look)
         except (TimeoutError, EOFError, ConnectionError) as error:
             await self._end_advisor()
-            raise OSError(f"the advisor did not answer ({type(error).__name__}); it begins again") from None
-        drift = _drift_state(answer["state"])
+            raise OSError(f"the advisor did not answer ({type(error).__name__}); it is restarted") from None
+        if isinstance(reply, AdvisorRefused):
+            raise OSError(f"the advisor did not look: {reply.message}")
+        assert isinstance(reply, Looked)
+        await self._take_look(reply)
+
+    async def _take_look(self, looked: Looked) -> None:
+        drift = looked.state
         if drift.missed and drift.verdict != self.state.drift.verdict:
             log.warning("%s", drift.verdict)
-        self._set(
-            drift=drift,
-            planned=_lengths(answer["planned"]),
-            observed=_lengths(answer["observed"]),
-            error="",
-        )
-        if answer["proposal"]:
-            await self._take_proposal(answer["proposal"])
+        self._set(drift=drift, planned=looked.planned, observed=looked.observed, error="")
+        if looked.proposal:
+            await self._take_proposal(looked.proposal)
 
     async def _start_advisor(self) -> "_AdvisorProcess":
         advisor = await _AdvisorProcess.start()
-        start = {"plan": as_json(self.state.plan), "rules": asdict(self._rules), "fixed": self._fixed}
-        answer = await advisor.ask({**start, "file": self._file and str(self._file)})
-        if answer["kind"] == "refused":
+        request = WatchPlan(
+            plan=as_json(self.state.plan),
+            rules=self._rules,
+            fixed_placement=self._fixed,
+            file=str(self._file) if self._file else None,
+        )
+        reply = await advisor.ask(request)
+        if isinstance(reply, AdvisorRefused):
             await advisor.close()
-            raise InputError(f"nothing is watched: {answer['message']}")
+            raise InputError(f"nothing is watched: {reply.message}")
+        assert isinstance(reply, AdvisorReady)
         return advisor
 
-    async def _take_proposal(self, found: Mapping[str, Any]) -> None:
-        estimates = {name: found[name] and Estimate(**found[name]) for name in ("old", "new")}
-        replanned = self._replanned(plan_from(found["plan"]), "drift", found["reason"], **estimates)
-        replanned = replace(replanned, file=found["file"])
+    async def _take_proposal(self, found: ProposedPlan) -> None:
+        replanned = self._replanned(
+            plan_from(found.plan, folder=Path("/")), "drift", found.reason, old=found.old, new=found.new
+        )
+        replanned = replace(replanned, file=found.file)
         self._set(proposed=replanned)
         log.info("re-plan %d is proposed: %s\n%s", replanned.number, replanned.reason, replanned.diff)
         self.on_event("proposed", replanned)
         if self.state.mode == "auto":
-            with contextlib.suppress(InputError):  # It has been logged, and the old plan goes on.
+            with contextlib.suppress(InputError):  # It has been logged, and the old plan stays active.
                 await self.accept()
 
 
@@ -275,46 +298,25 @@ class _AdvisorProcess:
                 *command,
                 stdin=pipe,
                 stdout=pipe,
-                limit=_LINE_BYTES,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
         )
 
-    async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer. Raises TimeoutError where it takes too long, EOFError where the process has ended."""
+    async def ask(self, request: AdvisorRequest) -> AdvisorReply:
+        """The reply. Raises TimeoutError where it takes too long, EOFError where the process has ended."""
         async with self._asking:
             assert self._process.stdin
             assert self._process.stdout
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(frame(request))
             try:
                 async with asyncio.timeout(SEARCH_SECONDS):
-                    line = await self._process.stdout.readline()
-            except TimeoutError:  # What it says later would be taken for the next answer.
+                    return await ADVISOR_REPLIES.read_from(self._process.stdout)
+            except TimeoutError:  # A late reply would be taken for the next one.
                 await self.close()
                 raise
-            if not line:
-                raise EOFError
-            return json.loads(line)
 
     async def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-
-
-def _drift_state(body: Mapping[str, Any]) -> DriftState:
-    predicted = body["predicted"]
-    return DriftState(**{**body, "predicted": predicted and Estimate(**predicted)})
-
-
-def _lengths(body: Mapping[str, Any] | None) -> Lengths | None:
-    if body is None:
-        return None
-    sides = {side: {**body[side]} for side in ("inputs", "outputs")}
-    return Lengths(
-        **{
-            side: Histogram(**{**one, "edges": tuple(one["edges"]), "shares": tuple(one["shares"])})
-            for side, one in sides.items()
-        }
-    )

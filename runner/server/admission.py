@@ -1,8 +1,8 @@
-"""Admission: who is let in, by what the plan can do.
+"""Admission: which requests are admitted, according to the plan.
 
-The queue is bounded; beyond that a request may be refused early because it would come late. The wait is what is ahead
-in the queue over the plan's throughput; to it comes what the plan says of the request itself, a prefill and its own
-output tokens, at most an output of the length that the bound is about.
+The queue is bounded; in addition a request may be refused early because it would be late. Its wait is the number of
+sequences ahead in the queue over the plan's throughput. Its own time is what the plan predicts for a prefill and the
+requested output tokens, at most for an output of the length that the bound is on.
 Not here: what a request may ask for (`protocol`).
 """
 
@@ -25,27 +25,27 @@ class Admission:
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """From now on by this plan. Raises InputError where it cannot tell who is late, and should."""
+        """Follows this plan from now on. Raises InputError where late requests are to be refused and it cannot tell."""
         bounds = bounds_of(plan)
         estimate: Estimate | None = plan.replay or plan.estimate
         if self.refuse_late and not (bounds and estimate):
             lacks = "an estimate; `exeplan simulate` adds one" if bounds else "a bound; give `exeplan optimize` one"
-            raise InputError(f"--admission refuse-late goes by the plan, which lacks {lacks}")
+            raise InputError(f"--admission refuse-late needs the plan's predictions, but the plan lacks {lacks}")
         self._bounds, self._estimate = bounds, estimate
 
     def wait(self, num_waiting: int) -> float:
-        """Seconds until somebody who comes now begins, as the plan has it; 0 where it has no throughput."""
+        """Seconds until a request that arrives now begins, as predicted; 0 for a plan without a throughput."""
         throughput = self._estimate.throughput if self._estimate else 0.0
         return num_waiting / throughput if throughput > 0 else 0.0
 
     def retry_after(self, num_waiting: int) -> int:
-        """Whole seconds in which the plan expects to work off what is waiting, 1 to 60."""
+        """Whole seconds until the waiting sequences have begun, as predicted, 1 to 60."""
         return _retry(self.wait(num_waiting))
 
     def refusal(
         self, count: int, *, num_waiting: int, max_tokens: int | None, deadline: float | None = None
     ) -> RequestError | None:
-        """Why a request of so many sequences is not let in now; None when it is.
+        """Why a request of `count` sequences is not admitted now; None when it is.
 
         `deadline` is the request's own: seconds from now by which it must have begun.
         """
@@ -59,29 +59,27 @@ class Admission:
         if self.refuse_late and deadline is not None:
             late = max(late, self.wait(num_ahead) - deadline)
         if late > 0:
-            message = (
-                f"{num_waiting} sequences are waiting, so this request would come {late:.3g} s later than is promised"
-            )
+            message = f"{num_waiting} sequences are waiting; this request would be {late:.3g} s late"
             return RequestError(message, status=429, code="late", retry_after=_retry(late))
         return None
 
     def _late(self, num_ahead: int, max_tokens: int | None) -> float:
-        """Seconds by which the fullest bound would be missed."""
+        """Seconds by which the request would exceed its bounds, at most; 0 or less when it keeps them."""
         estimate, wait = self._estimate, self.wait(num_ahead)
         if estimate is None or wait == 0.0:
             return 0.0
         longest = estimate.latency if estimate.latency is not None else estimate.latency_p99
         own = longest if max_tokens is None else min(longest, estimate.ttft + (max_tokens - 1) * estimate.tpot)
         takes = {"ttft": estimate.ttft, "tpot": -math.inf}
-        return max((wait + takes.get(bound.about, own) - bound.seconds for bound in self._bounds), default=0.0)
+        return max((wait + takes.get(bound.metric, own) - bound.seconds for bound in self._bounds), default=0.0)
 
 
 def default_max_queue(plan: Plan) -> int:
-    """Four times the residents that the plan expects (by Little's law, where it does not say), and never below 64."""
-    residents = plan.max_seqs or 0
-    if plan.estimate and not residents:
-        residents = math.ceil(plan.estimate.throughput * plan.estimate.latency_p50)
-    return max(64, 4 * residents)
+    """Four times the plan's running sequences (by Little's law, where it does not state them), and at least 64."""
+    running = plan.max_seqs or 0
+    if plan.estimate and not running:
+        running = math.ceil(plan.estimate.throughput * plan.estimate.latency_p50)
+    return max(64, 4 * running)
 
 
 def _retry(seconds: float) -> int:

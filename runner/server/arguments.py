@@ -1,4 +1,4 @@
-"""What `exeplan serve` and `python -m exeplan.runner` can be told, and the server started with it.
+"""The arguments of `exeplan serve` and `python -m exeplan.runner`, and the server that they start.
 
 Imports nothing heavy before `run_server`, so that `--help` is instant.
 """
@@ -6,15 +6,17 @@ Imports nothing heavy before `run_server`, so that `--help` is instant.
 import argparse
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exeplan.runner.ipc.messages import LauncherSetup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
     parser.add_argument("--api-key", metavar="KEY", help="required from clients (default: $EXEPLAN_API_KEY, or none)")
     parser.add_argument(
         "--max-queue", type=int, metavar="N", help="waiting requests before 429 (default: from the plan)"
@@ -22,36 +24,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--admission",
         default="queue",
-        help="refuse-late: also turn away at once (429) who cannot be served within the plan's bounds any more, the "
-        "wait included (default: queue)",
+        help="refuse-late: also refuse at once (429) a request that would exceed the plan's bounds, its wait included "
+        "(default: queue)",
     )
     parser.add_argument(
-        "--request-timeout", default="10min", metavar="TIME", help="give a request up after so long (default 10min)"
+        "--request-timeout",
+        default="10min",
+        metavar="TIME",
+        help="end a request with 504 after it (default 10min)",
     )
     parser.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let pages of this origin, such as https://chat.example.org, use the server; may be repeated",
+        help="allow pages of this origin, such as https://chat.example.org, to use the server; may be repeated",
     )
     parser.add_argument(
         "--replan",
         default="advise",
         metavar="MODE",
-        help="off; advise (default): look whether lengths drift and propose better plans; auto: adopt them",
+        help="off; advise (default): watch the lengths for drift and propose better plans; auto: adopt them",
     )
     parser.add_argument(
-        "--replan-dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default 60s)"
+        "--replan-dwell", default="60s", metavar="TIME", help="minimum time between two re-plans (default 60s)"
     )
     parser.add_argument(
         "--replan-file", type=Path, metavar="PLAN", help="where re-plans are written (default: PLAN-replanned.yaml)"
     )
-    parser.add_argument("--log-format", default="text", help="text (default) or json, one object a line")
+    parser.add_argument("--log-format", default="text", help="text (default) or json, one object per line")
     parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
-    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write what runs when, for Perfetto")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace of the engine for Perfetto")
     parser.add_argument(
         "--deadline", metavar="TIME", help="a batch that takes longer means a hanging worker (default: from the plan)"
     )
@@ -59,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
-        help="of each GPU's memory that may be in use (default: the plan's, 0.9)",
+        help="share of each GPU's memory that may be used (default: the plan's, 0.9)",
     )
     parser.add_argument("--drain", default="30s", metavar="TIME", help="time for running requests after SIGTERM")
 
 
-def run_server(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None) -> int:
-    """Serves until a signal; returns the exit status. `hosts` describes this host where a plan runs on several."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process until the server asks for it.
+def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None) -> int:
+    """Serves until a signal; returns the exit status. `launcher` describes the hosts of a plan on several."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process before the server handles it.
     from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, read_plan
     from exeplan.runner.server.options import ServeOptions
@@ -86,7 +91,7 @@ def run_server(args: argparse.Namespace, hosts: Mapping[str, Any] | None = None)
         drain_seconds=seconds(args.drain, "--drain"),
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
-        hosts=hosts,
+        launcher=launcher,
         plan_file=args.plan,
         replan=args.replan,
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),

@@ -1,9 +1,9 @@
-"""The border to the network: caps, timeouts and the key, before anything of a request is looked at.
+"""The border to the network: size limits, timeouts and the key, before any other code sees a request.
 
-uvicorn takes headers and bodies of any size and waits for them for ever; here a header may have 16 KiB and 10 seconds,
-a body 2 MiB, 10 seconds between parts and 30 in all, and a client who takes nothing of an answer for 30 seconds is cut
-off. Bodies that are being read have a limit together, and so have connections. Answers are OpenAI's error objects
-throughout. A page of another web site cannot use a visitor's browser to send requests, unless its origin is allowed.
+uvicorn accepts headers and bodies of any size and waits for them without limit. Here a header has at most 16 KiB and 10
+seconds, a body 2 MiB, 10 seconds between parts and 30 in total, and a client that reads nothing of a response for 30
+seconds is disconnected. All bodies being read share one limit, and so do connections. Every error is an OpenAI error
+object. A page of another site cannot send requests through a visitor's browser, unless its origin is allowed.
 Not here: TLS, which belongs to a proxy in front.
 """
 
@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from exeplan.runner.server.listener import MAX_CONNECTIONS, keep_watch
+from exeplan.runner.server.listener import MAX_CONNECTIONS, set_keepalive
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import new_request_id
 
@@ -33,30 +33,35 @@ BODY_PAUSE_SECONDS = 10.0
 BODY_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 STALL_SECONDS = 30.0
-"""How long a client may take nothing of an answer that is larger than the buffers on the way."""
+"""How long a client may read nothing of a response that is larger than the buffers on the way."""
 VANISHED_SECONDS = 60
-"""After so long the kernel ends a connection whose other end no longer answers."""
+"""After this time the kernel closes a connection whose peer no longer answers."""
 MAX_BODIES_BYTES = 256 * 1024 * 1024
-"""Of all bodies that are being read."""
+"""Of all bodies being read at one time."""
 OPEN_PATHS = ("/", "/health", "/ready")
-"""What needs no key: probes carry none, and the page at `/` has nothing but its own text."""
+"""The only paths without a key: probes carry none, and the page at `/` holds no data. All others are refused."""
 log = logging.getLogger(__name__)
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 with a limit on how long either side may keep the other waiting, and errors that say which."""
+    """uvicorn's HTTP/1.1 with a limit on how long either side may keep the other waiting, and errors that name it.
+
+    It relies on internals of uvicorn's `H11Protocol`: `conn`, `cycle`, `transport`, `connections`, `headers` and
+    `send_400_response`. pyproject.toml therefore bounds uvicorn from above; raise the bound with these tests green:
+    tests/runner/server/test_bad_input.py, test_overload.py and test_lifecycle.py.
+    """
 
     max_connections = MAX_CONNECTIONS
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
     _num_rest_bytes = 0
-    """Of a body that comes though its request has been answered."""
+    """Of a body that still arrives after its request has been answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
         if connection := transport.get_extra_info("socket"):
-            keep_watch(connection, VANISHED_SECONDS)
+            set_keepalive(connection, VANISHED_SECONDS)
         if len(self.connections) > self.max_connections:
             message = f"{self.max_connections} connections are open already"
             self._close_with(RequestError(message, status=503, code="busy", retry_after=1))
@@ -70,7 +75,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """A request may be refused without its body being read; that is thrown away as it comes, within limits."""
+        """A request may be refused before its body is read; what still arrives of it is discarded, within limits."""
         super().on_response_complete()
         if not self._rest_comes:
             return
@@ -91,7 +96,7 @@ class GuardedProtocol(H11Protocol):
         super().resume_writing()
 
     def _stalled(self) -> None:
-        log.info("a client took nothing of its answer for %g s and is cut off", STALL_SECONDS)
+        log.info("a client read nothing of its response for %g s and is disconnected", STALL_SECONDS)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -109,7 +114,7 @@ class GuardedProtocol(H11Protocol):
 
     def _take_rest(self, num_bytes: int) -> None:
         self._num_rest_bytes += num_bytes
-        if not self._rest_comes:  # Perhaps it is the next request's body that comes now.
+        if not self._rest_comes:  # It may be the next request's body.
             self._rest_came()
         elif self._num_rest_bytes > MAX_BODY_BYTES:
             self.transport.close()
@@ -120,11 +125,11 @@ class GuardedProtocol(H11Protocol):
             self._rest_timer, self._num_rest_bytes = None, 0
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles the parser's exception, which knows the status that fits."""
+        """uvicorn calls this while it handles the parser's exception, which carries the fitting status."""
         if getattr(sys.exception(), "error_status_hint", 400) == 431:
             message = f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB"
             self._close_with(RequestError(message, status=431))
-        else:  # Its other hints, such as 501 for an unknown transfer encoding, would blame us.
+        else:  # Its other hints, such as 501 for an unknown transfer encoding, would be server errors.
             self._close_with(RequestError(msg, status=400))
 
     def _expect_header(self) -> None:
@@ -139,7 +144,7 @@ class GuardedProtocol(H11Protocol):
     def _header_late(self) -> None:
         if self.conn.trailing_data[0]:
             self._close_with(RequestError(f"no complete header within {HEADER_SECONDS:g} s", status=408))
-        else:  # Opened ahead of use and never used: there is nothing to answer.
+        else:  # Opened in advance and never used: there is nothing to answer.
             self.transport.close()
 
     def _close_with(self, error: RequestError) -> None:
@@ -161,13 +166,16 @@ class GuardedProtocol(H11Protocol):
             ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-        if self.cycle and not self.cycle.response_complete:  # Whoever was to answer has nobody to answer to any more.
+        if self.cycle and not self.cycle.response_complete:  # There is no client left to respond to.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
 
 class Gate:
-    """ASGI middleware: large headers get 431, foreign pages 403, and all but `OPEN_PATHS` needs the key, if any."""
+    """ASGI middleware: large headers get 431, pages of other sites 403, paths outside `OPEN_PATHS` 401 without the key.
+
+    It precedes routing: a path is refused whether or not a view exists for it.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, origins: Sequence[str] = ()) -> None:
         self.app = app
@@ -175,12 +183,12 @@ class Gate:
         self._digest = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._objection(scope)):
+        if scope["type"] == "http" and (error := self._refusal(scope)):
             await error_response(error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _objection(self, scope: Scope) -> RequestError | None:
+    def _refusal(self, scope: Scope) -> RequestError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         size = (
             len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
@@ -193,13 +201,13 @@ class Gate:
             return None
         given = [value for name, value in headers if name == b"authorization"]
         kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        # Digests have one length, so that the comparison tells nothing about the key.
+        # Digests have one length, so that the time of the comparison reveals nothing about the key.
         if kind.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
             return None
         return RequestError("a valid API key is needed (Authorization: Bearer KEY)", status=401, code="invalid_api_key")
 
     def _is_foreign(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Whether a browser says that a page of another site makes it send this. Others send no `Origin`."""
+        """Whether a browser states that a page of another site sends this. Other clients send no `Origin`."""
         hosts = [value for name, value in headers if name == b"host"]
         origins = [value for name, value in headers if name == b"origin"]
         return any(o not in self._origins and o.partition(b"://")[2] not in hosts for o in origins)
@@ -213,8 +221,8 @@ def _digest(key: bytes) -> bytes:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that stays away, and
-    503 where the bodies of all requests together are too much."""
+    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that does not arrive,
+    and 503 when the bodies of all requests together are too large."""
     global _num_body_bytes
     if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
         raise _too_large()
@@ -244,9 +252,9 @@ def _too_large() -> RequestError:
 
 
 class ClosingResponse(JSONResponse):
-    """An error to a request that is not read to its end: sent whole, then what still comes is thrown away for a while.
+    """An error for a request that is not read to its end: sent whole, then what still arrives is discarded for a while.
 
-    Closing at once would reset the connection, and the client might never see the answer.
+    Closing at once would reset the connection, and the client might never see the response.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -262,7 +270,7 @@ class ClosingResponse(JSONResponse):
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """The answer for an error."""
+    """The response for an error."""
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

@@ -1,7 +1,7 @@
-"""The values behind the page at `/`: one object that says how the service is, what was promised and what happens.
+"""The page at `/` and its values: one object with the state of the service, predictions and observations.
 
-Everything is small and bounded: a minute of timeline, some hundred requests, histograms of a dozen edges. The frontier
-is computed by whoever re-plans, once a plan, in the background; the page shows it when it is there.
+Everything is small and bounded: a minute of timeline, some hundred requests, histograms of a dozen edges. The advisor
+process computes the frontier once per plan, in the background; the page shows it as soon as it exists.
 """
 
 import asyncio
@@ -11,15 +11,16 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.drift.state import Histogram, ReplanState
 from exeplan.planner.tables import json_line
-from exeplan.runner.ipc.frames import as_values
+from exeplan.runner.ipc.messages import as_values
 from exeplan.runner.server.observed import TICK_SECONDS, TIMELINE_SECONDS, Finished, Tick, shares
-from exeplan.runner.server.predicted import beside
+from exeplan.runner.server.predicted import predicted_and_observed
 from exeplan.runner.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -29,14 +30,15 @@ _DEFAULT_EDGES = (0, *(2**power for power in range(2, 15)))
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The file, and the policy by which a browser runs nothing but what is in it, and asks nobody but this server."""
+    """The file, and its content security policy: a browser runs only its script, and connects only to this server."""
 
     body: bytes
     policy: str
 
 
+@cache
 def load_page() -> Page:
-    """The page out of the package."""
+    """The page, from the package."""
     body = (resources.files("exeplan.runner.server") / "page.html").read_bytes()
     script, style = (_hash(body, tag) for tag in (b"script", b"style"))
     rules = f"script-src {script}; style-src {style}; connect-src 'self'; img-src data:; base-uri 'none'"
@@ -48,15 +50,14 @@ def _hash(body: bytes, tag: bytes) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
 
 
-class Live:
-    """Makes the object; remembers the frontier of the active plan."""
+class Dashboard:
+    """Makes the object; keeps the frontier of the active plan."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._frontier: list[dict[str, Any]] = []
         self._asked: int | None = None
         self._asking: asyncio.Task[None] | None = None
-        self._began = time.time()
 
     def body(self) -> bytes:
         """As JSON."""
@@ -70,7 +71,7 @@ class Live:
         recent = observed.recent()
         return {
             "now": time.time(),
-            "up_seconds": time.time() - self._began,
+            "up_seconds": time.time() - service.started,
             "model": service.model_name,
             "schedule": str(plan.schedule),
             "workload": plan.workload,
@@ -84,7 +85,7 @@ class Live:
             "kv_share": 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0,
             "rejected": dict(service.metrics.rejected),
             "finished": dict(service.metrics.finished),
-            **beside(plan, service.look_back()),
+            **predicted_and_observed(plan, service.snapshot()),
             "timeline": _timeline(observed.timeline, observed.now),
             "requests": _points(recent, observed.now, waiting=observed.waiting),
             "lengths": {

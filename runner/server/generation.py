@@ -1,7 +1,8 @@
-"""Generation: the HTTP answer to one generation request, whole or streamed, for as long as the client is there.
+"""Generation: one generation request from its body to the last byte of its response, whole or streamed.
 
-The status line waits for the first token, so that whatever is wrong with a request is still an HTTP error. After that
-an error is an event of the stream. Whoever goes away has their sequences dropped.
+In this order: does the queue have room (`Service.check_capacity`), the body (`read_body`), is it a request (`parse`),
+is it admitted (`Service.admit`). The status line waits for the first token, so that a wrong request still gets an HTTP
+error. After that an error is an event of the stream. When the client disconnects, its sequences are dropped.
 """
 
 import asyncio
@@ -10,22 +11,34 @@ from collections.abc import AsyncIterator, Sequence
 from textwrap import shorten
 from typing import Any
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from exeplan.errors import InputError
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.client import EngineError, Job
-from exeplan.runner.ipc.frames import Event
-from exeplan.runner.server.connection import error_response
-from exeplan.runner.server.protocol import GenerationRequest, RequestError
+from exeplan.runner.ipc.messages import Event
+from exeplan.runner.server.connection import error_response, read_body
+from exeplan.runner.server.protocol import GenerationRequest, RequestError, parse
 from exeplan.runner.server.request_log import note
-from exeplan.runner.server.responses import Answer
+from exeplan.runner.server.responses import ChatChunk, CompletionChunk, ResponseBuilder
 from exeplan.runner.server.service import Service
 
 
+async def generate(service: Service, kind: type[GenerationRequest], http_request: Request) -> Response:
+    """The response to a request for generation. Raises RequestError where it is refused."""
+    service.check_capacity()
+    try:
+        body = await read_body(http_request)
+    except ClientDisconnect:
+        return Response()
+    request, params = parse(kind, body)
+    return Generation(service, service.admit(request, params), request, params)
+
+
 class Generation(Response):
-    """The answer to a generation request; it owns the job and releases it however it ends."""
+    """The response to an admitted request; it owns the job and releases it however it ends."""
 
     def __init__(self, service: Service, job: Job, request: GenerationRequest, params: SamplingParams) -> None:
         super().__init__()
@@ -36,19 +49,19 @@ class Generation(Response):
         seconds = self._service.request_seconds
         late = EngineError(f"the request was not done within {seconds:g} s", status=504, code="timeout")
         timer = asyncio.get_running_loop().call_later(seconds, self._job.fail, late)
-        answering = asyncio.create_task(self._respond(scope, receive, send))
-        leaving = asyncio.create_task(_client_leaves(receive))
+        responding = asyncio.create_task(self._respond(scope, receive, send))
+        disconnecting = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
+            await asyncio.wait({responding, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
+            if responding.done():
+                responding.result()
             else:
                 note(ended="left")
         finally:
             timer.cancel()
-            answering.cancel()
-            leaving.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+            responding.cancel()
+            disconnecting.cancel()
+            await asyncio.gather(responding, disconnecting, return_exceptions=True)
             self._service.release(self._job)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,30 +69,30 @@ class Generation(Response):
         try:
             prompts = await self._service.start(self._job, self._request, self._params)
             first = await self._job.next_events()
-            answer = self._service.answer(self._request, prompts)
+            builder = self._service.response_builder(self._request, prompts)
             if self._request.stream:
-                await self._stream(answer, first, send)
-                return note(**answer.usage())
-            await self._collect(answer, first)
-            note(**answer.usage())
-            response = JSONResponse(answer.whole())
+                await self._stream(builder, first, send)
+                return note(**builder.usage())
+            await self._collect(builder, first)
+            note(**builder.usage())
+            response = JSONResponse(builder.whole())
         except (InputError, EngineError) as error:
             response = error_response(_as_request_error(error))
         await response(scope, receive, send)
 
-    async def _collect(self, answer: Answer, events: Sequence[Event]) -> None:
+    async def _collect(self, builder: ResponseBuilder, events: Sequence[Event]) -> None:
         while True:
             for event in events:
-                answer.choices[_index(event)].take(event)
-            if answer.finished:
+                builder.choices[_index(event)].take(event)
+            if builder.finished:
                 return
             events = await self._job.next_events()
 
-    async def _stream(self, answer: Answer, first: Sequence[Event], send: Send) -> None:
+    async def _stream(self, builder: ResponseBuilder, first: Sequence[Event], send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for chunks in self._chunks(answer, first):
+            async for chunks in self._chunks(builder, first):
                 body = b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except (InputError, EngineError) as error:
@@ -88,22 +101,27 @@ class Generation(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _chunks(self, answer: Answer, events: Sequence[Event]) -> AsyncIterator[list[dict[str, Any]]]:
-        """Chunks as they come, one an event; more than one at a time where the client is slower than the engine."""
+    async def _chunks(
+        self, builder: ResponseBuilder, events: Sequence[Event]
+    ) -> AsyncIterator[list[CompletionChunk | ChatChunk]]:
+        """Chunks as they come, one an event; several at a time where the client is slower than the engine."""
         options = self._request.stream_options
-        usage = {"usage": None} if options and options.include_usage else {}
-        while not answer.finished:
+        wants_usage = options is not None and options.include_usage
+        while not builder.finished:
             found = []
             for event in events:
-                choice = answer.choices[_index(event)]
+                choice = builder.choices[_index(event)]
                 choice.take(event)
-                found.append({**answer.chunk(choice, event), **usage})
-            if answer.finished and usage:
-                found.append(answer.last_chunk())
-            elif answer.finished:
-                found[-1]["timing"] = answer.timing()
+                chunk = builder.chunk(choice, event)
+                if wants_usage:
+                    chunk["usage"] = None
+                found.append(chunk)
+            if builder.finished and wants_usage:
+                found.append(builder.last_chunk())
+            elif builder.finished:
+                found[-1]["timing"] = builder.timing()
             yield found
-            if not answer.finished:
+            if not builder.finished:
                 events = await self._job.next_events()
 
 
@@ -124,6 +142,6 @@ def _as_request_error(error: Exception) -> RequestError:
     return RequestError(message)
 
 
-async def _client_leaves(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

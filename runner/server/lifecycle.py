@@ -1,10 +1,10 @@
-"""From listening to the end: loading, signals, drain, and the end that an engine's failure brings.
+"""The life of the server: loading, signals, drain, and the end after a failure of the engine.
 
-Probes, the page and refusals are answered from the start; generation once the model is loaded and warm.
-On SIGTERM or SIGINT new requests get 503 and running ones are finished; on the second one everything ends at once. On
+Probes, the page and refusals work from the start; generation works once the model is loaded and warm.
+On SIGTERM or SIGINT new requests get 503 and running ones are finished; a second signal ends everything at once. On
 SIGHUP the plan's file is read again, as soon as there is an engine to take it.
-When the engine has failed for good, which is after its workers died again and again, whoever waits is told, and a
-moment later the server ends by itself with status 1: a supervisor such as systemd can do more than it can.
+When the engine has failed permanently, after its workers died repeatedly, waiting clients get an error, and a moment
+later the server ends with status 1, so that a supervisor such as systemd can restart it.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from exeplan.runner.server.service import Service
 
 KEEP_ALIVE_SECONDS = 75
 CLOSE_SECONDS = 5
-"""How long connections may take to close after the last answer."""
+"""How long connections may take to close after the last response."""
 FAREWELL_SECONDS = 2.0
-"""How long a server whose engine has failed still answers, so that everybody gets to know."""
+"""How long a server whose engine has failed still answers, so that all clients get the error."""
 log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose signals are ours: it would stop listening at once and exit by signal."""
+    """uvicorn's server without its signal handlers, which would stop listening at once and exit by signal."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def answer_until_told(
+async def serve_until_stopped(
     app: ASGIApp, service: Service, listener: socket.socket, *, drain_seconds: float, on_ready: Callable[[], None]
 ) -> None:
-    """Answers until a signal or a failure of the engine, then drains. `on_ready` is called once the engine is.
+    """Serves until a signal or a failure of the engine, then drains. `on_ready` is called once the engine is ready.
 
-    Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was.
+    Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """
     life = _Life(service, _Server(_config(app)), drain_seconds)
     loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ async def answer_until_told(
 
 
 class _Life:
-    """What signals and the engine do to one server."""
+    """How one server reacts to signals and to its engine."""
 
     def __init__(self, service: Service, server: _Server, drain_seconds: float) -> None:
         self.service, self.server, self._drain_seconds = service, server, drain_seconds
@@ -71,7 +71,7 @@ class _Life:
         self._read_later = False
 
     async def watch(self, on_ready: Callable[[], None]) -> None:
-        """Waits for the engine to be ready, and then for it to fail."""
+        """Waits until the engine is ready, and then until it fails."""
         try:
             await self.service.until_ready()
             on_ready()
@@ -84,7 +84,7 @@ class _Life:
             self.server.should_exit = True
 
     def stop(self) -> None:
-        """The first time: no new requests. The second time: no more waiting."""
+        """The first time: no new requests. The second time: no further waiting."""
         notify(STOPPING="1")
         if self._draining:
             self._draining.cancel()
@@ -93,12 +93,12 @@ class _Life:
             log.info("ending before the engine is ready")
             self._end()
         else:
-            log.info("finishing what runs, for at most %g s", self._drain_seconds)
+            log.info("draining: running requests have %g s to finish", self._drain_seconds)
             self.service.draining = True
             self._draining = asyncio.create_task(self._drain())
 
     def read_plan(self) -> None:
-        """Reads the plan's file again, once there is an engine that can go over to it."""
+        """Reads the plan's file again, once there is an engine that can switch to it."""
         if self.service.engine.unready:
             log.info("the plan's file is read again when the engine is ready")
             self._read_later = True
@@ -108,7 +108,7 @@ class _Life:
         task.add_done_callback(self._reading.discard)
 
     async def _drain(self) -> None:
-        """Lets running requests finish, while new ones get 503; then ends the rest with an error."""
+        """Lets running requests finish while new ones get 503, then ends the rest with an error."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
                 while self.service.engine.num_jobs:

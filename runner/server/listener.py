@@ -8,14 +8,14 @@ from exeplan.errors import InputError
 MAX_CONNECTIONS = 4096
 _BACKLOG = 2048
 _SPARE_FILES = 256
-"""Open files that are kept for everything but connections."""
+"""Open files kept free for everything but connections."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises InputError when the address cannot be had."""
+    """A listening socket. Raises InputError when the address is not available."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # A name such as localhost may have both; clients try 127.0.0.1 more surely than ::1.
+        # A name such as localhost may have both families; clients try 127.0.0.1 more often than ::1.
         family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
         listener = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError) as error:
@@ -23,7 +23,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)  # Who only binds may find the port taken when he listens at last.
+        listener.listen(_BACKLOG)  # Another process may listen on a port that is only bound.
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
@@ -32,9 +32,9 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def connection_limit() -> int:
-    """Connections to hold at once, after asking for as many open files as this process may have.
+    """The most connections at one time, after raising the limit of open files as far as this process may.
 
-    A process that runs out of files can no longer accept anybody, and tries again and again.
+    A process that runs out of files can no longer accept a connection, and retries in a loop.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _SPARE_FILES
@@ -44,10 +44,10 @@ def connection_limit() -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(min(MAX_CONNECTIONS, soft - _SPARE_FILES), 16)
 
 
-def keep_watch(connection: socket.socket, seconds: int) -> None:
-    """Lets the kernel end a connection whose other end has vanished, or takes nothing, for about so long."""
+def set_keepalive(connection: socket.socket, seconds: int) -> None:
+    """Lets the kernel close a connection whose peer is gone, or reads nothing, for about `seconds`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Named differently, or not at all, on systems other than Linux.
+    # These have other names, or do not exist, on systems other than Linux.
     for name, value in (("TCP_KEEPIDLE", seconds // 2), ("TCP_KEEPINTVL", seconds // 6), ("TCP_KEEPCNT", 3)):
         if option := getattr(socket, name, None):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,34 +1,68 @@
-"""What `/metrics` shows, in Prometheus' text format: vLLM's names with the prefix `exeplan:`, and the plan's promises
-beside what the last minutes brought (`observed`).
+"""The metrics of the server for Prometheus: vLLM's names with the prefix `exeplan:`, and predicted and observed values.
 
-Times are taken from the engine's clock. `inter_token_latency_seconds` has one sample for each gap between two
-successive deliveries of a sequence; `request_time_per_output_token_seconds` one mean a request.
+Times are on the engine's clock. `inter_token_latency_seconds` has one sample for each gap between two successive
+deliveries of a sequence; `request_time_per_output_token_seconds` has one mean a request. Every name that a server may
+show has its HELP and TYPE lines from the start, and every counter its samples, at 0.
 Source: https://prometheus.io/docs/instrumenting/exposition_formats/ and vLLM's `vllm/v1/metrics/loggers.py`.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from exeplan.core.plan import Plan
-from exeplan.runner.ipc.frames import Event, Stats
+from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.observed import Observed, Snapshot, bounds_of
-from exeplan.runner.server.predicted import predictions
+from exeplan.runner.server.predicted import PREDICTED, predictions
 
+FINISH_REASONS = ("stop", "length", "abort", "expired")
+REJECTIONS = ("queue_full", "late")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _TOKENS = tuple(float(2**power) for power in range(17))
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": _SECONDS,
-    "inter_token_latency_seconds": _SECONDS,
-    "request_time_per_output_token_seconds": _SECONDS,
-    "e2e_request_latency_seconds": _SECONDS,
-    "request_queue_time_seconds": _SECONDS,
-    "request_prefill_time_seconds": _SECONDS,
-    "request_decode_time_seconds": _SECONDS,
-    "request_prompt_tokens": _TOKENS,
-    "request_generation_tokens": _TOKENS,
-    "iteration_tokens_total": _TOKENS,
+    "time_to_first_token_seconds": ("Seconds from the arrival of a request to its first token", _SECONDS),
+    "inter_token_latency_seconds": ("Seconds between successive tokens of a request", _SECONDS),
+    "request_time_per_output_token_seconds": ("Mean seconds per token after the first, one a request", _SECONDS),
+    "e2e_request_latency_seconds": ("Seconds from the arrival of a request to its last token", _SECONDS),
+    "request_queue_time_seconds": ("Seconds from the arrival of a request to the start of its prefill", _SECONDS),
+    "request_prefill_time_seconds": ("Seconds from the start of a prefill to the first token", _SECONDS),
+    "request_decode_time_seconds": ("Seconds from the first token to the last", _SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a finished request", _TOKENS),
+    "request_generation_tokens": ("Output tokens of a finished request", _TOKENS),
+    "iteration_tokens_total": ("Tokens that one iteration computes", _TOKENS),
+}
+_VALUES = {
+    "num_requests": "requests finished",
+    "throughput": "requests per second",
+    "token_throughput": "output tokens per second",
+    "ttft": "mean seconds to the first token",
+    "tpot": "mean seconds per token after the first",
+    "latency": "seconds of the latency that the bound is on",
+    "latency_p50": "median of the latency in seconds",
+    "latency_p99": "99th percentile of the latency in seconds",
+    "kv_tokens": "tokens in the KV cache",
+    "memory_bytes_per_gpu": "bytes of memory on each device",
+    "deadline_share": "share of requests that finish by their deadline",
+    "utility": "utility per second of requests that meet their deadline",
+    "prefill_batch": "sequences a prefill",
+    "decode_batch": "sequences a decode iteration",
+}
+_REPLANNING = {
+    "replans_total": "Plans adopted since the start",
+    "drift_measure": "Distance of the observed from the planned lengths; above 1 it is more than chance",
+    "drift_requests": "Independent requests that the observed lengths are worth",
+    "drift_bound_share": "Utilization of the binding bound under the observed lengths; above 1 it is broken",
+    "drift_best_gain": "Relative gain in throughput of the best other plan",
+    "drift_bound_missed": "Where no plan keeps the bounds: the factor by which they would have to be wider",
+    "replan_pause_seconds": "Seconds without a batch at the last change of plans",
+    "replan_last_seconds": "Time of the last change of plans on the service's clock, in seconds",
+    "replan_proposed": "1 while a proposed plan waits to be accepted",
 }
 
 
@@ -44,13 +78,20 @@ class Histogram:
         self.counts[bisect_left(self.edges, value)] += 1
         self.sum += value
 
-    def lines(self, name: str, label: str) -> Iterator[str]:
-        total = 0
-        for edge, count in zip((*self.edges, "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{{label},le="{edge}"}} {total}'
-        yield f"{name}_sum{{{label}}} {self.sum}"
-        yield f"{name}_count{{{label}}} {total}"
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Each edge with the number of values at or below it."""
+        names = (*map(str, self.edges), "+Inf")
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is read at the moment of a scrape. `replanning` has the names of `exeplan.drift.state.summary`."""
+
+    stats: Stats
+    observed: Snapshot
+    num_waiting: int
+    replanning: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -60,26 +101,29 @@ class _Progress:
     num_tokens: int = 0
 
 
-class ServeMetrics:
-    """Counts what the engine reports: `step` for every iteration, `dropped` for what is aborted."""
+class ServeMetrics(Collector):
+    """Counts what the engine reports: `step` for every iteration, `dropped` for a sequence that is aborted.
 
-    def __init__(self, *, model_name: str, plan: Plan, observed: Observed) -> None:
-        escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        self._label = f'model_name="{escaped}"'
-        self._plan, self.observed = plan, observed
-        self._histograms = {name: Histogram(edges) for name, edges in _HISTOGRAMS.items()}
+    `registry` holds nothing else; `read` is called once a scrape.
+    """
+
+    def __init__(self, *, model_name: str, plan: Plan, observed: Observed, read: Callable[[], Reading]) -> None:
+        self._model_name, self._plan, self.observed, self._read = model_name, plan, observed, read
+        self._histograms = {name: Histogram(edges) for name, (_, edges) in _HISTOGRAMS.items()}
         self._open: dict[str, _Progress] = {}
-        self.finished: Counter[str] = Counter()
-        self.rejected: Counter[str] = Counter()
+        self.finished = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
 
     def adopt(self, plan: Plan) -> None:
-        """From now on the promises of this plan."""
+        """From now on the predictions and bounds of this plan."""
         self._plan = plan
 
     def dropped(self, request_id: str) -> None:
-        """A sequence that will not be finished; those that never ran or have finished are let pass."""
+        """A sequence that will not be finished; one that never ran or has finished is ignored."""
         if self._open.pop(request_id, None):
             self.finished["abort"] += 1
 
@@ -89,13 +133,13 @@ class ServeMetrics:
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
         for event in events:
             progress = self._open.get(event.request_id)
-            if event.finish_reason == "expired":  # Nothing of it was computed, so no time of it is a latency.
+            if event.finish_reason == "expired":  # It was not computed, so its times are no latencies.
                 self.finished["expired"] += 1
                 continue
             if progress is None:
                 self._begin(event)
             else:
-                num_tokens = max(len(event.token_ids), 1)  # Tokens that come together count with their mean gap.
+                num_tokens = max(len(event.token_ids), 1)  # Tokens delivered together count with their mean gap.
                 for _ in range(num_tokens):
                     self._add("inter_token_latency_seconds", (event.time - progress.last) / num_tokens)
             self._take(self._open[event.request_id], event)
@@ -135,51 +179,72 @@ class ServeMetrics:
     def _add(self, name: str, value: float) -> None:
         self._histograms[name].add(value)
 
-    def render(self, stats: Stats, observed: Snapshot, *, num_waiting: int, replanning: Mapping[str, float]) -> str:
-        """The whole page. `num_waiting` counts also what has not reached the engine; `replanning` adds gauges."""
-        used = 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        lines = [
-            *self._one("num_requests_running", "gauge", stats.num_running),
-            *self._one("num_requests_waiting", "gauge", num_waiting),
-            *self._one("kv_cache_usage_perc", "gauge", used),
-            *self._one("num_preemptions_total", "counter", stats.num_preemptions),
-            *self._one("prompt_tokens_total", "counter", self._num_prompt_tokens),
-            *self._one("generation_tokens_total", "counter", self._num_generated_tokens),
-            *self._each("request_success_total", "finished_reason", self.finished),
-            *self._each("admission_rejections_total", "reason", self.rejected),
-        ]
+    def collect(self) -> Iterator[Metric]:
+        """All families, in the order of the page."""
+        reading = self._read()
+        yield from self._engine(reading.stats, reading.num_waiting)
         for name, histogram in self._histograms.items():
-            lines += [f"# TYPE exeplan:{name} histogram", *histogram.lines(f"exeplan:{name}", self._label)]
-        for name, value in replanning.items():
-            lines += self._one(name, "counter" if name.endswith("_total") else "gauge", value)
-        return "\n".join([*lines, *self._beside(observed)]) + "\n"
+            family = HistogramMetricFamily(f"exeplan:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
+            family.add_metric([self._model_name], histogram.cumulative(), histogram.sum)
+            yield family
+        for name, about in _REPLANNING.items():
+            value = reading.replanning.get(name)
+            yield self._counter(name, about, value or 0) if name.endswith("_total") else self._gauge(name, about, value)
+        yield from self._predicted_and_observed(reading.observed)
 
-    def _one(self, name: str, kind: str, value: float) -> list[str]:
-        return [f"# TYPE exeplan:{name} {kind}", f"exeplan:{name}{{{self._label}}} {value}"]
+    def _engine(self, stats: Stats, num_waiting: int) -> Iterator[Metric]:
+        used = 1 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        yield self._gauge("num_requests_running", "Sequences that run", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait for their prefill", num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", used)
+        yield self._counter("num_preemptions_total", "Preemptions", stats.num_preemptions)
+        yield self._counter("prompt_tokens_total", "Prompt tokens of requests that have begun", self._num_prompt_tokens)
+        yield self._counter("generation_tokens_total", "Output tokens", self._num_generated_tokens)
+        yield self._counters("request_success_total", "Sequences that ended", "finished_reason", self.finished)
+        yield self._counters("admission_rejections_total", "Requests not admitted", "reason", self.rejected)
 
-    def _each(self, name: str, by: str, counts: Counter[str]) -> list[str]:
-        rows = [f'exeplan:{name}{{{self._label},{by}="{key}"}} {count}' for key, count in sorted(counts.items())]
-        return [f"# TYPE exeplan:{name} counter", *rows]
+    def _predicted_and_observed(self, snapshot: Snapshot) -> Iterator[Metric]:
+        predicted, bounds = predictions(self._plan), bounds_of(self._plan)
+        for name in PREDICTED:
+            about = f"Predicted by the active plan: {_VALUES[name]}"
+            yield self._gauge(f"plan_predicted_{_unit_name(name)}", about, predicted.get(name))
+        for name in ("num_requests", *(name for name in PREDICTED if hasattr(snapshot, name))):
+            about = f"Observed in the last minutes: {_VALUES[name]}"
+            yield self._gauge(f"observed_{_unit_name(name)}", about, getattr(snapshot, name))
+        on_latency = bounds[0].seconds if bounds and bounds[0].on_latency else None
+        yield self._gauge("plan_latency_bound_seconds", "Bound on the latency in seconds", on_latency)
+        seconds = {bound.metric: bound.seconds for bound in bounds}
+        yield self._gauges("plan_bound_seconds", "Bounds in seconds", "bound", seconds)
+        within = "Observed in the last minutes: share of requests within a bound"
+        yield self._gauges("observed_share_within_bound", within, "bound", snapshot.within)
 
-    def _beside(self, snapshot: Snapshot) -> Iterator[str]:
-        """The plan's promises, and what was observed of the same."""
-        for name, value in predictions(self._plan).items():
-            yield from self._one(f"plan_predicted_{_unit_name(name)}", "gauge", value)
-        for name in ("num_requests", *predictions(self._plan, empty=True)):
-            seen = getattr(snapshot, name, None)
-            if seen is not None:
-                yield from self._one(f"observed_{_unit_name(name)}", "gauge", seen)
-        bounds = bounds_of(self._plan)
-        if bounds and bounds[0].on_latency:
-            yield from self._one("plan_latency_bound_seconds", "gauge", bounds[0].seconds)
-        rows = {
-            "plan_bound_seconds": {bound.about: bound.seconds for bound in bounds},
-            "observed_share_within_bound": snapshot.within,
-        }
-        for name, values in rows.items():
-            yield f"# TYPE exeplan:{name} gauge"
-            for about, value in values.items():
-                yield f'exeplan:{name}{{{self._label},bound="{about}"}} {value}'
+    def _gauge(self, name: str, about: str, value: float | None) -> Metric:
+        """Without a sample where the value is unknown."""
+        family = GaugeMetricFamily(f"exeplan:{name}", about, labels=["model_name"])
+        if value is not None:
+            family.add_metric([self._model_name], value)
+        return family
+
+    def _gauges(self, name: str, about: str, by: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(f"exeplan:{name}", about, labels=["model_name", by])
+        return _with_rows(family, self._model_name, values.items())
+
+    def _counter(self, name: str, about: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"exeplan:{name}", about, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counters(self, name: str, about: str, by: str, values: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(f"exeplan:{name}", about, labels=["model_name", by])
+        return _with_rows(family, self._model_name, sorted(values.items()))
+
+
+def _with_rows(
+    family: GaugeMetricFamily | CounterMetricFamily, model_name: str, rows: Iterable[tuple[str, float]]
+) -> Metric:
+    for label, value in rows:
+        family.add_metric([model_name, label], value)
+    return family
 
 
 def _unit_name(name: str) -> str:

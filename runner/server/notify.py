@@ -1,6 +1,6 @@
-"""What systemd is told of the server where its unit has `Type=notify`: how far it is, that it is ready, that it ends.
+"""Notifications to systemd for a unit with `Type=notify`: the progress of loading, readiness, and the end.
 
-Source: sd_notify(3). Not here: a watchdog; whether work gets on is what `/ready` is asked for.
+Source: sd_notify(3). Not here: a watchdog; `/ready` reports whether the engine makes progress.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import socket
 
 
 def notify(**assignments: str) -> None:
-    """Tells `READY=1`, `STATUS=...` and the like; nothing where nobody asked to be told."""
+    """Sends assignments such as `READY=1` and `STATUS=...`; does nothing where systemd expects no notification."""
     if not (address := os.environ.get("NOTIFY_SOCKET")):
         return
     message = "\n".join(f"{name}={value}" for name, value in assignments.items())

@@ -1,14 +1,13 @@
-"""ServeOptions: everything that `exeplan serve` can be told beside the plan, checked before anything is started."""
+"""ServeOptions: all options of `exeplan serve` apart from the plan, checked before anything is started."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from exeplan.drift.state import MODES
 from exeplan.errors import InputError
+from exeplan.runner.ipc.messages import LauncherSetup
 
 ADMISSIONS = ("queue", "refuse-late")
 LOG_FORMATS = ("text", "json")
@@ -21,14 +20,14 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes a free one."""
+    """0 takes a free port."""
     api_key: str | None = None
     max_queue: int | None = None
-    """Sequences that may wait for their prefill; None: from the plan."""
+    """Sequences that may wait for their prefill; None derives it from the plan."""
     admission: str = "queue"
-    """`refuse-late` also turns away who cannot be served within the plan's bounds any more, the wait included."""
+    """`refuse-late` also refuses requests that would exceed the plan's bounds, the wait included."""
     request_seconds: float = 600.0
-    """After so long a request is given up."""
+    """Timeout of a request."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call this server from a browser."""
     served_model_name: str | None = None
@@ -36,23 +35,23 @@ class ServeOptions:
     drain_seconds: float = 30.0
     timeline: Path | None = None
     deadline_seconds: float | None = None
-    """A batch that takes longer on any stage means a hanging worker; None: from the plan."""
-    hosts: Mapping[str, Any] | None = None
-    """What `python -m exeplan.runner` knows of the hosts of the plan; None where all devices are on this one."""
+    """A batch that takes longer on any stage means a hanging worker; None derives it from the plan."""
+    launcher: LauncherSetup | None = None
+    """The plan's hosts as `python -m exeplan.runner` knows them; None where all devices are on this host."""
     plan_file: Path | None = None
-    """Where the plan was read, to be read again on SIGHUP."""
+    """The plan's file, which SIGHUP reads again."""
     replan: str = "advise"
-    """Whether better plans are looked for, and adopted: off, advise, auto."""
+    """`off`, `advise` (propose better plans) or `auto` (adopt them)."""
     replan_dwell_seconds: float = 60.0
-    """Between two re-plans, at least."""
+    """Minimum time between two re-plans."""
     replan_file: Path | None = None
-    """Where re-plans are written; None: beside the plan."""
+    """Where re-plans are written; None for the folder of the plan."""
     log_format: str = "text"
     log_level: str = "info"
 
     @property
     def written_to(self) -> Path | None:
-        """Where re-plans go: what was said, or beside the plan; None for a plan that is in no file."""
+        """Where re-plans are written: `replan_file`, or next to the plan; None for a plan that is in no file."""
         plan = self.plan_file
         return self.replan_file or (plan and plan.with_name(f"{plan.stem}-replanned.yaml"))
 

@@ -1,31 +1,78 @@
-"""What the OpenAI-compatible endpoints accept, strictly: no coercion, no field that is accepted and ignored.
+"""What the OpenAI-compatible endpoints accept, strictly: no coercion, and no field that is accepted and then ignored.
 
+The models are the one source of every limit: they check requests, and `/openapi.json` describes them. Limits that the
+engine also checks come from `sampling`; `SamplingParams` adds what two fields must satisfy together.
 Source: the OpenAI API reference (completions, chat completions), with vLLM's names for what OpenAI lacks. A field that
-OpenAI documents and this server does not offer is accepted at its harmless value only (`best_of=1`, `tools=[]`).
-A field that is null counts as absent. Every number has a least and a greatest value.
+OpenAI documents and this server does not offer is accepted only at values that change nothing (`best_of=1`,
+`tools=[]`). A field that is null counts as absent. Every number has a minimum and a maximum.
 
-Of our own there are `deadline`, seconds from now after which the answer is of no use, and `weight`, what it counts
-beside others of its length. A request that has not begun by its deadline costs nothing and is answered 408 with the
-code `deadline_exceeded`; one that has begun is finished. The plan's `order` says what they change for who goes first.
+Two fields are exeplan's own: `deadline`, seconds after which the output is of no use, and `weight`, the value of the
+request relative to others of its length. A request that has not begun by its deadline costs nothing and is answered
+408 with the code `deadline_exceeded`; one that has begun is finished. The plan's `order` says how both
+change the queue.
 """
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+    with_config,
+)
+from typing_extensions import TypedDict
 
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.sampling import (
+    BIAS_LIMITS,
+    FLOAT_LIMITS,
+    INT_LIMITS,
+    MAX_BIASES,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    SamplingParams,
+)
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_DEADLINE = 86_400.0
 MAX_WEIGHT = 1e6
-_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logprobs"}
+MAX_OBJECT_FIELDS = 4096
+"""Of any object in a body: bounds the work of saying what is wrong with it."""
+TOKEN_ID_FORMAT, MODEL_NAME_FORMAT = "token-id", "model-name"
+"""Formats in the JSON schemas, whose limits only a server of one model knows."""
+_SAMPLING_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+@with_config(extra="forbid")
+class Error(TypedDict):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of every answer with a status of 400 or above, apart from the probes'."""
+
+    error: Error
 
 
 class RequestError(InputError):
@@ -43,109 +90,228 @@ class RequestError(InputError):
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
-    def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+    def body(self) -> ErrorBody:
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-# Fields that OpenAI documents, we do not offer, and clients send all the same: the values that change nothing.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-# Labels of a request that change nothing whatever they say.
-LABELS = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}
+class Strict(BaseModel):
+    """Fields are taken as they are or refused, and no other fields are taken."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+class Only:
+    """A field that OpenAI documents and this server does not offer: null and `values` change nothing, and are taken."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def _check(self, value: Any) -> Any:
+        # 1, 1.0 and true are equal in Python.
+        if not any(type(value) is type(allowed) and value == allowed for allowed in self._values):
+            raise ValueError("is not offered by this server; leave it out")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return PlainValidator(self._check).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [*self._values]} if self._values else {"type": "null"}
 
 
-class StreamOptions(_Strict):
+class NotOffered(Strict):
+    """Fields that clients send although this server does not offer what they ask for."""
+
+    audio: Annotated[Any, Only()] = None
+    best_of: Annotated[Any, Only(1)] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    functions: Annotated[Any, Only([])] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    parallel_tool_calls: Annotated[Any, Only(True, False)] = None
+    prediction: Annotated[Any, Only()] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    response_format: Annotated[Any, Only({"type": "text"})] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+    suffix: Annotated[Any, Only("")] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    tools: Annotated[Any, Only([])] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Annotated[Any, Only()] = None
+
+
+class Labels(Strict):
+    """Labels of a request, which change nothing."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def _limited(name: str) -> Any:
+    """A number of `SamplingParams`, with the default and the limits that it has there."""
+    low, high = {**INT_LIMITS, **FLOAT_LIMITS}[name]
+    return Field(_SAMPLING_DEFAULTS[name], ge=low, le=high)
+
+
+TokenId = Annotated[int, Field(json_schema_extra={"format": TOKEN_ID_FORMAT})]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+_Bias = Annotated[float, Field(ge=BIAS_LIMITS[0], le=BIAS_LIMITS[1])]
+
+
+class Sampling(Strict):
+    """The fields of `SamplingParams` as a request states them."""
+
+    temperature: float = _limited("temperature")
+    top_k: int = _limited("top_k")
+    top_p: float = _limited("top_p")
+    min_p: float = _limited("min_p")
+    repetition_penalty: float = _limited("repetition_penalty")
+    presence_penalty: float = _limited("presence_penalty")
+    frequency_penalty: float = _limited("frequency_penalty")
+    seed: int | None = _limited("seed")
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_IDS, fail_fast=True)
+    max_tokens: int | None = _limited("max_tokens")
+    min_tokens: int = _limited("min_tokens")
+    ignore_eos: bool = False
+    logit_bias: dict[_TokenKey, _Bias] = Field(
+        {}, max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
+    )
+    """By token id; JSON has only strings as keys."""
+
+
+class StreamOptions(Strict):
+    """Taken only with stream=true."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
     """Padding against traffic analysis; accepted because clients send it, and never added."""
 
 
-class GenerationRequest(_Strict, ABC):
-    """What completions and chat completions have in common, apart from `SamplingParams`."""
+def _nullable(schema: dict[str, Any]) -> None:
+    """Says in a JSON schema what `GenerationRequest.without_nulls` does."""
+    for name in set(schema["properties"]) - set(schema.get("required", ())):
+        described = schema["properties"][name]
+        if not any(branch.get("type") == "null" for branch in (described, *described.get("anyOf", ()))):
+            schema["properties"][name] = {"anyOf": [described, {"type": "null"}]}
 
-    model: str | None = None
+
+class GenerationRequest(NotOffered, Labels, Sampling, ABC):
+    """What completions and chat completions have in common."""
+
+    model_config = ConfigDict(json_schema_extra=_nullable)
+
+    model: Annotated[str, Field(json_schema_extra={"format": MODEL_NAME_FORMAT})] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     deadline: float | None = Field(None, gt=0, le=MAX_DEADLINE)
-    """Seconds from now; None for any time."""
+    """Seconds from now; None for no deadline."""
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """A field that is null counts as absent."""
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """Alternatives wanted beside each token; None for no log-probabilities at all."""
+        """Alternatives wanted for each token; None for no log-probabilities at all."""
 
     @property
     @abstractmethod
-    def default_max_tokens(self) -> int | None:
-        """The most output tokens where `max_tokens` is not given; None for as many as fit into the context."""
+    def output_limit(self) -> int | None:
+        """The most output tokens; None for as many as fit into the context."""
+
+    def check_together(self) -> None:
+        """Raises RequestError where two fields exclude each other."""
+        if self.stream_options and not self.stream:
+            raise RequestError("stream_options is taken only with stream=true", param="stream_options")
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises RequestError where two fields contradict each other."""
+        given = self.model_dump(include=set(Sampling.model_fields))
+        given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        given["max_tokens"] = self.output_limit
+        try:
+            return SamplingParams(**given, logprobs=self.num_logprobs)
+        except InputError as error:
+            param = next((name for name in given if name in str(error).split()), None)
+            raise RequestError(str(error), param=param) from None
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+_TokenIdLists = Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: list[str] | list[list[int]]
-    """Always a batch: a single prompt is a batch of one. Ids are checked against the vocabulary by the server."""
+    prompt: _Text | _TokenIds | _Texts | _TokenIdLists
+    """Token ids are checked against the vocabulary by the engine."""
     echo: bool = False
+    """Not taken with logprobs."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="wrap")
     @classmethod
-    def _check_prompt(cls, value: Any) -> list[str] | list[list[int]]:
-        prompts = [value] if isinstance(value, str) or _are_token_ids(value) else value
-        if not isinstance(prompts, list):
-            raise ValueError("must be a string, a list of token ids, or a list of strings or of lists of token ids")
-        if not prompts or not all(prompt or prompt == 0 for prompt in prompts):
-            raise ValueError("must not be empty")
-        if len(prompts) > MAX_PROMPTS:
-            raise ValueError(f"is a batch of {len(prompts)}, at most {MAX_PROMPTS} are taken")
-        if not all(isinstance(p, str) for p in prompts) and not all(_are_token_ids(p) for p in prompts):
-            raise ValueError("must be a string, a list of token ids, or a list of strings or of lists of token ids")
-        return prompts
+    def _say_what_is_wrong(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError(_fault_of_prompt(value)) from None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Always a batch: a single prompt is a batch of one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def default_max_tokens(self) -> int | None:
-        return 16  # OpenAI's default for completions.
+    def output_limit(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default for completions.
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "logprobs of an echoed prompt are not offered; leave out echo or logprobs", param="logprobs"
+            )
 
 
-def _are_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(entry) is int for entry in value)
+def _fault_of_prompt(value: Any) -> str:
+    if value in ("", []) or (isinstance(value, list) and any(prompt in ("", []) for prompt in value)):
+        return "must not be empty"
+    if isinstance(value, list) and len(value) > MAX_PROMPTS:
+        return f"is a batch of {len(value)}, at most {MAX_PROMPTS} are taken"
+    return "must be a string, a list of token ids, or a list of strings or of lists of token ids"
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -155,50 +321,46 @@ class Message(_Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Taken only with logprobs=true."""
+    max_completion_tokens: int | None = _limited("max_tokens")
+    """OpenAI's newer name of max_tokens; only one of them is taken."""
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def default_max_tokens(self) -> int | None:
-        return None
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise RequestError("max_tokens and max_completion_tokens are the same thing; give one", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is taken only with logprobs=true", param="top_logprobs")
 
 
+Model = TypeVar("Model", bound=BaseModel)
 Request = TypeVar("Request", bound=GenerationRequest)
 
 
 def parse(kind: type[Request], body: bytes) -> tuple[Request, SamplingParams]:
     """The request in this body, and how to sample. Raises RequestError that names field, value and limit."""
-    given = {name: value for name, value in read_object(body).items() if value is not None}
-    _drop_harmless(given)
-    sampling = {name: given.pop(name) for name in _SAMPLING_FIELDS & set(given)}
-    if kind is ChatRequest and "max_completion_tokens" in given:
-        if "max_tokens" in sampling:
-            raise RequestError("max_tokens and max_completion_tokens are the same thing; give one", param="max_tokens")
-        sampling["max_tokens"] = given.pop("max_completion_tokens")
+    request = check(kind, read_object(body))
+    request.check_together()
+    return request, request.sampling_params()
+
+
+def check(kind: type[Model], given: Mapping[str, Any]) -> Model:
+    """A JSON object as a declared model. Raises RequestError with the most precise finding."""
     try:
-        request = kind.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
-        raise _readable(error) from None
-    _check_together(request)
-    return request, _sampling_params(request, sampling)
-
-
-def _sampling_params(request: GenerationRequest, given: dict[str, Any]) -> SamplingParams:
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    if isinstance(bias := given.get("logit_bias"), dict):  # JSON knows only strings as keys.
-        given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
-    given.setdefault("max_tokens", request.default_max_tokens)
-    try:
-        return SamplingParams(**given, logprobs=request.num_logprobs)
-    except InputError as error:
-        param = next((name for name in given if name in str(error).split()), None)
-        raise RequestError(str(error), param=param) from None
+        raise _readable(error, given) from None
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -228,35 +390,17 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
+    if len(pairs) > MAX_OBJECT_FIELDS:
+        message = f"an object of the body has {len(pairs)} fields, at most {MAX_OBJECT_FIELDS} are taken"
+        raise RequestError(message)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise RequestError(f"the body has the field '{_short(twice, quoted=False)}' twice", param=twice)
     return found
 
 
 def _no_constant(name: str) -> float:
     raise RequestError(f"the body holds {name}, which is not a JSON number")
-
-
-def _drop_harmless(given: dict[str, Any]) -> None:
-    for name in sorted(set(given) & set(HARMLESS)):
-        value = given.pop(name)
-        if not any(type(value) is type(allowed) and value == allowed for allowed in HARMLESS[name]):
-            raise RequestError(f"{name}={_short(value)} is not offered by this server; leave it out", param=name)
-    for name in sorted(set(given) & set(LABELS)):
-        if not isinstance(given.pop(name), LABELS[name]):
-            raise RequestError(f"{name} must be {'an object' if LABELS[name] is dict else 'a string'}", param=name)
-
-
-def _check_together(request: GenerationRequest) -> None:
-    """What no field shows alone."""
-    if request.stream_options and not request.stream:
-        raise RequestError("stream_options is taken only with stream=true", param="stream_options")
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        raise RequestError("logprobs of an echoed prompt are not offered; leave out echo or logprobs", param="logprobs")
-    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
-        raise RequestError("top_logprobs is taken only with logprobs=true", param="top_logprobs")
 
 
 _REASONS = {
@@ -268,26 +412,54 @@ _REASONS = {
     "float_type": "must be a number",
     "bool_type": "must be true or false",
     "string_type": "must be a string",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must be a token id",
     "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
     "too_long": "holds {actual_length} entries, at most {max_length} are taken",
     "too_short": "must not be empty",
     "literal_error": "must be {expected}",
     "value_error": "{error}",
 }
+_WITHOUT_VALUE = ("value_error", "too_long")
 
 
-def _readable(error: ValidationError) -> RequestError:
-    """The most precise finding as one sentence."""
-    finding = max(error.errors(include_url=False), key=lambda found: len(found["loc"]))
-    where = [part for part in finding["loc"] if part != "str" and not str(part).startswith("list[")]
-    name = _short(".".join(str(part) for part in where), quoted=False)
-    if finding["type"] == "extra_forbidden":
+def _readable(error: ValidationError, given: Mapping[str, Any]) -> RequestError:
+    """The most precise finding as one sentence: the deepest, and of a union the branch whose type fits."""
+    findings = [(_path(found, given), found) for found in error.errors(include_url=False)]
+    path, finding = max(findings, key=lambda entry: (len(entry[0]), not entry[1]["type"].endswith("_type")))
+    kind, name = finding["type"], _short(".".join(path), quoted=False)
+    if kind == "extra_forbidden":
         return RequestError(f"unknown field '{name}'", param=name)
-    if finding["type"] == "missing":
+    if kind == "missing":
         return RequestError(f"'{name}' is missing", param=name)
-    reason = _REASONS.get(finding["type"], finding["msg"]).format(**finding.get("ctx", {}))
-    found = "" if finding["type"] == "value_error" else f", found {_short(finding['input'])}"
-    return RequestError(f"{name} {reason}{found}", param=name)
+    reasons = [_reason(finding)]
+    if kind.endswith("_type"):
+        others = [_reason(other) for where, other in findings if where == path and other is not finding]
+        reasons += [reason.removeprefix("must be ") for reason in others]
+    value = _short(finding["input"])
+    if name in NotOffered.model_fields:
+        return RequestError(f"{name}={value} {reasons[0]}", param=name)
+    shown = "" if kind in _WITHOUT_VALUE else f", found {value}"
+    return RequestError(f"{name} {' or '.join(reasons)}{shown}", param=name)
+
+
+def _reason(finding: Mapping[str, Any]) -> str:
+    return _REASONS.get(finding["type"], finding["msg"]).format(**finding.get("ctx", {}))
+
+
+def _path(finding: Mapping[str, Any], given: Any) -> list[str]:
+    """The place of a finding in the body. pydantic also names the branches of unions, which are no part of it."""
+    where = finding["loc"]
+    missing = [where[-1]] if finding["type"] == "missing" else []
+    path, at = [], given
+    for part in where[: len(where) - len(missing)]:
+        if part in at if isinstance(at, dict) else isinstance(at, list) and isinstance(part, int):
+            path.append(part)
+            at = at[part]
+    return [str(part) for part in (*path, *missing)]
 
 
 def _short(value: Any, *, quoted: bool = True) -> str:

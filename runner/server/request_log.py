@@ -1,7 +1,7 @@
-"""RequestLog: every request gets an id, every answer says it, and one line of the log tells what became of it.
+"""RequestLog: every request gets an id, every response carries it, and one log line records the outcome.
 
-A client may name its request with `X-Request-Id` (1 to 64 letters, digits, `.`, `_`, `-`); anything else is replaced.
-The ASGI application inside adds what it knows with `note`; it must be counts and reasons, never text of a user.
+A client may name its request with `X-Request-Id` (1 to 64 letters, digits, `.`, `_`, `-`); any other value is replaced.
+The ASGI application inside adds fields with `note`: counts and reasons, never a user's text.
 """
 
 import contextvars
@@ -17,8 +17,8 @@ from exeplan.runner.logs import REQUEST_ID
 
 log = logging.getLogger("exeplan.access")
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_QUIET = ("/health", "/ready", "/metrics", "/live")
-"""Asked for every few seconds by machines; logged only at level debug, unless there is a fault."""
+_QUIET = ("/health", "/ready", "/metrics", "/dashboard")
+"""Polled every few seconds; logged at level debug, unless there is an error."""
 _NOTES: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("notes", default=None)
 
 
@@ -27,14 +27,14 @@ def new_request_id() -> str:
 
 
 def note(**fields: Any) -> None:
-    """Adds fields to the line that the log will have of the request being answered."""
+    """Adds fields to the log line of the current request."""
     notes = _NOTES.get()
     if notes is not None:
         notes.update(fields)
 
 
 class RequestLog:
-    """ASGI middleware, to be the outermost one: what is raised within ends here, in the log."""
+    """ASGI middleware, the outermost one: an exception from inside ends here, in the log."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -56,7 +56,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, send_with_id)
         except Exception:
-            log.exception("a fault while answering")
+            log.exception("an internal error in a request")
         finally:
             fields["seconds"] = round(time.monotonic() - began, 4)
             path = scope["path"]

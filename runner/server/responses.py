@@ -1,8 +1,7 @@
-"""The bodies that the two endpoints answer with, whole or as stream chunks, in OpenAI's shapes.
+"""The bodies that the two generation endpoints answer with, whole or as stream chunks, in OpenAI's shapes.
 
-Every final answer also carries `timing`: `queue_s` from arrival to the start of the first prefill, `ttft_s` to the
-first token and `e2e_s` to the last one, both from arrival too, on the engine's clock. Of several choices: the earliest
-start, the earliest first token, the latest last one.
+The types are what `/openapi.json` describes. Every final body also carries `timing`, on the engine's clock; with
+several choices it has the earliest start, the earliest first token and the latest last one.
 """
 
 import time
@@ -10,17 +9,125 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
-from exeplan.runner.ipc.frames import Event, Logprob
+from pydantic import Field
+from typing_extensions import TypedDict
 
-LEAST_LOGPROB = -9999.0
+from exeplan.runner.ipc.messages import Event, Logprob
+
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's value."""
+FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length"]})]
+
+
+class Usage(TypedDict):
+    """Prompt tokens are counted once a prompt, completion tokens over all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Timing(TypedDict):
+    """Seconds from the arrival to the start of the first prefill, to the first token, and to the last one."""
+
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+
+
+class Head(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Head):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    timing: Timing
+
+
+class CompletionChunk(Head):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    timing: NotRequired[Timing]
+
+
+class ChatToken(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatSampledToken(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatSampledToken]
+    refusal: None
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: str
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    timing: Timing
+
+
+class ChatChunk(Head):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage | None]
+    timing: NotRequired[Timing]
 
 
 @dataclass(eq=False, slots=True)
 class Choice:
-    """One generated sequence as far as it has come."""
+    """One generated sequence, as far as it is generated."""
 
     index: int
     text: str = ""
@@ -39,35 +146,30 @@ class Choice:
         self.finish_reason = event.finish_reason
 
 
-class Answer(ABC):
-    """One response. `token_text` turns a token id into its text; `wants_logprobs` says whether to report them."""
+class ResponseBuilder(ABC):
+    """Collects the choices of one request and renders its bodies; `wants_logprobs` says whether to report them."""
 
     prefix: str
-    whole_object: str
-    chunk_object: str
 
     def __init__(self, *, model: str, num_prompt_tokens: int, num_choices: int, wants_logprobs: bool) -> None:
         self.choices = [Choice(index) for index in range(num_choices)]
         self.wants_logprobs = wants_logprobs
         self._num_prompt_tokens = num_prompt_tokens
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head: Head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     @property
     def finished(self) -> bool:
         return all(choice.finish_reason for choice in self.choices)
 
-    def usage(self) -> dict[str, int]:
-        """Prompt tokens counted once a prompt, completion tokens over all choices."""
+    def usage(self) -> Usage:
         completion = sum(choice.num_tokens for choice in self.choices)
         prompt = self._num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def timing(self) -> dict[str, float]:
-        """See the head of this file."""
+    def timing(self) -> Timing:
+        """Of a response whose choices have all begun."""
         firsts = [choice.first for choice in self.choices if choice.first]
         lasts = [choice.last for choice in self.choices if choice.last]
-        if not firsts:
-            return {}
         arrival = firsts[0].arrival
         return {
             "queue_s": min(event.start for event in firsts) - arrival,
@@ -75,58 +177,75 @@ class Answer(ABC):
             "e2e_s": max(event.time for event in lasts) - arrival,
         }
 
-    def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        choices = [{**self._content(c), "finish_reason": c.finish_reason} for c in self.choices]
-        head = {**self._head, "object": self.whole_object}
-        return {**head, "choices": choices, "usage": self.usage(), "timing": self.timing()}
+    @abstractmethod
+    def whole(self) -> Completion | ChatCompletion:
+        """The body of a finished response that is not streamed."""
 
-    def chunk(self, choice: Choice, event: Event) -> dict[str, Any]:
+    @abstractmethod
+    def chunk(self, choice: Choice, event: Event) -> CompletionChunk | ChatChunk:
         """The chunk for an event that `choice` has just taken."""
-        row = {**self._delta(choice, event), "finish_reason": event.finish_reason}
-        return {**self._head, "object": self.chunk_object, "choices": [row]}
 
-    def last_chunk(self) -> dict[str, Any]:
+    @abstractmethod
+    def last_chunk(self) -> CompletionChunk | ChatChunk:
         """The chunk that carries the usage and no choices."""
-        head = {**self._head, "object": self.chunk_object}
-        return {**head, "choices": [], "usage": self.usage(), "timing": self.timing()}
-
-    @abstractmethod
-    def _content(self, choice: Choice) -> dict[str, Any]:
-        """All of a finished choice."""
-
-    @abstractmethod
-    def _delta(self, choice: Choice, event: Event) -> dict[str, Any]:
-        """What an event adds to its choice."""
 
 
-class CompletionAnswer(Answer):
-    """`echoes` are the prompt texts to repeat before the choices, one a choice, or empty."""
+class CompletionBuilder(ResponseBuilder):
+    """`token_text` turns a token id into its text; `echoes` are the prompts to repeat, one a choice, or empty."""
 
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
 
     def __init__(self, token_text: Callable[[int], str], echoes: Sequence[str] = (), **common: Any) -> None:
         super().__init__(**common)
         self._token_text, self._echoes = token_text, echoes
         self._offsets = [0] * len(self.choices)
 
-    def _content(self, choice: Choice) -> dict[str, Any]:
-        echo = self._echoes[choice.index] if self._echoes else ""
-        return {"index": choice.index, "text": echo + choice.text, "logprobs": self._logprobs(choice, choice.logprobs)}
+    def whole(self) -> Completion:
+        choices = [self._choice(c, c.text, c.logprobs, c.finish_reason, begins=True) for c in self.choices]
+        return {
+            **self._head,
+            "object": "text_completion",
+            "choices": choices,
+            "usage": self.usage(),
+            "timing": self.timing(),
+        }
 
-    def _delta(self, choice: Choice, event: Event) -> dict[str, Any]:
-        echo = self._echoes[choice.index] if self._echoes and choice.first is event else ""
-        return {"index": choice.index, "text": echo + event.text, "logprobs": self._logprobs(choice, event.logprobs)}
+    def chunk(self, choice: Choice, event: Event) -> CompletionChunk:
+        begins = choice.first is event
+        added = self._choice(choice, event.text, event.logprobs, event.finish_reason, begins=begins)
+        head = self._head
+        return {
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
+            "object": "text_completion",
+            "choices": [added],
+        }
 
-    def _logprobs(self, choice: Choice, entries: Iterable[Logprob]) -> dict[str, Any] | None:
-        if not self.wants_logprobs:
-            return None
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def last_chunk(self) -> CompletionChunk:
+        return {
+            **self._head,
+            "object": "text_completion",
+            "choices": [],
+            "usage": self.usage(),
+            "timing": self.timing(),
+        }
+
+    def _choice(
+        self, choice: Choice, text: str, logprobs: Sequence[Logprob], finish_reason: str | None, *, begins: bool
+    ) -> CompletionChoice:
+        """What is generated, or what an event adds; the echo of the prompt comes with the beginning."""
+        echo = self._echoes[choice.index] if self._echoes and begins else ""
+        found = self._logprobs(choice, logprobs) if self.wants_logprobs else None
+        return {"index": choice.index, "text": echo + text, "logprobs": found, "finish_reason": finish_reason}
+
+    def _logprobs(self, choice: Choice, entries: Iterable[Logprob]) -> CompletionLogprobs:
+        found: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             text = self._token_text(entry.token_id)
             found["tokens"].append(text)
             found["token_logprobs"].append(_finite(entry.logprob))
-            # Pieces of characters read alike; the likeliest of them, which comes first, keeps the name.
+            # Pieces of characters may have the same text; the likeliest of them, which comes first, keeps it.
             top = {self._token_text(token): _finite(value) for token, value in reversed(entry.top)}
             found["top_logprobs"].append(top)
             found["text_offset"].append(self._offsets[choice.index])
@@ -134,26 +253,64 @@ class CompletionAnswer(Answer):
         return found
 
 
-class ChatAnswer(Answer):
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+class ChatBuilder(ResponseBuilder):
+    prefix = "chatcmpl"
 
     def __init__(self, token_text: Callable[[int], str], **common: Any) -> None:
         super().__init__(**common)
         self._token_text = token_text
 
-    def _content(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": choice.index, "message": message, "logprobs": self._logprobs(choice.logprobs)}
+    def whole(self) -> ChatCompletion:
+        choices = [self._choice(choice) for choice in self.choices]
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self.usage(),
+            "timing": self.timing(),
+        }
 
-    def _delta(self, choice: Choice, event: Event) -> dict[str, Any]:
-        # The role comes with the first token: a chunk before it would spoil the client's time to first token.
-        delta = {"role": "assistant", "content": event.text} if choice.first is event else {"content": event.text}
-        return {"index": choice.index, "delta": delta, "logprobs": self._logprobs(event.logprobs)}
+    def _choice(self, choice: Choice) -> ChatChoice:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
 
-    def _logprobs(self, entries: Iterable[Logprob]) -> dict[str, Any] | None:
+    def chunk(self, choice: Choice, event: Event) -> ChatChunk:
+        # The role comes with the first token: a chunk before it would distort the client's time to first token.
+        delta: ChatDelta = {"content": event.text}
+        if choice.first is event:
+            delta = {"role": "assistant", **delta}
+        added: ChatChunkChoice = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": self._logprobs(event.logprobs),
+            "finish_reason": event.finish_reason,
+        }
+        head = self._head
+        return {
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
+            "object": "chat.completion.chunk",
+            "choices": [added],
+        }
+
+    def last_chunk(self) -> ChatChunk:
+        return {
+            **self._head,
+            "object": "chat.completion.chunk",
+            "choices": [],
+            "usage": self.usage(),
+            "timing": self.timing(),
+        }
+
+    def _logprobs(self, entries: Iterable[Logprob]) -> ChatLogprobs | None:
         if not self.wants_logprobs:
             return None
-        content = [
+        content: list[ChatSampledToken] = [
             {
                 **self._token(entry.token_id, entry.logprob),
                 "top_logprobs": [self._token(token, value) for token, value in entry.top],
@@ -162,10 +319,10 @@ class ChatAnswer(Answer):
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> ChatToken:
         text = self._token_text(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)

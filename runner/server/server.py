@@ -1,7 +1,7 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
-Two processes: this one speaks HTTP and never imports torch; the engine runs in its child (`process`), connected by a
-pair of sockets. What is answered is in `routes`, when it starts and ends in `lifecycle`.
+Two processes: this one speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected
+by a pair of sockets. The responses are in `views`, the start and the end in `lifecycle`.
 Not here: TLS and several models; put a proxy in front.
 """
 
@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
@@ -18,9 +17,10 @@ from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
-from exeplan.runner.server.lifecycle import answer_until_told
+from exeplan.runner.server.lifecycle import serve_until_stopped
 from exeplan.runner.server.listener import open_listener
 from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 def serve(
     plan: Plan, spec: ModelSpec, options: ServeOptions, *, on_ready: Callable[[str], None] = lambda url: None
 ) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status: 0, or 1 when the engine had died.
+    """Serves until SIGTERM or SIGINT; returns the exit status: 0, or 1 when the engine has failed.
 
     It listens from the start. When the model is loaded and requests are answered, one summary line is printed (with
-    JSON logs it is a record) and `on_ready` gets the base URL. Raises InputError for what a user can mend: a port in
+    JSON logs it is a record) and `on_ready` gets the base URL. Raises InputError for what a user can correct: a port in
     use, a model that cannot be loaded.
     """
     logs.configure(options.log_format, options.log_level)
@@ -68,7 +68,7 @@ def serve(
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
-                fixed_placement=options.hosts is not None,
+                fixed_placement=options.launcher is not None,
                 on_adopted=service.switch_to,
             )
 
@@ -80,16 +80,16 @@ def serve(
 
             app = build_app(service, api_key=options.api_key, cors_origins=options.cors_origins)
             log.info("listening at %s while %s is loaded", url, service.model_name)
-            notify(STATUS=f"loading {service.model_name}; {url}/ready says how far it is")
+            notify(STATUS=f"loading {service.model_name}; {url}/ready reports the progress")
             try:
-                await answer_until_told(app, service, listener, drain_seconds=options.drain_seconds, on_ready=ready)
+                await serve_until_stopped(app, service, listener, drain_seconds=options.drain_seconds, on_ready=ready)
                 return 1 if engine.failure else 0
             finally:
                 await service.close()
 
         try:
             return asyncio.run(run())
-        except EngineError as error:  # Its traceback is the engine process's own.
+        except EngineError as error:  # The engine process has logged its traceback.
             log.error("%s", error)
             return 1
 
@@ -101,14 +101,13 @@ def _announce(line: str, options: ServeOptions) -> None:
         print(line, flush=True)
 
 
-def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> dict[str, Any]:
-    """What the engine's process is told of a plan, the first one or a later one."""
-    setup = engine_setup(
+def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> EngineSetup:
+    """The setup of the engine process for a plan, the first one or a later one."""
+    return engine_setup(
         plan,
         spec,
         dummy_weights=options.dummy_weights,
         timeline=options.timeline,
         deadline_seconds=options.deadline_seconds,
-        hosts=options.hosts,
+        launcher=options.launcher,
     )
-    return {"kind": "setup", **setup}

@@ -1,8 +1,8 @@
-"""Service: one plan being served. Who is let in, with how many tokens, and what the engine is asked to do.
+"""Service: one plan being served. Which requests are admitted, and what the engine is asked to do.
 
-In this order, cheapest first: is the server up, is the model the one, is there room in the queue (`admission`); then
-tokenization; the engine checks the rest. A batch of prompts is admitted or refused as one.
-Not here: HTTP (`server`), the wording of requests (`protocol`) and of answers (`answers`).
+In this order, cheapest first: is the server up, does the request name its model, does the queue have room
+(`admission`); then tokenization; the engine checks the rest. A batch of prompts is admitted or refused as one.
+Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses (`responses`).
 """
 
 import asyncio
@@ -16,22 +16,24 @@ from pathlib import Path
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
+from exeplan.drift import state as drift_state
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.client import EngineClient, Job
+from exeplan.runner.ipc.messages import Prompt, Sampling
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
-from exeplan.runner.server.metrics import ServeMetrics
+from exeplan.runner.server.metrics import Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed, Snapshot
 from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
-from exeplan.runner.server.responses import Answer, ChatAnswer, CompletionAnswer
+from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
 
 RETRY_LOADING = 5
-"""Seconds after which somebody who came while workers load may try again."""
+"""Retry-After, in seconds, while workers load."""
 
 
 class Service:
-    """What the routes share."""
+    """What the views share."""
 
     def __init__(
         self,
@@ -49,27 +51,28 @@ class Service:
         self.plan, self.spec, self.model_name = plan, spec, model_name
         self.request_seconds, self.plan_file = request_seconds, plan_file
         self.draining = False
+        self.started = time.time()
         self.replanner: Replanner | None = None
         self.observed = Observed(plan, clock=time.monotonic)
-        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed)
+        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed, read=self._read)
         engine.on_step = self.metrics.step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
-        # One thread: tokenization gives up the interpreter lock, and must not take the engine's cores.
+        # One thread: tokenization releases the interpreter lock, and must not take the engine's cores.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     @property
     def down(self) -> str | None:
-        """Why nothing can be answered now, None when it can."""
+        """Why no request can be answered now; None when one can."""
         engine = self.engine
         return engine.failure or ("the server is shutting down" if self.draining else engine.pause or engine.unready)
 
     @property
     def not_ready(self) -> str | None:
-        """Why no traffic should be sent here, None when it may: also where the engine has work and gets nowhere."""
+        """Why no traffic should come here, None when it may: also when the engine has work and makes no progress."""
         return self.down or self.engine.stall
 
     async def until_ready(self) -> None:
-        """Waits for the engine; from then on requests are let in, what they bring is observed, and drift is looked for.
+        """Waits for the engine; from then on requests are admitted and observed, and drift is watched for.
 
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
@@ -79,23 +82,29 @@ class Service:
             self.replanner.start()
 
     async def close(self) -> None:
-        """Ends all that was started for it."""
+        """Ends everything that was started for it."""
         if self.replanner:
             await self.replanner.close()
         await self.engine.close()
 
     def switch_to(self, plan: Plan) -> None:
-        """The engine runs another plan: what is shown, promised and admitted goes by it from now on."""
+        """The engine runs another plan: predictions, bounds and admission follow it from now on."""
         self.plan = plan
         self.admission.adopt(plan)
         self.observed.adopt(plan)
         self.metrics.adopt(plan)
 
-    def look_back(self) -> Snapshot:
-        """What the last minutes brought."""
+    def snapshot(self) -> Snapshot:
+        """What the last minutes show."""
         if self.replanner and (planned := self.replanner.state.planned):
             self.observed.p99_output = planned.outputs.p99
         return self.observed.snapshot()
+
+    def _read(self) -> Reading:
+        """For `/metrics`. The waiting ones are also those that have not reached the engine."""
+        replanning = drift_state.summary(self.replanner.state) if self.replanner else {}
+        stats, waiting = self.engine.stats, self.engine.num_waiting
+        return Reading(stats=stats, observed=self.snapshot(), num_waiting=waiting, replanning=replanning)
 
     @property
     def max_context(self) -> int:
@@ -104,24 +113,24 @@ class Service:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds, for whoever is told 503."""
+        """Whole seconds, for an answer with 503."""
         return RETRY_LOADING if self.engine.loading else self.admission.retry_after(self.engine.num_waiting)
 
     def check_up(self) -> None:
-        """Raises RequestError 503 while nothing can be answered."""
+        """Raises RequestError 503 while no request can be answered."""
         if self.down:
             raise self._unavailable(self.down)
 
     def check_loaded(self) -> None:
-        """Raises RequestError 503 before the model is loaded for the first time."""
+        """Raises RequestError 503 until the model has been loaded once."""
         if self.engine.unready:
             raise self._unavailable(self.engine.unready)
 
     def _unavailable(self, reason: str) -> RequestError:
         return RequestError(reason, status=503, code="unavailable", retry_after=self.retry_after)
 
-    def check_room(self) -> None:
-        """Raises what `admit` would raise of any request, whatever is in it: its body need not be read for that."""
+    def check_capacity(self) -> None:
+        """Raises what `admit` would raise for any request, so that its body need not be read for that."""
         self.check_up()
         if refusal := self.admission.refusal(1, num_waiting=self.engine.num_waiting, max_tokens=1):
             raise self._counted(refusal)
@@ -129,12 +138,12 @@ class Service:
     def admit(self, request: GenerationRequest, params: SamplingParams) -> Job:
         """Places in the queue for all of a request's sequences, to be given back with `release`.
 
-        Raises RequestError 404 for another model, 429 when it is not let in, 503 when the server is going or broken.
+        Raises RequestError 404 for another model, 429 when it is not admitted, 503 when the server cannot serve it.
         """
         self.check_up()
         if request.model not in (None, self.model_name):
             raise self.unknown_model(request.model)
-        count = request.n * (len(request.prompt) if isinstance(request, CompletionRequest) else 1)
+        count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         waiting, deadline = self.engine.num_waiting, request.deadline
         refusal = self.admission.refusal(count, num_waiting=waiting, max_tokens=params.max_tokens, deadline=deadline)
         if refusal:
@@ -147,29 +156,31 @@ class Service:
         return refusal
 
     def unknown_model(self, name: str | None) -> RequestError:
-        """404 for every name but that of the model that is served."""
+        """404, for every name but that of the served model."""
         message = f"no model '{name:.80}'; this server has '{self.model_name}'"
         return RequestError(message, status=404, param="model", code="model_not_found")
 
     async def start(self, job: Job, request: GenerationRequest, params: SamplingParams) -> list[list[int]]:
-        """Tokenizes, and hands the job to the engine, which checks it. Returns the prompts as token ids.
+        """Tokenizes, and submits the job to the engine, which checks it. Returns the prompts as token ids.
 
-        Raises InputError for a text that cannot be tokenized; what the engine refuses comes as the job's first event.
+        Raises InputError for a text that cannot be tokenized; a refusal by the engine is the job's first event.
         """
         if isinstance(request, CompletionRequest) and request.echo and self.spec.is_encoder_decoder:
             raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
         prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
-        rows = []
+        sequences = []
         for prompt in prompts:
             for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
                 seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
-                row = {"prompt_token_ids": prompt, "sampling": asdict(replace(params, seed=seed))}
-                rows.append({**row, "deadline": request.deadline, "weight": request.weight})
-        self.engine.submit(job, rows, stream=request.stream)
+                sampling = Sampling(**asdict(replace(params, seed=seed)))
+                sequences.append(
+                    Prompt(prompt_token_ids=prompt, sampling=sampling, deadline=request.deadline, weight=request.weight)
+                )
+        self.engine.submit(job, sequences, stream=request.stream)
         return prompts
 
-    def answer(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> Answer:
-        """The empty answer to an accepted request."""
+    def response_builder(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> ResponseBuilder:
+        """An empty response to an admitted request."""
         common = {
             "model": self.model_name,
             "num_prompt_tokens": sum(len(prompt) for prompt in prompts),
@@ -177,14 +188,14 @@ class Service:
             "wants_logprobs": request.num_logprobs is not None,
         }
         if isinstance(request, ChatRequest):
-            return ChatAnswer(self.token_text, **common)
+            return ChatBuilder(self.token_text, **common)
         assert isinstance(request, CompletionRequest)
-        given = zip(request.prompt, prompts, strict=True)
+        given = zip(request.prompts, prompts, strict=True)
         texts = [p if isinstance(p, str) else self.tokenizer.decode(ids) for p, ids in given] if request.echo else []
-        return CompletionAnswer(self.token_text, [text for text in texts for _ in range(request.n)], **common)
+        return CompletionBuilder(self.token_text, [text for text in texts for _ in range(request.n)], **common)
 
     def release(self, job: Job) -> None:
-        """Gives the places back; what is unfinished is dropped."""
+        """Gives the places back; unfinished sequences are dropped."""
         for request_id in job.request_ids:
             self.metrics.dropped(request_id)
         self.engine.release(job)
@@ -195,7 +206,7 @@ class Service:
             self.tokenizer.check_length("".join(message["content"] for message in messages), self.max_context)
             return [self.tokenizer.encode_chat(messages)]
         assert isinstance(request, CompletionRequest)
-        return [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in request.prompt]
+        return [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in request.prompts]
 
     def _encode(self, prompt: str) -> list[int]:
         self.tokenizer.check_length(prompt, self.max_context)
@@ -203,7 +214,7 @@ class Service:
 
 
 def summary(service: Service, url: str) -> str:
-    """What is served, in one line."""
+    """What the server serves, in one line."""
     plan = service.plan
     parts = [f"{service.model_name} with {plan.schedule}"]
     if estimate := plan.replay or plan.estimate:

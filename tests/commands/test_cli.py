@@ -11,6 +11,7 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.profile import Profile, save_profile
 from exeplan.planner.load_problem import load_plan, plan_problem, read_plan
+from exeplan.policies import policy_names
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 BY_HAND = """
@@ -161,7 +162,7 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
         ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
         ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
-        ({"policy": "best"}, "no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"),
+        ({"policy": "best"}, f"no policy 'best'; there are {', '.join(policy_names())}"),
         ({"order": "best"}, "no order 'best'; there are fcfs, sjf, edf, das"),
         ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),
         (

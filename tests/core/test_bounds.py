@@ -1,4 +1,4 @@
-"""All bounds hold together, the search sees the fullest one, and every wrong bound is answered with one sentence."""
+"""All bounds hold together, the search uses the binding one, and every wrong bound is refused with one sentence."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.cli import main
-from exeplan.core.bounds import Bound, check_together, fullest, limit, parse_bounds, scaled, shares, worst
+from exeplan.core.bounds import Bound, binding, check_together, limit, parse_bounds, scaled, utilizations, worst
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate
 from exeplan.errors import Infeasible, InputError
@@ -38,7 +38,7 @@ ESTIMATE = Estimate(
 
 
 def bounds(latency: float = math.inf, **more: float) -> tuple[Bound, ...]:
-    return (Bound(seconds=latency), *(Bound(seconds=value, about=about) for about, value in more.items()))
+    return (Bound(seconds=latency), *(Bound(seconds=value, metric=about) for about, value in more.items()))
 
 
 def asked(profile: Profile, *given: Bound, law: str = SKEWED) -> Problem:
@@ -46,19 +46,19 @@ def asked(profile: Profile, *given: Bound, law: str = SKEWED) -> Problem:
     return replace(problem, more_bounds=given[1:])
 
 
-def test_the_fullest_bound_is_the_one_with_the_largest_share() -> None:
-    assert shares(bounds(2.0, ttft=0.25, tpot=0.06), ESTIMATE) == pytest.approx([0.5, 0.8, 0.5])
-    assert fullest(bounds(2.0, ttft=0.25, tpot=0.06), ESTIMATE) == (Bound(seconds=0.25, about="ttft"), 0.8)
-    assert fullest(bounds(), ESTIMATE) is None
+def test_the_binding_bound_has_the_largest_utilization() -> None:
+    assert utilizations(bounds(2.0, ttft=0.25, tpot=0.06), ESTIMATE) == pytest.approx([0.5, 0.8, 0.5])
+    assert binding(bounds(2.0, ttft=0.25, tpot=0.06), ESTIMATE) == (Bound(seconds=0.25, metric="ttft"), 0.8)
+    assert binding(bounds(), ESTIMATE) is None
 
 
-def test_the_percentiles_of_an_estimate_can_be_bounded_beside_the_first() -> None:
+def test_the_percentiles_of_an_estimate_can_be_bounded_in_addition() -> None:
     several = bounds(2.0, **{"p50-requests": 1.0, "p99-requests": 2.2})
-    assert shares(several, ESTIMATE) == pytest.approx([0.5, 0.5, 0.5])
+    assert utilizations(several, ESTIMATE) == pytest.approx([0.5, 0.5, 0.5])
 
 
 def test_a_latency_that_cannot_be_told_breaks_nothing() -> None:
-    assert shares(bounds(2.0), replace(ESTIMATE, latency=None)) == [0.0]
+    assert utilizations(bounds(2.0), replace(ESTIMATE, latency=None)) == [0.0]
 
 
 @given(
@@ -91,7 +91,7 @@ def test_bounds_are_scaled_one_by_one() -> None:
 @pytest.mark.parametrize("about", ["ttft", "tpot", "p50-requests", "p99-requests", "p99.9-requests", "p99-length"])
 def test_what_a_bound_is_compared_with_is_what_the_estimate_says(policy: str, about: str, profile: Profile) -> None:
     first = about if about.startswith("p") else "p99-length"
-    problem = asked(profile, Bound(seconds=math.inf, about=first))
+    problem = asked(profile, Bound(seconds=math.inf, metric=first))
     schedule = optimize(problem, policies=(policy,)).plan.schedule
     estimate = problem.estimate(schedule)
     steady = steady_state(schedule, problem.workload, problem.cost)
@@ -116,7 +116,7 @@ def test_every_bound_holds_in_closed_form_and_replay(policy: str, profile: Profi
     plan = optimize(asked(profile, *several, law=LAW), policies=(policy,)).plan
     for estimate in (plan.estimate, plan.replay):
         assert estimate is not None
-        assert max(shares(several, estimate)) <= 1
+        assert max(utilizations(several, estimate)) <= 1
     assert plan.more_bounds == several[1:]
     assert plan.estimate is not None
     assert plan.estimate.throughput < alone.estimate.throughput
@@ -138,7 +138,7 @@ def test_the_refusal_names_the_bound_that_binds(profile: Profile) -> None:
 
 
 def test_only_the_tightened_bound_is_tightened(profile: Profile) -> None:
-    # The winner under a tight ttft is the same whether another, loose, bound stands beside it or not.
+    # The winner under a tight ttft is the same with and without another, loose bound.
     one = optimize(asked(profile, *bounds(ttft=0.02)), policies=("rra",)).plan
     two = optimize(asked(profile, *bounds(ttft=0.02, tpot=10.0)), policies=("rra",)).plan
     assert one.schedule == two.schedule
@@ -156,9 +156,9 @@ def test_a_frontier_under_several_bounds_rises(profile: Profile) -> None:
     [
         (bounds(1.0, ttft=1.0), "ttft of 1 s contradicts the latency bound of 1 s"),
         (bounds(1.0, tpot=2.0), "tpot of 2 s contradicts the latency bound of 1 s"),
-        ((Bound(seconds=1.0, about="ttft"),), "the first bound must be on p99-length or pNN-requests"),
-        ((Bound(seconds=1.0), Bound(seconds=1.0, about="p90-requests")), "a further bound can be on ttft, tpot"),
-        ((Bound(seconds=1.0), *2 * (Bound(seconds=0.5, about="ttft"),)), "two bounds on ttft; give the tighter one"),
+        ((Bound(seconds=1.0, metric="ttft"),), "the first bound must be on p99-length or pNN-requests"),
+        ((Bound(seconds=1.0), Bound(seconds=1.0, metric="p90-requests")), "a further bound can be on ttft, tpot"),
+        ((Bound(seconds=1.0), *2 * (Bound(seconds=0.5, metric="ttft"),)), "two bounds on ttft; give the tighter one"),
     ],
 )
 def test_bounds_that_do_not_go_together_are_refused(given: tuple[Bound, ...], message: str) -> None:
@@ -171,12 +171,12 @@ def test_bounds_that_do_not_go_together_are_refused(given: tuple[Bound, ...], me
 )
 def test_what_is_no_percentile_is_refused(about: str) -> None:
     with pytest.raises(InputError, match="a bound can be on p99-length or pNN-requests"):
-        Bound(seconds=1.0, about=about)
+        Bound(seconds=1.0, metric=about)
 
 
 def test_a_ttft_alone_is_a_bound() -> None:
     assert parse_bounds(None, "p99-length", ttft="500ms") == bounds(ttft=0.5)
-    assert parse_bounds("2s", "p50-requests", tpot="inf") == (Bound(seconds=2.0, about="p50-requests"),)
+    assert parse_bounds("2s", "p50-requests", tpot="inf") == (Bound(seconds=2.0, metric="p50-requests"),)
 
 
 def command(*options: str) -> list[str]:

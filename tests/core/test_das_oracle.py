@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Sequence as Waiting
+from exeplan.core.batch import SequenceState as Waiting
 from exeplan.core.queue_order import Das, QueueArrays, das_rows, in_rows, in_slots_of_their_own, ranking
 from exeplan.core.schedule import Schedule
 from exeplan.scheduling.scheduler import Scheduler

@@ -36,13 +36,13 @@ def test_the_p99_length_latency_is_the_mean_time_to_that_token_of_those_that_get
     assert summarize(records, p99_output=2, backlog=False).latency == pytest.approx((2.0 + 4.0) / 2)
 
 
-def test_a_length_that_nobody_reached_has_no_latency() -> None:
+def test_a_length_that_no_request_reached_has_no_latency() -> None:
     assert summarize([request(0.0, 1.0)], p99_output=2, backlog=False).latency is None
 
 
 def test_the_p99_requests_latency_is_the_99th_percentile_of_all() -> None:
     records = [request(0.0, float(i)) for i in range(1, 102)]
-    estimate = summarize(records, p99_output=1, bound_about="p99-requests", backlog=False)
+    estimate = summarize(records, p99_output=1, bound_metric="p99-requests", backlog=False)
     assert estimate.latency == estimate.latency_p99 == pytest.approx(100.0)
     assert estimate.latency_p50 == pytest.approx(51.0)
 

@@ -10,6 +10,7 @@ from exeplan.core.plan import Plan, as_json, save_plan
 from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan
+from exeplan.policies import policy_names
 
 BY_HAND = """
 model: demo
@@ -53,7 +54,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         workload="normal:in=128,81,256;out=128,68,320",
         fit_context=True,
         profile="demo.json",
-        bound=Bound(seconds=2.0, about="p99-requests"),
+        bound=Bound(seconds=2.0, metric="p99-requests"),
         dtype="float32",
         device="cpu",
         num_threads=2,
@@ -102,7 +103,7 @@ def test_programs_get_the_schedule_flat(tmp_path: Path) -> None:
         ("model: 5", "model must be text, found 5"),
         ("model:", "a plan needs 'model'"),
         ("schedule: rra", "schedule must name a policy and its control variables"),
-        ("schedule: {policy: best}", "no policy 'best'; there are chunked, concat, orca, rra, static"),
+        ("schedule: {policy: best}", f"no policy 'best'; there are {', '.join(policy_names())}"),
         ("schedule: {policy: static}", "policy static takes the control variables batch_size; found none"),
         ("schedule: {policy: static, batch_size: 0}", "static: batch_size must be a positive integer, found 0"),
         ("schedule: {policy: orca, max_num_seqs: 1.5}", "orca: max_num_seqs must be a positive integer, found 1.5"),

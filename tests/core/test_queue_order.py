@@ -20,14 +20,14 @@ def queue(*tokens: int, deadlines: list[float] | None = None, weights: list[floa
 
 
 def chosen(packed) -> list[list[int]]:
-    """Who is in each bin."""
+    """The requests in each bin."""
     bins = 1 + max((pick.bin for pick in packed.picks), default=-1)
     return [[pick.request for pick in packed.picks if pick.bin == number] for number in range(bins)]
 
 
 def test_das_takes_half_for_utility_and_the_rest_by_deadline():
     """Row of 12: lengths 1, 2, 3, 4 fill it (s = 4), so 1 and 2 go in for their utility (mean 3/4). The others of at
-    least 3/8 would be of length 2 at most: nobody. So the shortest of the rest follow."""
+    least 3/8 would be of length 2 at most: none. So the shortest of the rest follow."""
     waiting = queue(3, 1, 4, 2, 6, deadlines=[9, 9, 1, 9, 0.5])
     assert das_rows(waiting, rows=1, row_tokens=12, das=HALF)[0][0].tolist() == [1, 3, 0, 2]
 
@@ -73,7 +73,7 @@ def test_algorithm_2_cuts_rows_by_the_longest_request_that_was_taken_for_its_uti
     assert sorted(pick.request for pick in packed.picks) == [0, 1, 2]
 
 
-def test_algorithm_2_leaves_nobody_behind_where_all_fit():
+def test_algorithm_2_takes_every_request_where_all_fit():
     waiting = queue(2, 2, 9)
     assert len(in_slots_of_their_own(waiting, rows=2, row_tokens=13, das=HALF).picks) == 3
 
@@ -95,7 +95,7 @@ def test_one_at_a_time_das_alternates_between_utility_and_deadline():
     seed=st.integers(0, 99),
 )
 @settings(max_examples=150, deadline=None)
-def test_nobody_overlaps_and_nobody_leaves_its_slot(lengths, order, rows, seed):
+def test_no_prompt_overlaps_another_or_leaves_its_slot(lengths, order, rows, seed):
     waiting = queue(*lengths, deadlines=np.random.default_rng(seed).uniform(0, 9, len(lengths)).tolist())
     if order == "slots":
         packed = in_slots("das", waiting, rows=rows, row_tokens=61, slot_tokens=20, das=HALF)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from exeplan.drift.length_monitor import LengthMonitor, Seen
+from exeplan.drift.length_monitor import LengthMonitor
+from exeplan.drift.state import RequestLengths
 
 TOKENS_A_SECOND = 20.0
 
@@ -20,8 +21,8 @@ def watch(monitor: LengthMonitor, inputs: np.ndarray, outputs: np.ndarray, *, ra
     starts = np.arange(len(inputs)) / rate
     rows = zip(starts.tolist(), inputs.tolist(), outputs.tolist(), strict=True)
     begun = [(start, i, o, (until - start) * TOKENS_A_SECOND) for start, i, o in rows if start <= until]
-    ended = [Seen(start, i, o, True) for start, i, o, tokens in begun if tokens >= o]
-    running = [Seen(start, i, int(tokens), False) for start, i, o, tokens in begun if tokens < o]
+    ended = [RequestLengths(start, i, o, True) for start, i, o, tokens in begun if tokens >= o]
+    running = [RequestLengths(start, i, int(tokens), False) for start, i, o, tokens in begun if tokens < o]
     monitor.note(sorted(ended, key=lambda seen: seen.start + seen.output_tokens / TOKENS_A_SECOND), running)
 
 
@@ -43,7 +44,9 @@ def mean_bias(name: str, *, until: float, complete_only: bool = False) -> float:
 
 def monitor_of(inputs: np.ndarray, outputs: np.ndarray):
     monitor = LengthMonitor(half_life=1e9)
-    monitor.note([Seen(n, int(i), int(o), True) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True))], [])
+    monitor.note(
+        [RequestLengths(n, int(i), int(o), True) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True))], []
+    )
     observed = monitor.observe()
     assert observed is not None
     return observed.workload
@@ -75,8 +78,8 @@ def test_both_sides_stay_correlated():
 def test_a_request_that_runs_is_longer_than_it_is_now():
     """By hand: of four that started, two ended after 10, one runs at 5 and one at 20, so nobody is shorter than 10."""
     monitor = LengthMonitor(half_life=1e9)
-    ended = [Seen(0.0, 3, 10, True), Seen(1.0, 3, 10, True)]
-    monitor.note(ended, [Seen(2.0, 3, 5, False), Seen(3.0, 3, 20, False)])
+    ended = [RequestLengths(0.0, 3, 10, True), RequestLengths(1.0, 3, 10, True)]
+    monitor.note(ended, [RequestLengths(2.0, 3, 5, False), RequestLengths(3.0, 3, 20, False)])
     observed = monitor.observe()
     assert observed is not None
     # The one at 5 becomes a 10 with 2 in 3, longer than 20 with 1 in 3.
@@ -87,7 +90,7 @@ def test_a_request_that_runs_is_longer_than_it_is_now():
 
 def test_what_came_lately_counts_more():
     monitor = LengthMonitor(half_life=10)
-    monitor.note([Seen(float(n), 5, 1 if n < 20 else 3, True) for n in range(30)], [])
+    monitor.note([RequestLengths(float(n), 5, 1 if n < 20 else 3, True) for n in range(30)], [])
     observed = monitor.observe()
     assert observed is not None
     assert observed.workload.weights[-1] == pytest.approx(0.5 / (1 - 0.5**3), rel=1e-6)
@@ -99,7 +102,8 @@ def test_another_law_displaces_the_old_one_at_once():
     later = lengths(200, seed=4, scale=3.0)
     inputs, outputs = np.concatenate([inputs, later[0]]), np.concatenate([outputs, later[1]])
     monitor.note(
-        [Seen(float(n), int(i), int(o), True) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True))], []
+        [RequestLengths(float(n), int(i), int(o), True) for n, (i, o) in enumerate(zip(inputs, outputs, strict=True))],
+        [],
     )
     observed = monitor.observe()
     assert observed is not None
@@ -109,7 +113,7 @@ def test_another_law_displaces_the_old_one_at_once():
 
 def test_memory_is_bounded():
     monitor = LengthMonitor(most_kept=500)
-    monitor.note([Seen(float(n), 10, 10 + n % 7, True) for n in range(5000)], [])
+    monitor.note([RequestLengths(float(n), 10, 10 + n % 7, True) for n in range(5000)], [])
     observed = monitor.observe()
     assert observed is not None
     assert (monitor.num_complete, observed.since) == (500, 4500.0)
@@ -117,5 +121,5 @@ def test_memory_is_bounded():
 
 def test_nothing_is_known_before_a_request_has_ended():
     monitor = LengthMonitor()
-    monitor.note([], [Seen(0.0, 10, 3, False)])
+    monitor.note([], [RequestLengths(0.0, 10, 3, False)])
     assert monitor.observe() is None

@@ -12,9 +12,9 @@ from exeplan.core.bounds import Bound
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.drift.best_plan import cautious, narrowest
 from exeplan.drift.histograms import lengths_of
-from exeplan.drift.length_monitor import LengthMonitor, Seen
+from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.moving_cost import moving_seconds
-from exeplan.drift.state import DriftState, ReplanState, Rules, as_json, summary
+from exeplan.drift.state import DriftState, ReplanState, RequestLengths, Rules, as_json, summary
 from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
@@ -212,9 +212,8 @@ def test_moving_layers_costs_their_load_and_what_becomes_of_keys_and_values(plan
 
 def test_a_cautious_law_has_as_many_long_outputs_as_the_sample_leaves_room_for():
     monitor = LengthMonitor(half_life=1e9)
-    monitor.note(
-        [Seen(float(n), 10, int(o), True) for n, o in enumerate(np.random.default_rng(0).permutation(1000))], []
-    )
+    outputs = enumerate(np.random.default_rng(0).permutation(1000))
+    monitor.note([RequestLengths(float(n), 10, int(o), True) for n, o in outputs], [])
     observed = monitor.observe()
     safe = cautious(observed, observed.workload, share=0.99, confidence=0.8)
     assert safe.output_quantile(0.99) > observed.workload.output_quantile(0.99)
@@ -233,7 +232,7 @@ def test_requests_that_took_longer_than_predicted_tighten_the_new_plan(plan, pro
             trace.outputs.astype(float)
         )
         rows = zip(trace.inputs.tolist(), trace.outputs.tolist(), seconds.tolist(), strict=True)
-        watch.note([Seen(float(n), i, o, True, s) for n, (i, o, s) in enumerate(rows)], [])
+        watch.note([RequestLengths(float(n), i, o, True, s) for n, (i, o, s) in enumerate(rows)], [])
         return watch.look(1300.0)[1]
 
     fast, slow = adopted(1.0), adopted(1.3)

@@ -1,4 +1,4 @@
-"""Random models as checkpoints, so that every device loads the same weights: a GPU's random numbers are its own."""
+"""Random models as checkpoints, so that every device loads the same weights: a GPU draws other random numbers."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from exeplan.runner.compute.checkpoint import RandomWeights
 from exeplan.runner.compute.model_runner import ModelRunner
 
 _SPREAD = 5.0
-"""Weights this much larger than usual leave no two logits close."""
+"""Factor on the weights that keeps logits apart."""
 
 
 def checkpoint(config: dict[str, Any], folder: Path) -> ModelSpec:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # In a run of all tests this folder comes first, and tests/kernels needs them interpreted.
+    # In a run of all tests this folder comes first, but tests/kernels needs the kernels interpreted.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         from exeplan.kernels import select  # noqa: F401 - importing it defines every kernel

@@ -1,4 +1,4 @@
-"""The engine on a GPU gives the CPU engine's tokens in float32, recorded or not, and logits near them in bfloat16."""
+"""The engine on a GPU gives the CPU engine's tokens in float32, with and without CUDA graphs; bfloat16 is close."""
 
 import itertools
 from collections.abc import Callable
@@ -6,15 +6,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import kernels_for
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Output, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 
 from .checkpoints import checkpoint
 from .conftest import DEVICE
@@ -52,7 +52,7 @@ def on_gpu(spec: ModelSpec, *, num_blocks: int = 64, **precision: str) -> ModelR
 
 
 def outputs(engine: Engine, before: Callable[[int], list[Output]] = lambda step: []) -> dict[str, list[int]]:
-    """All tokens by request; `before` may do something before a step, and returns what that brought."""
+    """All tokens by request; `before` may act before a step, and returns the outputs of that."""
     drawing = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=5, max_tokens=9, ignore_eos=True)
     for number, length in enumerate((40, 3, 17, 64, 1, 25)):
         greedy = SamplingParams(temperature=0.0, max_tokens=6 + number, ignore_eos=True)
@@ -67,33 +67,35 @@ def outputs(engine: Engine, before: Callable[[int], list[Output]] = lambda step:
             found[output.request_id] += output.token_ids
 
 
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_the_cpu(specs, case, recorded):
+def test_tokens_are_those_of_the_cpu(specs, case, captured):
     assert not torch.backends.cuda.matmul.allow_tf32
     schedules = SCHEDULES.values() if case != "t5" else [SCHEDULES["orca"], SCHEDULES["rra"]]
     for schedule in schedules:
-        expected = outputs(Engine(Local(ModelRunner(specs[case], num_blocks=64)), schedule, num_blocks=64))
+        expected = outputs(Engine(InProcessExecutor(ModelRunner(specs[case], num_blocks=64)), schedule, num_blocks=64))
         runner = on_gpu(specs[case])
-        if recorded:
-            runner.record(5)
-        assert outputs(Engine(Ahead(runner), schedule, num_blocks=64)) == expected
+        if captured:
+            runner.capture(5)
+        assert outputs(Engine(AsyncExecutor(runner), schedule, num_blocks=64)) == expected
         assert runner.cache.free_blocks == 64
 
 
 @pytest.mark.parametrize("case", ["llama", "t5"])
-def test_keys_and_values_are_carried_to_another_cache_and_from_there_to_a_cpus(specs, case):
-    expected = outputs(Engine(Local(ModelRunner(specs[case], num_blocks=64)), SCHEDULES["orca"], num_blocks=64))
-    recorded = on_gpu(specs[case])
-    recorded.record(6)
-    engine = Engine(Ahead(on_gpu(specs[case])), SCHEDULES["rra"], num_blocks=64)
-    others = {4: Ahead(recorded), 7: Local(ModelRunner(specs[case], num_blocks=64))}
+def test_keys_and_values_migrate_to_another_cache_and_from_there_to_a_cpu(specs, case):
+    expected = outputs(
+        Engine(InProcessExecutor(ModelRunner(specs[case], num_blocks=64)), SCHEDULES["orca"], num_blocks=64)
+    )
+    captured = on_gpu(specs[case])
+    captured.capture(6)
+    engine = Engine(AsyncExecutor(on_gpu(specs[case])), SCHEDULES["rra"], num_blocks=64)
+    others = {4: AsyncExecutor(captured), 7: InProcessExecutor(ModelRunner(specs[case], num_blocks=64))}
     carried = []
 
     def adopt(step: int) -> list[Output]:
         if step not in others:
             return []
-        switched = engine.adopt(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
+        switched = engine.switch_plan(SCHEDULES["orca"], executor=lambda: others[step], kv_dtype="float32")
         carried.append((switched.num_carried > 1, switched.num_recomputed))
         return switched.outputs
 
@@ -102,11 +104,11 @@ def test_keys_and_values_are_carried_to_another_cache_and_from_there_to_a_cpus(s
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of three prompts and, after them, of one token more for each."""
+    """Logits of three prompts and then of one more token each."""
     sizes = (30, 47, 120)
     token_ids = {str(n): [(11 * n + 3 * place) % 199 for place in range(n + 1)] for n in sizes}
     rows = tuple(
-        Sequence(request_id=str(n), num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
+        SequenceState(request_id=str(n), num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
         for n in sizes
     )
     found = [runner.forward(Batch(prefill=rows), token_ids).clone()]
@@ -117,10 +119,10 @@ def logits(runner: ModelRunner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "t5"])
-def test_a_recorded_iteration_has_the_logits_of_one_that_is_not(specs, case):
-    eager, recorded = on_gpu(specs[case]), on_gpu(specs[case])
-    recorded.record(4)
-    torch.testing.assert_close(logits(recorded), logits(eager), rtol=1e-5, atol=1e-5)
+def test_a_captured_iteration_has_the_logits_of_an_eager_one(specs, case):
+    eager, captured = on_gpu(specs[case]), on_gpu(specs[case])
+    captured.capture(4)
+    torch.testing.assert_close(logits(captured), logits(eager), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "t5"])
@@ -136,7 +138,7 @@ def test_a_recorded_iteration_has_the_logits_of_one_that_is_not(specs, case):
     ids=["float32", "bfloat16", "float16", "fp8-keys", "fp8"],
 )
 def test_logits_are_near_the_cpus_in_float32(specs, case, precision, limit):
-    """fp8 with random weights and, on a GPU that has it, rows in 8 bits too."""
+    """fp8 with random weights, and 8-bit rows on a GPU that supports them."""
     exact = logits(ModelRunner(specs[case], num_blocks=64))
     error = (logits(on_gpu(specs[case], **precision)) - exact).norm() / exact.norm()
     assert error < limit

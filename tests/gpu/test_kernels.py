@@ -19,7 +19,7 @@ from .conftest import DEVICE
 OURS = kernels_for(DEVICE, torch.float32)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of the norm of the difference over that of the reference."""
+"""Limits on the norm of the difference over that of the reference."""
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -98,7 +98,7 @@ def test_ragged_attention(dtype, causal, heads, kv_heads, head_dim):
 
 
 @every_dtype
-def test_mixed_attention_behind_cached_tokens(dtype):
+def test_mixed_attention_after_cached_tokens(dtype):
     contexts, cached = [33, 500], 210
     spans = Spans([Span(90, cached=(0, cached)), Span(20)], DEVICE)
     q, k, v = (drawn(spans.num_tokens + 2, n, 128, dtype=dtype) for n in (32, 8, 8))
@@ -181,7 +181,7 @@ def test_sampling_takes_the_tokens_of_the_reference():
     token, sound = OURS.draw(logits, *arguments)
     expected, _ = REFERENCE.draw(logits, *arguments)
     assert torch.equal(sound, expected_sound)
-    # Scores that all but tie may fall to the other one.
+    # Scores that nearly tie may be swapped.
     assert (token[sound] == expected[sound]).float().mean() > 0.95
 
 

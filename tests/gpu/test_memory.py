@@ -1,4 +1,4 @@
-"""The KV cache takes what is free, and 10,000 requests at that limit never ask for more than there is."""
+"""The KV cache takes the free memory, and 10,000 requests at that limit never run out of it."""
 
 import random
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Compiles kernels for sm_90 on a machine without a GPU, and prints a line for each: name, stack bytes, shared memory
 bytes.
 
-Run by test_compiled.py in a process of its own, because the tests beside it run the same kernels interpreted. A driver
+Run by test_compiled.py in its own process, because the other tests run the same kernels interpreted. A driver
 that only names the GPU stands in for the real one, launches stop behind the compiler.
 """
 

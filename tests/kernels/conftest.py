@@ -28,7 +28,7 @@ def interpreting() -> Iterator[None]:
 with interpreting():
     from exeplan.kernels import language, select  # noqa: F401 - importing them defines every kernel
 
-assert language.AVAILABLE or not importlib.util.find_spec("triton"), "somebody imported the kernels before"
+assert language.AVAILABLE or not importlib.util.find_spec("triton"), "the kernels were imported before"
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -39,7 +39,7 @@ def _interpreted() -> Iterator[None]:
 
 NO_TRITON = "triton is not installed; `pip install 'exeplan[test]'` does so on Linux"
 needs_triton = pytest.mark.skipif(not language.AVAILABLE, reason=NO_TRITON)
-"""For tests that take no device, as those of hypothesis."""
+"""For tests without the fixture `device`, such as those of hypothesis."""
 
 
 @pytest.fixture

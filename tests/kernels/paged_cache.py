@@ -1,4 +1,4 @@
-"""Caches whose every element is NaN but for those of the tokens that sequences hold."""
+"""Caches in which every element is NaN except those of the sequences' tokens."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol
 def poisoned_cache(
     contexts: Sequence[int], num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKV:
-    """Scattered blocks for sequences of so many tokens, and two columns of the table that lead to a block of NaN."""
+    """Scattered blocks for sequences of these lengths, and two columns of the table that point to a block of NaN."""
     counts = [-(-context // BLOCK_SIZE) for context in contexts]
     blocks = torch.randperm(sum(counts) + 1)
     poison, held = int(blocks[0]), iter(blocks[1:].tolist())

@@ -13,7 +13,7 @@ from exeplan.kernels.activation import (
 
 from .paged_cache import TOLERANCES
 
-# Where a GPU quietly gives infinity, numpy warns.
+# numpy warns where a GPU gives infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 
@@ -30,7 +30,7 @@ def test_equals_the_reference(tokens, width, kind, dtype, device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_number_stays_so_and_large_values_do_not_overflow(kind, device):
+def test_nan_stays_nan_and_large_values_do_not_overflow(kind, device):
     x = torch.tensor([[torch.nan, 1e4, -1e4, torch.inf]], device=device)
     found = plain_activation(x, kind)[0].tolist()
     assert found[0] != found[0]

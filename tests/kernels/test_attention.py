@@ -1,4 +1,4 @@
-"""All attentions equal a softmax written out, for every grouping of heads, ragged contexts, windows and biases."""
+"""All attentions equal an explicit softmax, for every grouping of heads, ragged contexts, windows and biases."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ HEADS = [(4, 4), (4, 2), (6, 1)]
 
 
 def attention_reference(q_THD, k_CKD, v_CKD, *, scale, window=None):
-    """The last T of C positions attend to what lies before them."""
+    """The last T of C positions attend to the positions before them."""
     num_queries, context, group = len(q_THD), len(k_CKD), q_THD.shape[1] // k_CKD.shape[1]
     k_CHD, v_CHD = k_CKD.repeat_interleave(group, 1), v_CKD.repeat_interleave(group, 1)
     scores_HTC = torch.einsum("thd,chd->htc", q_THD, k_CHD) * scale
@@ -53,7 +53,7 @@ def test_decode_equals_the_reference_for_ragged_contexts_in_any_rows(heads, kv_h
 @pytest.mark.parametrize("window", [None, 1, 7, 280, 1000])
 @pytest.mark.parametrize("queries", [1, 40, 300])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_the_last_tokens_of_a_context_see_what_is_before_them(heads, kv_heads, queries, window):
+def test_the_last_tokens_of_a_context_attend_to_those_before(heads, kv_heads, queries, window):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, queries, heads, 16), torch.randn(1, 420, kv_heads, 16), torch.randn(1, 420, kv_heads, 16)
     expected = attention_reference(q[0], k[0], v[0], scale=0.3, window=window)

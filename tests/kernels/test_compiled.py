@@ -1,4 +1,4 @@
-"""Every kernel compiles for a GPU, in bfloat16 too, fits its shared memory, and holds what it computes in registers.
+"""Every kernel compiles for a GPU, also in bfloat16, fits its shared memory, and spills no registers.
 
 The interpreter shows what a kernel computes; it takes Python that the compiler refuses, and knows no registers.
 """
@@ -16,7 +16,7 @@ from .conftest import compiled_environment
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on sm_90."""
 STACK = 64
-"""Bytes of a thread that need not fit into its registers: what triton 3.6 spills where 3.7 spills nothing."""
+"""Bytes that a thread may spill: triton 3.6 spills these where 3.7 spills nothing."""
 
 
 @pytest.mark.skipif(not language.AVAILABLE, reason="triton is not installed")

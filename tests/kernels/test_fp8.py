@@ -1,4 +1,4 @@
-"""Rows in 8 bits keep three bits of every element that is not tiny beside its row's largest, and never overflow."""
+"""8-bit rows keep three bits of every element that is not tiny relative to its row's largest, and never overflow."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_the_kernel_quantizes_as_its_reference(device, shape, dtype):
     differing = rows.view(torch.uint8) != expected.view(torch.uint8)
     if language.INTERPRETED:  # It forgets the carry of a mantissa that is rounded up to the next power of two.
         differing &= expected.view(torch.uint8) & 7 != 0
-    # A quotient that lies in the middle of two neighbours may become the other one.
+    # A quotient halfway between two numbers may be rounded to either.
     assert differing.sum() <= differing.numel() / 100
 
 
@@ -53,7 +53,7 @@ def test_a_layer_in_8_bits_is_near_the_layer():
     assert layer.num_bytes == 64 * 128 + 64 * 4
 
 
-def test_products_of_8_bit_rows_are_near_it_too():
+def test_products_of_8_bit_rows_are_near_the_layer():
     layer = Fp8Linear(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))
     x_NI = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     dequantized = layer(x_NI)

@@ -18,7 +18,7 @@ def block_slots(block):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
-def test_a_moved_block_holds_what_it_held(head_dim, dtype, device):
+def test_a_moved_block_keeps_its_contents(head_dim, dtype, device):
     tables = torch.randn(2, 2, 2 * 6 * BLOCK_SIZE, head_dim, device=device).to(dtype)
     before = gather_slots(tables, block_slots(5), num_kv_heads=2)
     move_blocks(tables, torch.tensor([5], device=device), torch.tensor([1], device=device), num_kv_heads=2)

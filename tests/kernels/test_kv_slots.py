@@ -56,7 +56,7 @@ def test_the_reference_is_the_store_of_the_runners_cache():
     slots=st.lists(st.integers(0, 31), unique=True, max_size=6),
     num_padding=st.integers(0, 2),
 )
-def test_a_sequence_is_handed_over_whole(layers, kv_heads, head_dim, slots, num_padding):
+def test_a_sequence_is_transferred_completely(layers, kv_heads, head_dim, slots, num_padding):
     tables = tables_of(layers, kv_heads, 32, head_dim)
     slot_N = torch.tensor([*slots, *[-1] * num_padding], dtype=torch.int64, device=DEVICE)
     kv_LNMD = gather_slots(tables, slot_N, num_kv_heads=kv_heads)

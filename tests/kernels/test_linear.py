@@ -17,7 +17,7 @@ def test_equals_torch(rows, bias, dtype):
     torch.testing.assert_close(Linear(weight, offset)(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_gives_the_same_whatever_rows_are_beside_it():
+def test_a_row_gives_the_same_in_any_batch():
     torch.manual_seed(0)
     linear, x = Linear(torch.randn(64, 64)), torch.randn(32, 64)
     torch.testing.assert_close(linear(x)[:2], linear(x[:2]), rtol=1e-5, atol=1e-5)

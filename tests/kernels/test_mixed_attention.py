@@ -38,7 +38,7 @@ def test_windows_and_biases_hold_for_both(device):
     check(spans, contexts, bias=DistanceBias(torch.randn(4, 9, device=device), 8))
 
 
-def test_decoders_may_begin_behind_their_encoded_prompts(device):
+def test_decoders_may_begin_after_their_encoded_prompts(device):
     check([Span(3, cached=(2, 9))], [12, 17], first_B=lengths([5, 16], device))
     check([], [12, 17], first_B=lengths([5, 16], device))
 

@@ -1,4 +1,4 @@
-"""Norms equal torch's, alone and fused with the residual sum, which is left behind exactly as torch rounds it."""
+"""Norms equal torch's, alone and fused with the residual sum, which equals torch's rounding exactly."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_all_norms_equal_torchs(rows, size, mean, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_the_queries_of_a_product_are_normed_in_place_and_the_rest_is_left_alone(dtype, device):
+def test_the_queries_of_a_product_are_normed_in_place_and_the_rest_is_unchanged(dtype, device):
     qkv_NMD, weight = drawn(3, 6, 80, dtype=dtype), drawn(80, dtype=dtype)
     expected = qkv_NMD.clone()
     rms_norm(qkv_NMD[:, :4], weight, EPS, out=qkv_NMD[:, :4])

@@ -1,5 +1,4 @@
-"""Decode attention over blocks equals a softmax written out, whatever the lengths, and reads no memory but the
-tokens'."""
+"""Decode attention over blocks equals an explicit softmax for all lengths, and reads only the tokens' memory."""
 
 import numpy as np
 import pytest
@@ -53,12 +52,12 @@ def test_the_parts_of_a_context_join_to_the_whole(num_parts, columns, device):
 def test_a_window_hides_what_is_too_far_back(window, num_parts, device):
     contexts = [0, 5, 40]
     cache = poisoned_cache(contexts, 1, 16, torch.float32, device)
-    # Whoever looks beyond the window sees keys that would take all the weight.
+    # Keys beyond the window would take all the weight.
     q_BHD = torch.randn(3, 2, 16, device=device) * 5
     check(q_BHD, cache, lengths(contexts, device), scale=1.0, window=window, num_parts=num_parts)
 
 
-def test_a_decoder_may_begin_behind_its_encoded_prompt_and_look_at_that_alone(device):
+def test_a_decoder_may_begin_after_its_encoded_prompt_and_attend_to_that_alone(device):
     contexts, encoded = [20, 33, 18], [3, 16, 18]
     cache = poisoned_cache(contexts, 2, 16, torch.float32, device)
     q_BHD = torch.randn(3, 2, 16, device=device)
@@ -68,7 +67,7 @@ def test_a_decoder_may_begin_behind_its_encoded_prompt_and_look_at_that_alone(de
 
 
 @pytest.mark.parametrize(("width", "zero"), [(1, 0), (9, 8), (60, 50)])
-def test_a_bias_goes_by_the_distance_to_the_query_and_ends_in_its_last_columns(width, zero, device):
+def test_a_bias_depends_on_the_distance_to_the_query_and_is_constant_beyond_its_ends(width, zero, device):
     contexts = [1, 16, 37]
     cache = poisoned_cache(contexts, 2, 16, torch.float32, device)
     bias = DistanceBias(torch.randn(6, width, device=device) * 3, zero)
@@ -76,14 +75,14 @@ def test_a_bias_goes_by_the_distance_to_the_query_and_ends_in_its_last_columns(w
     check(q_BHD, cache, lengths(contexts, device), scale=1.0, bias=bias)
 
 
-def test_the_rows_of_queries_may_lie_apart_and_the_cache_be_of_another_dtype(device):
+def test_queries_may_be_strided_and_the_cache_may_have_another_dtype(device):
     contexts = [17, 4]
     cache = poisoned_cache(contexts, 2, 64, torch.float16, device)
     qkv_NMD = torch.randn(5, 8, 64, device=device)
     check(qkv_NMD[3:, :4], cache, lengths(contexts, device), scale=0.1)
 
 
-def test_a_batch_of_nobody_is_empty(device):
+def test_a_batch_without_sequences_is_empty(device):
     cache = poisoned_cache([3], 1, 16, torch.float32, device)
     found = paged_attention(torch.empty(0, 2, 16, device=device), cache, lengths([], device), scale=1.0)
     assert found.shape == (0, 2, 16)

@@ -1,4 +1,4 @@
-"""Attention of a flat batch equals a softmax written out for each span, over its new tokens and its cached ones."""
+"""Attention of a flat batch equals an explicit softmax for each span, over its new tokens and its cached ones."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def check(q, k, v, spans, *, config=SMALL, **options):
 @pytest.mark.parametrize(
     ("head_dim", "heads", "kv_heads"), [(64, 2, 2), (80, 3, 1), (96, 2, 1), (128, 4, 2), (256, 8, 1)]
 )
-def test_equals_the_reference_behind_a_cached_prefix(head_dim, heads, kv_heads, dtype, device):
+def test_equals_the_reference_after_a_cached_prefix(head_dim, heads, kv_heads, dtype, device):
     cache = poisoned_cache([0, 17], kv_heads, head_dim, dtype, device)
     q, k, v = batch_of(19, heads, kv_heads, head_dim, device, dtype)
     check(q, k, v, [Span(1), Span(18, cached=(0, 17))], cache=cache, scale=head_dim**-0.5)
@@ -44,7 +44,7 @@ def test_equals_the_reference_behind_a_cached_prefix(head_dim, heads, kv_heads, 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (32, 16), (16, 32)])
-def test_spans_do_not_see_each_other(rows, columns, causal, device):
+def test_spans_do_not_attend_to_each_other(rows, columns, causal, device):
     q, k, v = batch_of(50, 2, 1, 16, device)
     config = Config(rows=rows, columns=columns)
     check(q, k, v, [Span(33), Span(0), Span(1), Span(16)], scale=1.0, causal=causal, config=config)
@@ -65,7 +65,7 @@ def test_padding_is_computed_and_never_attended_to(device):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_bias_goes_by_the_distance_of_key_and_query_in_batch_and_cache(causal, device):
+def test_a_bias_depends_on_the_distance_of_key_and_query_in_batch_and_cache(causal, device):
     cache = poisoned_cache([0, 20], 2, 16, torch.float32, device)
     q, k, v = batch_of(38, 4, 2, 16, device)
     bias = DistanceBias(torch.randn(4, 15, device=device) * 3, 9)
@@ -80,7 +80,7 @@ def test_a_decoders_rows_attend_to_their_cached_prompts_alone(device):
     check(q, k, v, spans, cache=cache, scale=1.0, causal=False)
 
 
-def test_who_sees_nothing_gets_zeros(device):
+def test_a_query_without_keys_gets_zeros(device):
     q, k, v = batch_of(2, 1, 1, 16, device)
     found = ragged_attention(q, k, v, Spans([Span(2, num_keys=0)], device), scale=1.0, config=SMALL)
     assert found.eq(0).all()
@@ -123,7 +123,7 @@ def test_the_librarys_attention_is_the_same(heads, kv_heads, dtype):
     check(q, k, v, [Span(17), Span(1), Span(22)], scale=0.2, config=Config(library=True))
 
 
-def test_the_library_is_offered_whole_prompts_in_16_bits_alone(monkeypatch):
+def test_the_library_is_a_candidate_for_whole_prompts_in_16_bits_only(monkeypatch):
     offered = []
     monkeypatch.setattr(module, "best_config", lambda name, key, configs, *_: offered.append(configs) or configs[-1])
 
@@ -149,6 +149,6 @@ class Launched:
         return lambda *arguments, **constants: None
 
 
-def test_tiles_cover_every_query_once_and_those_that_see_most_come_first():
+def test_tiles_cover_every_query_once_and_those_with_most_keys_come_first():
     spans = Spans([Span(33), Span(0), Span(5, cached=(0, 100))], torch.device("cpu"))
     assert spans.tiles(16).tolist() == [[2, 0], [0, 32], [0, 16], [0, 0]]

@@ -1,4 +1,4 @@
-"""A whole engine on these kernels gives the tokens of the CPU's own path: every launch of a model, end to end."""
+"""An engine on these kernels gives the tokens of the CPU's path: every launch of a model, end to end."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE, TRITON
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 
 from .conftest import DEVICE
 
@@ -48,8 +48,8 @@ def test_tokens_are_those_of_the_cpu(case, device):
     # A GPU draws other random weights than a CPU: there the references on the same device are the oracle.
     same = {"device": str(DEVICE), "num_blocks": 8, "dummy_weights": True}
     oracle = ModelRunner(spec, **same, paged_with=REFERENCE if DEVICE.type == "cuda" else None)
-    expected = outputs(Local(oracle), sampling)
+    expected = outputs(InProcessExecutor(oracle), sampling)
     runner = ModelRunner(spec, **same, paged_with=TRITON)
-    runner.record(4)
-    assert outputs(Ahead(runner), sampling) == expected
+    runner.capture(4)
+    assert outputs(AsyncExecutor(runner), sampling) == expected
     assert runner.cache.free_blocks == 8

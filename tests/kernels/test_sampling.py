@@ -1,4 +1,4 @@
-"""Tokens chosen on the device are those that the CPU's sampler chooses."""
+"""Tokens sampled on the device are those of the CPU's sampler."""
 
 import math
 
@@ -20,7 +20,7 @@ SMALL = Config(columns=64)
 
 
 def parameters(rows, keys):
-    """The columns that `draw` takes, of each row's parameters and the key of its noise."""
+    """The arguments of `draw`: each row's parameters and the key of its noise."""
 
     def column(values, dtype=torch.float32):
         return torch.tensor(values, dtype=dtype, device=DEVICE)
@@ -72,7 +72,7 @@ def test_tokens_are_the_cpus(rows, seed, spread):
     ("num_kept", "cut"),
     [(1, {"top_k": 1}), (2, {"top_k": 2}), (1, {"top_p": 0.0}), (2, {"top_p": 0.06}), (1, {"top_k": 2, "top_p": 0.4})],
 )
-def test_no_token_more_is_kept_where_all_are_about_as_likely(num_kept, cut, device):
+def test_no_token_too_many_is_kept_where_all_are_about_as_likely(num_kept, cut, device):
     """One token too many would win about every third row."""
     logits_V = torch.linspace(0.01, 0.0, 32)[torch.randperm(32)]
     likely = set(logits_V.topk(num_kept).indices.tolist())
@@ -104,7 +104,7 @@ def test_all_tokens_that_tie_for_the_last_place_are_kept(device):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_a_finite_maximum_are_said_to_be_unsound(temperature, device):
+def test_rows_without_a_finite_maximum_are_reported(temperature, device):
     logits_RV = torch.randn(4, VOCAB, device=device)
     logits_RV[0, 70], logits_RV[1], logits_RV[2, 3] = torch.nan, -math.inf, math.inf
     columns = parameters([SamplingParams(temperature=temperature, top_p=0.5)] * 4, range(4))

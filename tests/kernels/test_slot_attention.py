@@ -1,4 +1,4 @@
-"""Slot attention equals a softmax written out for each prompt of each slot, and never sees padding or a neighbour."""
+"""Slot attention equals an explicit softmax for each prompt of each slot, and reads no padding or other prompt."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_window_hides_what_is_too_far_back(window, device):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_bias_goes_by_the_distance_of_key_and_query(causal, device):
+def test_a_bias_depends_on_the_distance_of_key_and_query(causal, device):
     bias = DistanceBias(torch.randn(4, 15, device=device) * 3, 9)
     check(packed(36, [[20, 3], [36]], device), 4, 2, 16, device, causal=causal, bias=bias, scale=1.0)
 

@@ -38,7 +38,7 @@ def asked(
     memory: float | None = None,
 ) -> Problem:
     return make_problem(
-        profile, load_workload(law), Bound(seconds=bound, about=about), max_seqs=max_seqs, memory=memory
+        profile, load_workload(law), Bound(seconds=bound, metric=about), max_seqs=max_seqs, memory=memory
     )
 
 

@@ -1,4 +1,4 @@
-"""On a cluster the search over placements and fillings finds what trying everything finds, and every placement fits."""
+"""On a cluster the search over all variants finds what trying everything finds, and every placement fits."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_a_system_that_cannot_fork_finds_the_same_plan(opt: Profile, monkeypatch
     assert replace(one_by_one, search={}) == replace(side_by_side, search={})
 
 
-def test_where_the_closed_form_is_far_off_another_filling_is_taken_and_not_a_tighter_bound(opt: Profile) -> None:
+def test_where_the_closed_form_is_far_off_another_variant_is_taken_and_not_a_tighter_bound(opt: Profile) -> None:
     # With more groups than stages the requests of few prefills seem to crowd into few of them: 3.9 s, replayed 4.5 s.
     problem = make_problem(opt, load_workload("S"), Bound(seconds=3.987), cluster=A40.part(4))
     found = search_variants(problem, "waa-m", method="branch-and-bound", bound=3.987)

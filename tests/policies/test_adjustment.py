@@ -2,7 +2,7 @@
 
 import pytest
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
@@ -14,16 +14,17 @@ WAA = Schedule("waa-c", {"prefill_batch": 4, **LOADS})
 
 
 def scheduler(schedule: Schedule, prompts: list[int], *, output: int = 50, decoding: int = 8) -> Scheduler:
-    """One in which so many are decoding already, of one token each, and these prompts wait."""
+    """A scheduler with `decoding` requests of one token each in decode, and these prompts waiting."""
     state = Scheduler(schedule, num_blocks=10_000)
     for number, length in enumerate([1] * decoding + prompts):
-        state.add(Sequence(request_id=str(number), num_prompt_tokens=length, max_output_tokens=output))
+        state.add(SequenceState(request_id=str(number), num_prompt_tokens=length, max_output_tokens=output))
     for sequence in [state.waiting.popleft() for _ in range(decoding)]:
         sequence.num_blocks, sequence.num_output_tokens = 1, 1
         state.free_blocks -= 1
         state.running.append(sequence)
-        state.join(sequence, 0)
-    state.entered[0] = 3
+        state.add_to_group(sequence, 0)
+    if schedule.policy == "rra":
+        state.state.iterations_since_prefill[0] = 3
     return state
 
 
@@ -58,7 +59,7 @@ def test_the_decode_batch_returns_to_the_planned_one(schedule, decoding, count):
 def test_the_parts_of_a_prefill_are_decided_together():
     variables = {**RRA.variables, "micro_batches": 2}
     state = scheduler(Schedule("rra", variables), [50] * 20)
-    state.groups[1], state.entered[1] = [], 3
+    state.groups[1], state.state.iterations_since_prefill[1] = [], 3
     parts = [state.next_batch(), state.next_batch()]
     assert sum(len(part.prefill) for part in parts) == 7
     assert state.next_batch() is None

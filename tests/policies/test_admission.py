@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.metrics import summarize
 from exeplan.core.schedule import Schedule
 from exeplan.policies import load_policy
@@ -15,10 +15,10 @@ from exeplan.workload.workload import Workload
 
 
 def batches(schedule: Schedule, lengths: list[tuple[int, int]]) -> list[tuple[str, str]]:
-    """Who prefills and who decodes in every pass, until all (prompt, output) requests are done."""
+    """The requests that prefill and those that decode in every pass, until all (prompt, output) requests are done."""
     scheduler = Scheduler(schedule, num_blocks=1000)
     for index, (prompt, output) in enumerate(lengths):
-        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
+        scheduler.add(SequenceState(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
     found = []
     while (batch := scheduler.next_batch()) is not None:
         found.append(shape(batch))

@@ -1,4 +1,4 @@
-"""Policy concat packs who the order chooses, leaves nobody behind for its length, and frees slots as they are done."""
+"""Policy concat packs the requests that the order chooses, refuses none for its length, and frees finished slots."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
@@ -17,8 +17,8 @@ PURE = Schedule("concat", {"rows": 2, "row_tokens": 12})
 SLOTTED = Schedule("concat", {"rows": 2, "row_tokens": 12, "slot_tokens": 4})
 
 
-def sequence(name: str, tokens: int, *, outputs: int = 2, deadline: float | None = None) -> Sequence:
-    return Sequence(request_id=name, num_prompt_tokens=tokens, max_output_tokens=outputs, deadline=deadline)
+def sequence(name: str, tokens: int, *, outputs: int = 2, deadline: float | None = None) -> SequenceState:
+    return SequenceState(request_id=name, num_prompt_tokens=tokens, max_output_tokens=outputs, deadline=deadline)
 
 
 def waiting(schedule: Schedule, *tokens: int, num_blocks: int = 1000) -> Scheduler:
@@ -28,8 +28,8 @@ def waiting(schedule: Schedule, *tokens: int, num_blocks: int = 1000) -> Schedul
     return scheduler
 
 
-def run(scheduler: Scheduler, batch: Batch) -> list[Sequence]:
-    """The batch yields its tokens. Returns who left."""
+def run(scheduler: Scheduler, batch: Batch) -> list[SequenceState]:
+    """The batch yields its tokens. Returns the sequences that left."""
     for row in (*batch.prefill, *batch.decode):
         if not row.finished:
             row.num_output_tokens += 1
@@ -48,7 +48,7 @@ def names(batch: Batch) -> str:
 
 
 def batches(scheduler: Scheduler) -> list[Batch]:
-    """Those with prefills, until nobody is left."""
+    """Those with prefills, until no request is left."""
     found = []
     while (batch := scheduler.next_batch()) is not None:
         found += [batch] if batch.prefill else []
@@ -129,7 +129,7 @@ def test_a_batch_holds_no_more_than_it_may() -> None:
     assert [names(batch) for batch in batches(waiting(schedule, *[3] * 7))] == ["abc", "def", "g"]
 
 
-def test_whoever_has_expired_is_in_no_batch() -> None:
+def test_an_expired_request_is_in_no_batch() -> None:
     scheduler = Scheduler(PURE, 1000)
     for name, deadline in (("a", 1.0), ("b", None), ("c", 3.0)):
         scheduler.add(sequence(name, 6, deadline=deadline))
@@ -164,7 +164,7 @@ def test_a_deadline_can_be_missed_before_it_is_there() -> None:
     slot=st.integers(1, 20),
 )
 @settings(max_examples=120, deadline=None)
-def test_everybody_is_served_whole_whatever_its_length(lengths, order, rows, slots, slot) -> None:
+def test_every_request_is_served_whole_whatever_its_length(lengths, order, rows, slots, slot) -> None:
     cut = {"slot_tokens": slot} if slots > 1 and order != "slotted-das" else {}
     schedule = Schedule("concat", {"rows": rows, "row_tokens": slots * slot, **cut}, order)
     load_policy("concat").check(schedule)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy, policy_names
@@ -24,7 +24,7 @@ def run_batches(schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: 
     """Every batch until all (prompt, output) requests are done."""
     scheduler = Scheduler(schedule, num_blocks)
     for index, (prompt, output) in enumerate(lengths):
-        scheduler.add(Sequence(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
+        scheduler.add(SequenceState(request_id=str(index), num_prompt_tokens=prompt, max_output_tokens=output))
     batches = []
     while (batch := scheduler.next_batch()) is not None:
         batches.append(batch)
@@ -49,7 +49,7 @@ def test_rra_prefills_every_decode_steps_iterations() -> None:
     ]  # fmt: skip
 
 
-def test_rra_prefills_at_once_when_nobody_is_left_to_decode() -> None:
+def test_rra_prefills_at_once_when_no_request_is_left_to_decode() -> None:
     batches = run_batches(SCHEDULES["rra"], [(5, 1)] * 4)
     assert [shape(b) for b in batches] == [("01", ""), ("23", "")]
 
@@ -88,7 +88,7 @@ def test_preemption_loses_nothing_and_spares_the_oldest() -> None:
 def test_a_request_that_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(SCHEDULES["rra"], num_blocks=2)
     with pytest.raises(InputError, match="need 3 KV blocks, the cache has 2"):
-        scheduler.add(Sequence(request_id="0", num_prompt_tokens=30, max_output_tokens=10))
+        scheduler.add(SequenceState(request_id="0", num_prompt_tokens=30, max_output_tokens=10))
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
@@ -102,7 +102,7 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
     variables = {k.name: data.draw(st.sampled_from(k.values)) for k in policy.knobs(workload, 8)}
     # Blocks down to the least that holds the longest request alone, so that preemption happens too.
     least = max(-(-(i + o) // 16) for i, o in lengths)
-    schedule = policy.schedule({**variables, **policy.fillings(1)[0]}, workload)
+    schedule = policy.schedule({**variables, **policy.enumerated(1)[0]}, workload)
     batches = run_batches(schedule, lengths, num_blocks=data.draw(st.integers(least, least + 10)))
     produced = dict.fromkeys(range(len(lengths)), 0)
     for batch in batches:
@@ -114,9 +114,7 @@ def test_every_request_gets_each_of_its_tokens_once(name: str, data: st.DataObje
 
 
 def test_unknown_policies_and_variables_are_named() -> None:
-    with pytest.raises(
-        InputError, match="no policy 'best'; there are chunked, concat, orca, rra, static, turbo, waa-c, waa-m"
-    ):
+    with pytest.raises(InputError, match=f"no policy 'best'; there are {', '.join(policy_names())}"):
         load_policy("best")
     with pytest.raises(
         InputError, match="rra takes the control variables prefill_batch, decode_steps; found batch_size"
@@ -124,3 +122,14 @@ def test_unknown_policies_and_variables_are_named() -> None:
         load_policy("rra").check(Schedule("rra", {"batch_size": 1}))
     with pytest.raises(InputError, match="decode_steps must be a positive integer, found 0"):
         load_policy("rra").check(Schedule("rra", {"prefill_batch": 1, "decode_steps": 0}))
+
+
+@pytest.mark.parametrize(("trials", "chance"), [(0, 0.3), (1, 0.5), (24, 1 / 90), (300, 0.02), (7, 1.0)])
+def test_the_prefills_of_an_orca_iteration_are_binomial(trials: int, chance: float) -> None:
+    from scipy.stats import binom
+
+    from exeplan.policies.orca import _whole_binomial
+
+    number, probability = _whole_binomial(trials, chance)
+    expected = binom.pmf(number, trials, chance)
+    assert probability == pytest.approx(expected / expected.sum(), rel=1e-9)

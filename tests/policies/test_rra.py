@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
@@ -17,9 +17,9 @@ PAIRS = Schedule("rra", {"prefill_batch": 2, "decode_steps": LONG - 1})
 """No request outlives its cycle."""
 
 
-def rows(count: int, generated: int) -> tuple[Sequence, ...]:
+def rows(count: int, generated: int) -> tuple[SequenceState, ...]:
     return tuple(
-        Sequence(request_id=str(i), num_prompt_tokens=PROMPT, max_output_tokens=99, num_output_tokens=generated)
+        SequenceState(request_id=str(i), num_prompt_tokens=PROMPT, max_output_tokens=99, num_output_tokens=generated)
         for i in range(count)
     )
 

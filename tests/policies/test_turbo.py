@@ -1,4 +1,4 @@
-"""Policy turbo cuts those who wait into batches of like lengths, at the least cost of all ways to cut them."""
+"""Policy turbo cuts the waiting requests into batches of like lengths, at the least cost of all ways to cut them."""
 
 from itertools import combinations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.policies.turbo import _cut
 from exeplan.scheduling.scheduler import Scheduler
@@ -36,10 +36,10 @@ def test_no_way_to_cut_costs_less(lengths: list[int], size: int, overhead: int) 
     ("order", "expected"),
     [("fcfs", [("ac", 31), ("bde", 4)]), ("sjf", [("bde", 4), ("ac", 31)])],
 )
-def test_the_batch_of_whoever_is_first_runs_next(order: str, expected: list[tuple[str, int]]) -> None:
+def test_the_batch_of_the_first_request_runs_next(order: str, expected: list[tuple[str, int]]) -> None:
     scheduler = Scheduler(Schedule("turbo", {"batch_size": 4, "overhead_tokens": 5}, order), 1000)
     for name, tokens in zip("abcde", (30, 4, 31, 3, 4), strict=True):
-        scheduler.add(Sequence(request_id=name, num_prompt_tokens=tokens, max_output_tokens=2))
+        scheduler.add(SequenceState(request_id=name, num_prompt_tokens=tokens, max_output_tokens=2))
     found = []
     while (batch := scheduler.next_batch()) is not None:
         if batch.prefill:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
-from exeplan.core.batch import Sequence as Row
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
@@ -75,14 +74,14 @@ def refereed(schedule: Schedule, cost: CostModel, lengths: Sequence[tuple[int, i
         micro_batches=schedule["micro_batches"],
         num_prefill_stages=prefills,
         num_decode_stages=len(cost.decode_stages),
-        handover=lambda prompts: cost.handover_seconds(sum(prompts)),
+        handover=lambda prompts: cost.kv_transfer_seconds(sum(prompts)),
         stage_seconds=stage_seconds,
         first_token_from_prefill=cost.first_token_from_prefill,
     )
 
 
-def row(num_tokens: int) -> Row:
-    return Row(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=1)
+def row(num_tokens: int) -> SequenceState:
+    return SequenceState(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=1)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=30)
@@ -151,14 +150,14 @@ def test_scarce_memory_delays_requests_but_loses_no_token(
 def test_the_oldest_waits_for_blocks_until_a_younger_one_can_be_preempted() -> None:
     scheduler = Scheduler(Schedule("waa-c", {"decode_batch": 2, "prefill_batch": 1}), num_blocks=3)
     for number, prompt in enumerate((16, 17)):
-        scheduler.add(Row(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=9))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=9))
     first, second = prefilled(scheduler), prefilled(scheduler)
     scheduler.complete(first)
-    scheduler.hand_over(first)
+    scheduler.kv_arrived(first)
     assert scheduler.next_batch("decode") is None  # Its second block is the younger one's, which is being prefilled,
     scheduler.complete(second)
-    assert scheduler.next_batch("decode") is None  # or handed over.
-    scheduler.hand_over(second)
+    assert scheduler.next_batch("decode") is None  # or transferred.
+    scheduler.kv_arrived(second)
     decoding = scheduler.next_batch("decode")
     assert decoding is not None
     assert decoding.decode == first.prefill
@@ -174,7 +173,7 @@ def prefilled(scheduler: Scheduler) -> Batch:
     return batch
 
 
-def test_the_prefill_batch_replaces_those_who_finish_in_one_iteration() -> None:
+def test_the_prefill_batch_replaces_the_requests_finished_in_one_iteration() -> None:
     workload = Workload.of("even", inputs=[10, 10], outputs=[10, 30], weights=[1, 1])
     assert waa_c.schedule({"decode_batch": 64}, workload) == Schedule("waa-c", {"prefill_batch": 3, "decode_batch": 64})
     assert waa_m.schedule({"decode_batch": 4}, workload) == Schedule("waa-m", {"prefill_batch": 1, "decode_batch": 4})
@@ -182,7 +181,7 @@ def test_the_prefill_batch_replaces_those_who_finish_in_one_iteration() -> None:
     assert waa_c.schedule(given, workload) == Schedule("waa-c", given)
 
 
-def test_who_needs_one_token_never_decodes(profile: Profile) -> None:
+def test_a_request_of_one_token_never_decodes(profile: Profile) -> None:
     workload = Workload.of("one", inputs=[20], outputs=[1], weights=[1])
     cost = split_cost(profile, [4], [4], encoder_decoder=False)
     schedule = waa_m.schedule({"decode_batch": 4}, workload)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Profile
 from exeplan.profiler.measuring.calibrate import BurstStep, calibration
@@ -57,7 +57,7 @@ def test_a_probed_model_computes_the_same_and_its_parts_fill_the_pass(rig: Rig) 
     spec = rig.runner.spec
     plain = ModelRunner(spec, num_blocks=4, dummy_weights=True)
     token_ids = {"a": [*range(1, 20), 0, 7]}
-    row = Sequence(request_id="a", num_prompt_tokens=20, max_output_tokens=2, num_blocks=num_blocks_for(21))
+    row = SequenceState(request_id="a", num_prompt_tokens=20, max_output_tokens=2, num_blocks=num_blocks_for(21))
     found = []
     for runner in (plain, rig.runner):
         row.num_output_tokens = 0
@@ -166,8 +166,8 @@ def test_the_calibration_does_not_count_the_start_tokens(profile: Profile) -> No
     """A step of 2 prompts of 30 tokens and 4 rows with 20 in the cache, as the engine counts it; 2 layers a stack."""
     model = replace(profile.model, num_layers=2, num_encoder_layers=2)
     plain = replace(profile, model=model, calibration=1.0)
-    prompts = [Sequence(request_id=str(n), num_prompt_tokens=30, max_output_tokens=1) for n in range(2)]
-    rows = [Sequence(request_id=str(n), num_prompt_tokens=20, max_output_tokens=1) for n in range(4)]
+    prompts = [SequenceState(request_id=str(n), num_prompt_tokens=30, max_output_tokens=1) for n in range(2)]
+    rows = [SequenceState(request_id=str(n), num_prompt_tokens=20, max_output_tokens=1) for n in range(4)]
     seconds = CostModel(plain).batch_seconds(Batch(prefill=tuple(prompts), decode=tuple(rows)))
     record = StepRecord(0.0, 1.0, 2, 4, 2 * 31 + 4, 4 * 21)
     assert calibration([[BurstStep(record, 3 * seconds)]], profile, num_layers=2) == pytest.approx(3.0)

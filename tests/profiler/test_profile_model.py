@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Profile, load_profile, save_profile
 from exeplan.errors import InputError
@@ -87,7 +87,7 @@ def test_interpolation_reproduces_measured_points(profile: Profile) -> None:
 
 
 def test_a_batch_costs_more_than_its_layers(profile: Profile) -> None:
-    rows = tuple(Sequence(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
+    rows = tuple(SequenceState(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
     cost = CostModel(replace(profile, calibration=1.0))
     assert cost.batch_seconds(Batch(decode=rows)) > 3 * float(cost.shards[1].rest["decode"](4))
 

@@ -1,4 +1,4 @@
-"""What can be seen of a process from outside: those it started, whether they live, and where they listen."""
+"""Processes as seen from outside: their descendants, whether they live, and where they listen."""
 
 import contextlib
 import ipaddress
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PATIENCE = 120.0
-"""Seconds that a test waits for what comes soon: a machine may be busy, and only a failure takes as long."""
+"""Seconds that a test waits at most: a machine may be busy, and only a failure takes as long."""
 _LISTENING = "0A"
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process started, and those that they did."""
+    """The children of a process, and theirs."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
@@ -29,7 +29,7 @@ def is_alive(pid: int) -> bool:
 
 
 def open_files(pid: int) -> dict[str, str]:
-    """By number, what a process has open."""
+    """The open files of a process by descriptor."""
     found = {}
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # Closed meanwhile.
@@ -50,10 +50,10 @@ def listening(pids: Iterable[int]) -> set[str]:
 
 
 def eventually(claim: Callable[[], bool]) -> None:
-    """Waits until a claim holds, and fails when it never does."""
+    """Waits until a claim holds; fails when it never does."""
     deadline = time.monotonic() + PATIENCE
     while not claim():
-        assert time.monotonic() < deadline, f"it did not come true within {PATIENCE:g} s"
+        assert time.monotonic() < deadline, f"it did not become true within {PATIENCE:g} s"
         time.sleep(0.02)
 
 

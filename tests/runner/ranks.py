@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from exeplan.core.batch import Batch, num_blocks_for
-from exeplan.core.batch import Sequence as Row
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import ALONE, Group, Shard
@@ -27,14 +26,14 @@ TOKENS = {name: [(7 + 31 * n * n + size) % VOCAB for n in range(size + 3)] for n
 
 
 def batches() -> Iterator[Batch]:
-    """Two prompts, a third one beside their decode, and a decode of all three."""
+    """Two prompts, a third one together with their decode, and a decode of all three."""
     for prefill, decode in (({"a": 0, "b": 0}, {}), ({"c": 0}, {"a": 1, "b": 1}), ({}, {"a": 2, "b": 2, "c": 1})):
         yield Batch(prefill=rows(prefill), decode=rows(decode))
 
 
-def rows(outputs: dict[str, int]) -> tuple[Row, ...]:
+def rows(outputs: dict[str, int]) -> tuple[SequenceState, ...]:
     return tuple(
-        Row(
+        SequenceState(
             request_id=name,
             num_prompt_tokens=PROMPTS[name],
             max_output_tokens=3,

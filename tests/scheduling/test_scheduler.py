@@ -2,18 +2,18 @@
 
 import pytest
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, Sequence
+from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.scheduling.scheduler import Scheduler
 
 ORDERS = ("fcfs", "sjf", "edf", "das")
 
 
-def sequence(name: str, prompt: int, output: int, deadline: float | None = None) -> Sequence:
-    return Sequence(request_id=name, num_prompt_tokens=prompt, max_output_tokens=output, deadline=deadline)
+def sequence(name: str, prompt: int, output: int, deadline: float | None = None) -> SequenceState:
+    return SequenceState(request_id=name, num_prompt_tokens=prompt, max_output_tokens=output, deadline=deadline)
 
 
-def scheduler_of(schedule: Schedule, *sequences: Sequence, num_blocks: int) -> Scheduler:
+def scheduler_of(schedule: Schedule, *sequences: SequenceState, num_blocks: int) -> Scheduler:
     scheduler = Scheduler(schedule, num_blocks)
     for one in sequences:
         scheduler.add(one)
@@ -31,7 +31,7 @@ def run(scheduler: Scheduler) -> Batch:
     return batch
 
 
-def names(rows: tuple[Sequence, ...]) -> str:
+def names(rows: tuple[SequenceState, ...]) -> str:
     return "".join(row.request_id for row in rows)
 
 
@@ -63,7 +63,7 @@ def test_the_youngest_is_preempted_and_comes_before_those_that_wait(order: str) 
     assert names(tuple(scheduler.running)) == "a"
     assert (running[1].num_blocks, running[1].preemptions) == (0, 1)
     assert running[1].num_output_tokens > 0
-    assert names(scheduler.ahead(3))[0] == "b"
+    assert names(scheduler.first_waiting(3))[0] == "b"
     assert scheduler.waiting[0] is running[1]
 
 

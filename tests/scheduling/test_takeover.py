@@ -1,4 +1,4 @@
-"""take_over(): whatever the two policies are, everybody gets each token once, and no block is lost."""
+"""take_over(): whatever the two policies, every request gets each token once, and no block is lost."""
 
 import itertools
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.scheduling.scheduler import Scheduler
-from exeplan.scheduling.takeover import keepable, take_over
+from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 TOGETHER = [
     Schedule("static", {"batch_size": 4}),
@@ -29,12 +29,12 @@ APART = [
 ]
 
 
-def sequence(number: int, prompt: int, output: int) -> Sequence:
-    return Sequence(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=output)
+def sequence(number: int, prompt: int, output: int) -> SequenceState:
+    return SequenceState(request_id=str(number), num_prompt_tokens=prompt, max_output_tokens=output)
 
 
 def step(scheduler: Scheduler) -> bool:
-    """One pass of each phase, if it can run; who produces gets a token."""
+    """One pass of each phase, if it can run; each row that produces gets a token."""
     ran = False
     for phase in ("decode", "prefill") if scheduler.policy.SEPARATE_STAGES else ("",):
         if (batch := scheduler.next_batch(phase)) is None:
@@ -46,7 +46,7 @@ def step(scheduler: Scheduler) -> bool:
                 row.finished = row.num_output_tokens == row.max_output_tokens
         scheduler.complete(batch)
         if phase == "prefill":
-            scheduler.hand_over(batch)
+            scheduler.kv_arrived(batch)
     return ran
 
 
@@ -56,7 +56,7 @@ requests = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=
 @pytest.mark.parametrize("schedules", [TOGETHER, APART, TOGETHER + APART], ids=["together", "apart", "both"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), requests=requests, num_blocks=st.integers(5, 40))
-def test_everybody_gets_all_tokens_whatever_follows_what(schedules, data, requests, num_blocks):
+def test_every_request_gets_all_tokens_across_any_switches(schedules, data, requests, num_blocks):
     sequences = [sequence(number, *lengths) for number, lengths in enumerate(requests)]
     scheduler = Scheduler(data.draw(st.sampled_from(schedules)), num_blocks)
     for one in sequences:
@@ -69,7 +69,7 @@ def test_everybody_gets_all_tokens_whatever_follows_what(schedules, data, reques
         assert scheduler.free_blocks == num_blocks - held
         after = Scheduler(data.draw(st.sampled_from(schedules)), num_blocks)
         before = [one.num_output_tokens for one in sequences]
-        able = keepable(after, scheduler)
+        able = can_keep_blocks(after, scheduler)
         kept = data.draw(st.sampled_from([able, able[::2], []]))
         left = take_over(after, scheduler, keep=kept)
         assert [one for one in after.running if one.num_blocks] == kept
@@ -82,7 +82,7 @@ def test_everybody_gets_all_tokens_whatever_follows_what(schedules, data, reques
 
 
 @pytest.mark.parametrize(("old", "new"), [*itertools.permutations(TOGETHER[1:5] + APART, 2)])
-def test_who_is_prefilled_keeps_its_blocks(old, new):
+def test_a_prefilled_sequence_keeps_its_blocks(old, new):
     scheduler = Scheduler(old, 40)
     for number in range(6):
         scheduler.add(sequence(number, 10, 20))
@@ -91,7 +91,7 @@ def test_who_is_prefilled_keeps_its_blocks(old, new):
     running = list(scheduler.running)
     assert running
     after = Scheduler(new, 40)
-    assert take_over(after, scheduler, keep=keepable(after, scheduler)) == []
+    assert take_over(after, scheduler, keep=can_keep_blocks(after, scheduler)) == []
     assert after.running == running
     assert len(after.running) + len(after.waiting) == 6
 
@@ -103,7 +103,7 @@ def test_a_smaller_cache_takes_the_oldest_and_computes_the_others_again():
         scheduler.add(row)
     step(scheduler)
     after = Scheduler(TOGETHER[1], 5)
-    assert take_over(after, scheduler, keep=keepable(after, scheduler)) == rows[2:4]
+    assert take_over(after, scheduler, keep=can_keep_blocks(after, scheduler)) == rows[2:4]
     assert (after.running, list(after.waiting)) == (rows[:2], rows[2:4])
 
 

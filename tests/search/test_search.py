@@ -69,7 +69,7 @@ def rra(*, prefill_batch=500, decode_steps=200, normal=False, tile=0, spill=0.0)
 
 
 def at(table, fraction, axis=1):
-    """The limit that far between the gentlest and the harshest point."""
+    """The limit that far between the lowest and the highest latency."""
     low, high = table.values[axis].min(), table.values[axis].max()
     return float(low + fraction * (high - low))
 
@@ -218,11 +218,11 @@ def test_says_what_binds(bound, capacity, best, binds):
     assert result.what_binds == binds
 
 
-def test_an_impossible_bound_leaves_the_gentlest_point():
+def test_an_impossible_bound_leaves_the_lowest_latency_point():
     result = HAND.search(bound=9, capacity=6)
     assert (result.best, result.gap) == (None, None)
-    assert result.gentlest.point == {"k0": 0, "k1": 0}
-    assert result.gentlest.outcome == Outcome(1, 10, 1)
+    assert result.lowest_latency.point == {"k0": 0, "k1": 0}
+    assert result.lowest_latency.outcome == Outcome(1, 10, 1)
 
 
 def test_the_frontier_has_the_undominated_points_that_fit_the_memory():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import steady_state
@@ -16,8 +16,8 @@ ALIKE = Workload.of("alike", inputs=[PROMPT], outputs=[OUTPUT], weights=[1.0])
 ONE_PLACE = Schedule("orca", {"max_num_seqs": 1})
 
 
-def row(generated: int) -> Sequence:
-    return Sequence(request_id="", num_prompt_tokens=PROMPT, max_output_tokens=OUTPUT, num_output_tokens=generated)
+def row(generated: int) -> SequenceState:
+    return SequenceState(request_id="", num_prompt_tokens=PROMPT, max_output_tokens=OUTPUT, num_output_tokens=generated)
 
 
 def served(cost: CostModel) -> tuple[float, float]:

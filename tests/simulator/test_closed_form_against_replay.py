@@ -92,10 +92,10 @@ def cost_model(profile: Profile, *, split: bool, rng: np.random.Generator) -> Co
 
 
 def schedule_of(name: str, workload: Workload, num_stages: int, rng: np.random.Generator) -> Schedule:
-    """Batches of up to 48 requests, 96 where they decode apart, in any of the policy's fillings."""
+    """Batches of up to 48 requests, 96 where they decode apart, with any of the enumerated variables."""
     policy = load_policy(name)
-    fillings = policy.fillings(num_stages)
-    given = dict(fillings[rng.integers(len(fillings))])
+    enumerated = policy.enumerated(num_stages)
+    given = dict(enumerated[rng.integers(len(enumerated))])
     for knob in policy.knobs(workload, 96 if policy.SEPARATE_STAGES else 48):
         given[knob.name] = int(knob.values[rng.integers(len(knob.values))])
     schedule = policy.schedule(given, workload)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch
-from exeplan.core.batch import Sequence as Request
+from exeplan.core.batch import SequenceState as Request
 from exeplan.core.cluster import Cluster, Link
 from exeplan.core.metrics import summarize
 from exeplan.core.model import ModelSpec

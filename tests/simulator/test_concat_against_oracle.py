@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Packing, Place, Sequence
+from exeplan.core.batch import Batch, PackedPrompt, Packing, SequenceState
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.simulator.cost import CostModel
@@ -21,13 +21,13 @@ ROW = 40
 def batch_seconds(cost: CostModel) -> BatchSeconds:
     newest = 1 if cost.first_token_from_prefill else 0
 
-    def row(prompt: int, generated: int) -> Sequence:
-        return Sequence(request_id="", num_prompt_tokens=prompt, max_output_tokens=1, num_output_tokens=generated)
+    def row(prompt: int, generated: int) -> SequenceState:
+        return SequenceState(request_id="", num_prompt_tokens=prompt, max_output_tokens=1, num_output_tokens=generated)
 
     def seconds(rows: int, length: int, requests: int, contexts: list[int]) -> float:
         if contexts:
             return cost.batch_seconds(Batch(decode=tuple(row(context, newest) for context in contexts)))
-        packing = Packing(length, length, tuple(Place(number % rows, 0) for number in range(requests)))
+        packing = Packing(length, length, tuple(PackedPrompt(number % rows, 0) for number in range(requests)))
         return cost.batch_seconds(Batch(prefill=(row(1, 0),) * requests, packing=packing))
 
     return seconds

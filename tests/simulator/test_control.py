@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Placement, Stage
 from exeplan.policies.interface import Cycle
@@ -21,9 +21,9 @@ SEND = [Measurement(op="send", phase="intra", bytes=n, seconds=n * 1e-9) for n i
 CONTROL = [Measurement(op="control", num_seqs=n, seconds=1e-3 + n * 1e-5) for n in (1, 64)]
 
 
-def decodes(*contexts: int) -> tuple[Sequence, ...]:
+def decodes(*contexts: int) -> tuple[SequenceState, ...]:
     return tuple(
-        Sequence(request_id=str(i), num_prompt_tokens=n, max_output_tokens=9, num_output_tokens=1)
+        SequenceState(request_id=str(i), num_prompt_tokens=n, max_output_tokens=9, num_output_tokens=1)
         for i, n in enumerate(contexts)
     )
 

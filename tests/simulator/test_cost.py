@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.cost import CostModel
@@ -16,10 +16,10 @@ from exeplan.simulator.curves import Curve
 from exeplan.workload.length_law import LengthLaw
 
 
-def rows(*lengths: int, generated: int = 0) -> tuple[Sequence, ...]:
+def rows(*lengths: int, generated: int = 0) -> tuple[SequenceState, ...]:
     """Sequences of these prompts with so many tokens generated."""
     return tuple(
-        Sequence(request_id=str(i), num_prompt_tokens=n, max_output_tokens=100, num_output_tokens=generated)
+        SequenceState(request_id=str(i), num_prompt_tokens=n, max_output_tokens=100, num_output_tokens=generated)
         for i, n in enumerate(lengths)
     )
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Chunk, Packing, Place, Sequence
+from exeplan.core.batch import Batch, Chunk, PackedPrompt, Packing, SequenceState
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Stage
 from exeplan.policies.interface import Cycle
@@ -45,11 +45,11 @@ def decode_attention(contexts: list[int]) -> float:
     return sum(8e-6 + 2e-8 * context for context in contexts)
 
 
-def row(prompt: int, generated: int = 0) -> Sequence:
-    return Sequence(request_id="", num_prompt_tokens=prompt, max_output_tokens=999, num_output_tokens=generated)
+def row(prompt: int, generated: int = 0) -> SequenceState:
+    return SequenceState(request_id="", num_prompt_tokens=prompt, max_output_tokens=999, num_output_tokens=generated)
 
 
-def decoding(contexts: list[int]) -> tuple[Sequence, ...]:
+def decoding(contexts: list[int]) -> tuple[SequenceState, ...]:
     """Rows with these numbers of tokens in the cache; the newest token of each is in none."""
     return tuple(row(context, 1) for context in contexts)
 
@@ -98,7 +98,7 @@ def test_a_chunk_attends_to_the_chunks_before_it(cuts: list[int], cost: CostMode
 
 def test_packed_prompts_attend_within_their_slots(cost: CostModel) -> None:
     """Two rows of two slots of 64 tokens each: 256 tokens in the products, four squares of 64 in attention."""
-    packing = Packing(128, 64, (Place(0, 0), Place(0, 64), Place(0, 100), Place(1, 0)))
+    packing = Packing(128, 64, (PackedPrompt(0, 0), PackedPrompt(0, 64), PackedPrompt(0, 100), PackedPrompt(1, 0)))
     batch = Batch(prefill=(row(60), row(30), row(20), row(64)), packing=packing)
     layer = rest(256) + 4 * prefill_attention(64)
     expected = LAYERS * layer + around(256, 4) + overhead(0, 4)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch
-from exeplan.core.batch import Sequence as Row
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy, policy_names
@@ -41,8 +40,8 @@ def played(
     )
 
 
-def row(prompt: int, generated: int = 0) -> Row:
-    return Row(request_id="", num_prompt_tokens=prompt, max_output_tokens=9, num_output_tokens=generated)
+def row(prompt: int, generated: int = 0) -> SequenceState:
+    return SequenceState(request_id="", num_prompt_tokens=prompt, max_output_tokens=9, num_output_tokens=generated)
 
 
 def test_two_requests_by_hand(cost: CostModel) -> None:
@@ -126,7 +125,7 @@ def test_every_request_gets_each_of_its_tokens_once_in_order(policy: str, data: 
     concurrency = data.draw(st.none() | st.integers(1, 4))
     gaps = data.draw(st.none() | st.lists(st.floats(0, 0.05), min_size=len(lengths), max_size=len(lengths)))
     run = played(
-        module.schedule({**drawn, **module.fillings(1)[0]}, workload),
+        module.schedule({**drawn, **module.enumerated(1)[0]}, workload),
         cost,
         lengths,
         num_blocks=data.draw(st.integers(least, least + 8)),

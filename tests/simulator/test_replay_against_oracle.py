@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Chunk, Sequence
+from exeplan.core.batch import Batch, Chunk, SequenceState
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.simulator.cost import CostModel
@@ -43,8 +43,8 @@ def stage_seconds(cost: CostModel) -> Callable[[int, list[tuple[int, int]], list
     """The cost model as the oracle asks for it: prompts as (new, before), decodes as tokens in the cache."""
     newest = 1 if cost.first_token_from_prefill else 0
 
-    def row(prompt: int, generated: int) -> Sequence:
-        return Sequence(request_id="", num_prompt_tokens=prompt, max_output_tokens=1, num_output_tokens=generated)
+    def row(prompt: int, generated: int) -> SequenceState:
+        return SequenceState(request_id="", num_prompt_tokens=prompt, max_output_tokens=1, num_output_tokens=generated)
 
     def seconds(stage: int, prefills: list[tuple[int, int]], decodes: list[int], padded_to: int) -> float:
         batch = Batch(

@@ -33,7 +33,7 @@ SCHEDULES = [
 
 def asked(profile: Profile, law: str, *, rate: float | None = None, bound: float = math.inf, **more: float) -> Problem:
     problem = make_problem(profile, load_workload(law), Bound(seconds=bound), max_seqs=64)
-    several = tuple(Bound(seconds=value, about=about) for about, value in more.items())
+    several = tuple(Bound(seconds=value, metric=about) for about, value in more.items())
     return replace(problem, more_bounds=several, arrivals=None if rate is None else Arrivals(rate=rate))
 
 

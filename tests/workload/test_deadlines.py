@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from exeplan.cli import main
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.bounds import Bound, deadline_bound
 from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.profile import Profile
@@ -45,8 +45,8 @@ def test_deadlines_are_one_time_or_two() -> None:
     for wrong in ("1s,2s,3s", "soon", "4s,1s", "inf"):
         with pytest.raises(InputError):
             parse_deadlines(wrong)
-    assert deadline_bound(2.0, "99.5%") == Bound(seconds=2.0, about="p99.5-deadline")
-    assert deadline_bound(2.0, "0.9") == Bound(seconds=2.0, about="p90-deadline")
+    assert deadline_bound(2.0, "99.5%") == Bound(seconds=2.0, metric="p99.5-deadline")
+    assert deadline_bound(2.0, "0.9") == Bound(seconds=2.0, metric="p90-deadline")
     with pytest.raises(InputError, match="--deadline-share must be a share"):
         deadline_bound(2.0, "100%")
 
@@ -61,16 +61,16 @@ def test_what_counts_is_the_whole_answer_by_the_deadline() -> None:
         record(1.0, deadline=3.0),
         record(1.0, 2.0, deadline=5.0),
     ]
-    estimate = summarize(records, p99_output=2, bound_about="p50-deadline", backlog=False)
+    estimate = summarize(records, p99_output=2, bound_metric="p50-deadline", backlog=False)
     assert estimate.deadline_share == 0.5
     assert estimate.utility == pytest.approx(2 / 4 / 3.0)
     # Shares of their time: 1, 1.5, 2 (expired) and 0.25; the mean deadline is 2.5 seconds.
     assert estimate.latency == pytest.approx(2.5)
-    assert summarize(records[2:3], p99_output=2, bound_about="p50-deadline").deadline_share == 0.0
+    assert summarize(records[2:3], p99_output=2, bound_metric="p50-deadline").deadline_share == 0.0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.policy)
-def test_the_closed_form_foresees_who_is_late(schedule: Schedule, profile: Profile) -> None:
+def test_the_closed_form_predicts_the_share_that_is_late(schedule: Schedule, profile: Profile) -> None:
     """At half the capacity: deadlines, longer and shorter ones, that 90 % of the requests meet by closed form."""
     spread = Deadlines(1.0, 3.0)
     problem = asked(profile, 1.0, spread)
@@ -83,7 +83,7 @@ def test_the_closed_form_foresees_who_is_late(schedule: Schedule, profile: Profi
     assert replayed.deadline_share == pytest.approx(0.9, abs=0.08)
 
 
-def test_under_overload_das_earns_more_than_whoever_comes_first(profile: Profile) -> None:
+def test_under_overload_das_earns_more_than_first_come_first_served(profile: Profile) -> None:
     problem = asked(profile, 1.0, Deadlines(0.2, 0.4))
     rate = 2 * steady_state(CONCAT, problem.workload, problem.cost).throughput
     inputs, outputs, arrivals = Arrivals(rate=rate).draw(problem.workload, 4000, seed=0)
@@ -103,13 +103,13 @@ def test_under_overload_das_earns_more_than_whoever_comes_first(profile: Profile
 
 
 @pytest.mark.parametrize("order", ["sjf", "edf", "das"])
-def test_an_order_decides_who_is_admitted_and_whoever_began_goes_first(order: str) -> None:
+def test_an_order_decides_the_admissions_and_begun_requests_go_first(order: str) -> None:
     scheduler = Scheduler(Schedule("orca", {"max_num_seqs": 1}, order), 100)
     for name, tokens, deadline in (("long", 9, 9.0), ("urgent", 5, 1.0), ("short", 3, 8.0)):
-        scheduler.add(Sequence(request_id=name, num_prompt_tokens=tokens, max_output_tokens=4, deadline=deadline))
+        scheduler.add(SequenceState(request_id=name, num_prompt_tokens=tokens, max_output_tokens=4, deadline=deadline))
     first = {"sjf": "short", "edf": "urgent", "das": "urgent"}[order]
     assert [s.request_id for s in scheduler.admissible(1)] == [first]
-    begun = Sequence(request_id="begun", num_prompt_tokens=50, max_output_tokens=4, num_output_tokens=1)
+    begun = SequenceState(request_id="begun", num_prompt_tokens=50, max_output_tokens=4, num_output_tokens=1)
     scheduler.waiting.appendleft(begun)
     assert [s.request_id for s in scheduler.admissible(2)] == ["begun", first]
 
@@ -128,9 +128,9 @@ def test_optimize_keeps_the_share_and_simulate_prints_it(folder: Path, capsys: p
     assert main(["simulate", "plan.yaml"]) == 0
     assert "met their deadline" in capsys.readouterr().out
     assert main(["simulate", "plan.yaml", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["replay"]["deadline_share"] == pytest.approx(plan.replay.deadline_share)
-    assert "deadline_share" not in told["estimate"]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["replay"]["deadline_share"] == pytest.approx(plan.replay.deadline_share)
+    assert "deadline_share" not in shown["estimate"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_plan_says_what_its_deadlines_are_about(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a deadline counts from the arrival"):
         load_plan(path)
     path.write_text(json.dumps({**body, "bound": {"seconds": 2, "about": "p99-deadline"}}))
-    with pytest.raises(InputError, match="p99-deadline needs a deadline beside it"):
+    with pytest.raises(InputError, match="p99-deadline needs a deadline too"):
         load_plan(path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.cli import main
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
@@ -32,8 +32,8 @@ def seconds(profile: Profile, op: str, phase: str) -> list[float]:
     return [m.seconds for m in rows(profile, op, phase)]
 
 
-def decoding(num_tokens: int) -> Sequence:
-    return Sequence(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=9, num_output_tokens=1)
+def decoding(num_tokens: int) -> SequenceState:
+    return SequenceState(request_id="", num_prompt_tokens=num_tokens, max_output_tokens=9, num_output_tokens=1)
 
 
 def test_a_layer_s_constant_is_in_every_pass(profile: Profile) -> None:

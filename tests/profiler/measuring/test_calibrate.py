@@ -2,7 +2,7 @@
 
 import pytest
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Profile
 from exeplan.profiler.measuring.calibrate import BurstStep, calibration
 from exeplan.runner.engine.engine import StepRecord
@@ -10,7 +10,7 @@ from exeplan.simulator.cost import CostModel
 
 
 def decode_seconds(cost: CostModel, rows: int, tokens: int) -> float:
-    batch = [Sequence(request_id=str(i), num_prompt_tokens=tokens, max_output_tokens=1) for i in range(rows)]
+    batch = [SequenceState(request_id=str(i), num_prompt_tokens=tokens, max_output_tokens=1) for i in range(rows)]
     return cost.batch_seconds(Batch(decode=tuple(batch)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Device, load_profile
 from exeplan.core.schedule import Schedule
@@ -99,7 +99,8 @@ def test_the_parts_are_told_apart(clock: _Clock):
     model.layers = [clock.slowed_layer(layer, rest=5e-3, attention=10e-3) for layer in model.layers]
     model.embed, model.head = clock.slowed(model.embed, 2e-3), clock.slowed(model.head, 3e-3)
     rows = tuple(
-        Sequence(request_id=name, num_prompt_tokens=9, max_output_tokens=1, num_blocks=1) for name in ("a", "b", "c")
+        SequenceState(request_id=name, num_prompt_tokens=9, max_output_tokens=1, num_blocks=1)
+        for name in ("a", "b", "c")
     )
     found = decode_parts(runner, model, Batch(decode=rows), {row.request_id: [1] * 9 for row in rows}, num_layers=3)
     parts = (found.embed, found.layer, found.attention, found.head)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.profiler.measuring.memory import peak_bytes, tensor_bytes
 from exeplan.profiler.measuring.probe import PassTimes, Probe
@@ -27,7 +27,7 @@ def spec() -> ModelSpec:
 def test_a_probed_model_computes_the_same_and_its_parts_fill_the_pass(spec: ModelSpec) -> None:
     torch.set_num_threads(1)
     runner = ModelRunner(spec, num_blocks=4, dummy_weights=True)
-    batch = Batch(prefill=(Sequence(request_id="a", num_prompt_tokens=20, max_output_tokens=1, num_blocks=2),))
+    batch = Batch(prefill=(SequenceState(request_id="a", num_prompt_tokens=20, max_output_tokens=1, num_blocks=2),))
     token_ids = {"a": list(range(20))}
     expected = runner.forward(batch, token_ids)
     probe = runner.model = Probe(runner.model, runner.device)
@@ -42,7 +42,7 @@ def test_visits_only_the_layers_that_it_is_told_to(spec: ModelSpec) -> None:
     runner = ModelRunner(spec, num_blocks=4, dummy_weights=True)
     probe = runner.model = Probe(runner.model, runner.device)
     probe.use_layers(2)
-    batch = Batch(prefill=(Sequence(request_id="a", num_prompt_tokens=3, max_output_tokens=1, num_blocks=1),))
+    batch = Batch(prefill=(SequenceState(request_id="a", num_prompt_tokens=3, max_output_tokens=1, num_blocks=1),))
     runner.forward(batch, {"a": [1, 2, 3]})
     assert len(probe.times().layers) == 2
 

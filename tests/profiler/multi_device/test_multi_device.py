@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Stage
@@ -74,7 +74,7 @@ def test_the_file_holds_shards_links_and_control(profile: Profile, output: Path)
     ids=["tensor parallel", "pipeline"],
 )
 def test_it_predicts_plans_on_two_devices(profile: Profile, placement: tuple[Stage, ...]) -> None:
-    rows = tuple(Sequence(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
+    rows = tuple(SequenceState(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
     cost, silent = CostModel(profile, placement), replace(profile, measurements=())
     links = ("all_reduce", "send", "control")
     nothing = [replace(m, seconds=1e-12) if m.op in links else m for m in profile.measurements]

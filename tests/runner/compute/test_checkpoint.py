@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exeplan.core.batch import Batch, Sequence
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import load_model_spec
 from exeplan.errors import InputError
 from exeplan.runner.compute.checkpoint import INDEX, Checkpoint, RandomWeights
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Part
+from exeplan.runner.compute.shard import ShardRange
 
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -37,7 +37,7 @@ def read(directory, **options) -> Checkpoint:
 
 
 def logits(directory) -> torch.Tensor:
-    sequence = Sequence(request_id="a", num_prompt_tokens=4, max_output_tokens=1, num_blocks=1)
+    sequence = SequenceState(request_id="a", num_prompt_tokens=4, max_output_tokens=1, num_blocks=1)
     runner = ModelRunner(load_model_spec(str(directory)), dtype="float32", device="cpu", num_blocks=1)
     return runner.forward(Batch(prefill=(sequence,)), {"a": [5, 6, 7, 8]})
 
@@ -65,34 +65,34 @@ def test_tensors_are_converted_and_counted(tmp_path, tensors):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_part_of_a_dimension_is_all_that_is_taken_counted_and_looked_at(tmp_path, dtype):
+def test_only_a_range_of_a_dimension_is_taken_counted_and_checked(tmp_path, dtype):
     values = torch.arange(12.0).view(4, 3)
     values[3, 2] = torch.nan
     save_file({"a": values}, tmp_path / "model.safetensors")
     weights = Checkpoint(tmp_path, dtype=dtype, device=torch.device("cpu"))
-    rows, columns = weights.take("a", Part(4, 1, 3), 3), weights.take("a", 4, Part(3, 0, 2))
+    rows, columns = weights.take("a", ShardRange(4, 1, 3), 3), weights.take("a", 4, ShardRange(3, 0, 2))
     assert torch.equal(rows.float(), values[1:3])
     assert torch.equal(columns.float(), values[:, :2])
     assert columns.is_contiguous()
     assert weights.num_bytes == (6 + 8) * dtype.itemsize
     with pytest.raises(InputError, match="not finite"):
-        weights.take("a", 4, Part(3, 1, 3))
+        weights.take("a", 4, ShardRange(3, 1, 3))
 
 
-def test_a_part_of_a_tensor_of_another_shape_is_refused(tmp_path, tensors):
+def test_a_range_of_a_tensor_of_another_shape_is_refused(tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"has shape \[2, 3\].* \[4, 3\]"):
-        read(tmp_path).take("model.weight", Part(4, 0, 2), 3)
+        read(tmp_path).take("model.weight", ShardRange(4, 0, 2), 3)
 
 
-def test_random_weights_are_equal_by_name_whatever_is_taken_before_and_of_them():
+def test_random_weights_depend_on_the_name_only():
     whole, parts = (RandomWeights(dtype=torch.float32, device=torch.device("cpu"), seed=5) for _ in range(2))
     first, second = whole.take("a", 8, 6), whole.take("b", 8, 6)
     assert not torch.equal(first, second)
-    assert torch.equal(parts.take("b", Part(8, 2, 5), 6), second[2:5])
-    assert torch.equal(parts.take("a", 8, Part(6, 3, 6)), first[:, 3:])
+    assert torch.equal(parts.take("b", ShardRange(8, 2, 5), 6), second[2:5])
+    assert torch.equal(parts.take("a", 8, ShardRange(6, 3, 6)), first[:, 3:])
     assert parts.num_bytes == (3 * 6 + 8 * 3) * 4
-    assert parts.take("a", 8, Part(6, 3, 6)).untyped_storage().nbytes() == 8 * 3 * 4
+    assert parts.take("a", 8, ShardRange(6, 3, 6)).untyped_storage().nbytes() == 8 * 3 * 4
 
 
 def test_a_missing_tensor_is_named(tmp_path, tensors):
@@ -140,7 +140,7 @@ def test_a_truncated_shard_is_named_with_the_tensor(tmp_path, tensors):
         read(tmp_path).take("model.weight", 2, 3)
 
 
-def test_an_index_that_promises_a_tensor_its_shard_lacks_is_refused(tmp_path, tensors):
+def test_an_index_that_names_a_tensor_missing_in_its_shard_is_refused(tmp_path, tensors):
     save_file(tensors, tmp_path / "one.safetensors")
     write_index(tmp_path, {"other": "one.safetensors"})
     with pytest.raises(InputError, match=r"cannot read tensor 'other' from .*one\.safetensors"):

@@ -1,4 +1,4 @@
-"""Recorded decode iterations give the logits of passes that run as they come, and ask the host for nothing."""
+"""Captured decode iterations give the logits of eager passes, and read nothing on the host."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exeplan.core.batch import Batch, Chunk, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, Chunk, SequenceState, num_blocks_for
 from exeplan.core.model import model_spec
 from exeplan.kernels.select import REFERENCE, Kernels
 from exeplan.runner.compute.checkpoint import RandomWeights
@@ -43,13 +43,16 @@ def shaped(q_NHD, *_arguments, **_options):
     return torch.empty_like(q_NHD)
 
 
-SHAPES = REFERENCE._replace(
-    mixed_attention=shaped,
-    paged_attention=shaped,
-    ragged_attention=shaped,
-    store_slots=lambda kv_NMD, slot_N, table_2RD: None,
+SHAPES = Kernels(
+    **{
+        **vars(REFERENCE),
+        "mixed_attention": shaped,
+        "paged_attention": shaped,
+        "ragged_attention": shaped,
+        "store_slots": lambda kv_NMD, slot_N, table_2RD: None,
+    }
 )
-"""The references of attention and store read lengths on the host, as their kernels do on the device; these do not."""
+"""The references of attention and store read lengths on the host, unlike their kernels; these functions do not."""
 
 
 def runner_of(family: str, kernels: Kernels = REFERENCE, **options) -> ModelRunner:
@@ -57,12 +60,12 @@ def runner_of(family: str, kernels: Kernels = REFERENCE, **options) -> ModelRunn
     return ModelRunner(spec, num_blocks=24, dummy_weights=True, paged_with=kernels, **options)
 
 
-def prefilled(runner: ModelRunner, lengths: list[int]) -> tuple[list[Sequence], dict[str, list[int]]]:
-    """Sequences in the cache that are about to decode, and their tokens."""
+def prefilled(runner: ModelRunner, lengths: list[int]) -> tuple[list[SequenceState], dict[str, list[int]]]:
+    """Cached sequences that decode next, and their tokens."""
     begin = 0 if runner.spec.first_token_from_prefill else 1
     rows, texts = [], {}
     for number, length in enumerate(lengths):
-        row = Sequence(request_id=str(number), num_prompt_tokens=length + begin, max_output_tokens=8)
+        row = SequenceState(request_id=str(number), num_prompt_tokens=length + begin, max_output_tokens=8)
         row.num_blocks = num_blocks_for(row.num_tokens + 1)
         rows.append(row)
         texts[row.request_id] = [(5 * number + 3 * place) % VOCAB for place in range(length)] + [0] * begin
@@ -81,38 +84,38 @@ def test_the_ladder_rises_to_its_end_in_small_steps(most):
 
 
 @every_family
-def test_a_replay_equals_a_pass_that_runs_as_it_comes(family):
-    """With padding and without, of rows that the host knows the token of and others."""
-    eager, recorded = runner_of(family), runner_of(family)
-    recorded.record(4)
+def test_a_replay_equals_an_eager_pass(family):
+    """With and without padding, with tokens that the host knows and tokens that only the device has."""
+    eager, captured = runner_of(family), runner_of(family)
+    captured.capture(4)
     lengths = [17, 1, 16, 5]
-    (rows, texts), _ = prefilled(recorded, lengths), prefilled(eager, lengths)
+    (rows, texts), _ = prefilled(captured, lengths), prefilled(eager, lengths)
     for count in (1, 3, 4):
         batch = Batch(decode=tuple(rows[:count]))
         expected = eager.forward(batch, texts)
-        torch.testing.assert_close(recorded.forward(batch, texts), expected, rtol=1e-5, atol=1e-6)
-        tokens, sound = recorded.chosen
+        torch.testing.assert_close(captured.forward(batch, texts), expected, rtol=1e-5, atol=1e-6)
+        tokens, sound = captured.chosen
         assert (tokens.tolist(), sound.tolist()) == (expected.argmax(-1).tolist(), [True] * count)
 
     left = dict(zip([row.request_id for row in rows], tokens.tolist(), strict=True))
-    assert recorded.leave(tokens)
+    assert captured.keep_tokens(tokens)
     for row in rows:
         row.num_output_tokens += 1
         row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens))
     known = {name: [*text, left[name]] for name, text in texts.items()}
-    batch, sources = Batch(decode=tuple(rows[::-1])), {str(number): number for number in range(4)}
+    batch, prev_rows = Batch(decode=tuple(rows[::-1])), {str(number): number for number in range(4)}
     expected = eager.forward(batch, known)
-    torch.testing.assert_close(recorded.forward(batch, texts, sources=sources), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(captured.forward(batch, texts, prev_rows=prev_rows), expected, rtol=1e-5, atol=1e-6)
 
 
 @every_family
-def test_every_stage_of_a_pipeline_is_recorded(family):
+def test_every_stage_of_a_pipeline_is_captured(family):
     whole = runner_of(family)
     encoder = whole.spec.num_encoder_layers
     cuts = [Shard(layers=(0, 1), encoder_layers=(0, encoder), last=False), Shard(layers=(1, 3), first=False)]
     stages = [runner_of(family, shard=shard) for shard in cuts]
     for stage in stages:
-        stage.record(3)
+        stage.capture(3)
     rows, texts = prefilled(whole, [9, 20])
     copies = [replace(row, num_output_tokens=0) for row in rows]
     hidden = None
@@ -127,9 +130,9 @@ def test_every_stage_of_a_pipeline_is_recorded(family):
     torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_of_padding_write_nothing_and_read_nothing():
+def test_padding_rows_write_nothing_and_read_nothing():
     runner = runner_of("llama")
-    runner.record(8)
+    runner.capture(8)
     rows, texts = prefilled(runner, [17, 3, 5, 6, 2])
     used = [slot for row in rows for slot in runner.cache.slots(row.request_id, 0, row.num_tokens)]
     unused = [slot for slot in range(runner.cache.num_slots) if slot not in used]
@@ -143,25 +146,27 @@ def test_rows_of_padding_write_nothing_and_read_nothing():
 
 @every_family
 def test_every_tensor_of_a_pass_is_on_the_device(family, monkeypatch):
-    """Tensors that are on no device, and have no values, stand for those of a GPU: beside others torch refuses them."""
+    """Meta tensors, which have no values, stand for those of a GPU: torch refuses to mix them with others."""
     device = torch.device("meta")
     monkeypatch.setattr(RandomWeights, "_draw", lambda self, name, sizes: torch.zeros(sizes, device=self.device))
     runner = runner_of(family, device="meta", kernels=SHAPES)
     begin = 0 if runner.spec.first_token_from_prefill else 1
-    rows = [Sequence(request_id=str(n), num_prompt_tokens=9 + begin, max_output_tokens=4, num_blocks=2) for n in (0, 1)]
+    rows = [
+        SequenceState(request_id=str(n), num_prompt_tokens=9 + begin, max_output_tokens=4, num_blocks=2) for n in (0, 1)
+    ]
     texts = {row.request_id: [1] * 12 for row in rows}
     logits = [runner.forward(Batch(prefill=tuple(rows)), texts)]
     if not begin:
         logits.append(runner.forward(Batch(prefill=(rows[0],), chunks=(Chunk(3, 9, last=True),)), texts))
     rows[0].num_output_tokens = rows[1].num_output_tokens = 1
-    logits.append(runner.forward(Batch(decode=tuple(rows)), texts, sources={"1": 0}))
-    assert {tensor.device for tensor in (*logits, *runner.unrecorded(4).iteration(3))} == {device}
+    logits.append(runner.forward(Batch(decode=tuple(rows)), texts, prev_rows={"1": 0}))
+    assert {tensor.device for tensor in (*logits, *runner.decode_graphs(4).iteration(3))} == {device}
 
 
 @every_family
-def test_what_is_recorded_reads_no_value_on_the_host(family):
-    """Under fake tensors, which have shapes and no values: whatever asked for one would raise."""
+def test_a_captured_iteration_reads_no_value_on_the_host(family):
+    """Under fake tensors, which have shapes and no values: reading one would raise."""
     runner = runner_of(family, kernels=SHAPES)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
-        logits, tokens, sound = runner.unrecorded(4).iteration(3)
+        logits, tokens, sound = runner.decode_graphs(4).iteration(3)
     assert (logits.shape, tokens.shape, sound.dtype) == ((3, VOCAB), (3,), torch.bool)

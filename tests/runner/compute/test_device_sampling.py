@@ -1,4 +1,4 @@
-"""pick() chooses on the device what sample() chooses on the host, row by row, and waits for nothing until it is asked.
+"""sample_on_device() samples what sample() samples on the host, row by row, and does not wait before `to_host`.
 
 The kernels' references stand in for the kernels, whose own tests compare the two.
 """
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exeplan.kernels.select import REFERENCE
-from exeplan.runner.compute.device_sampling import needs_tokens, pick
+from exeplan.kernels.select import REFERENCE, Kernels
+from exeplan.runner.compute.device_sampling import needs_tokens, sample_on_device
 from exeplan.runner.compute.sampling import SamplingParams, sample
 
 VOCAB = 50
@@ -66,7 +66,7 @@ def random_logits(seed: int, *shape: int) -> torch.Tensor:
 @given(seed=st.integers(0, 2**32), batch=st.lists(rows, min_size=1, max_size=6))
 def test_tokens_and_logprobs_are_those_of_the_host(seed, batch):
     logits = random_logits(seed, len(batch), VOCAB)
-    ours, theirs = pick(logits.clone(), batch, REFERENCE).sampled(), sample(logits.clone(), batch)
+    ours, theirs = sample_on_device(logits.clone(), batch, REFERENCE).to_host(), sample(logits.clone(), batch)
     assert [token.token_id for token in ours] == [token.token_id for token in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
@@ -74,24 +74,24 @@ def test_tokens_and_logprobs_are_those_of_the_host(seed, batch):
         assert [p for _, p in one.top_logprobs] == pytest.approx([p for _, p in other.top_logprobs], abs=1e-5)
 
 
-def test_a_row_draws_the_same_token_in_whatever_batch_it_is():
+def test_a_row_draws_the_same_token_in_any_batch():
     row = Row(SamplingParams(temperature=1.0, top_p=0.9), seed=7, output_token_ids=[1, 2])
     others = [Row(SamplingParams(temperature=0.5, repetition_penalty=1.2), seed=n) for n in range(3)]
     logits = random_logits(0, 4, VOCAB)
-    alone = pick(logits[2:3].clone(), [row], REFERENCE).sampled()
-    assert pick(logits.clone(), [*others[:2], row, others[2]], REFERENCE).sampled()[2] == alone[0]
+    alone = sample_on_device(logits[2:3].clone(), [row], REFERENCE).to_host()
+    assert sample_on_device(logits.clone(), [*others[:2], row, others[2]], REFERENCE).to_host()[2] == alone[0]
 
 
-def test_positions_stand_for_tokens_that_the_host_does_not_know_yet():
+def test_positions_count_tokens_that_the_host_does_not_know_yet():
     drawing = SamplingParams(temperature=1.0, min_tokens=3)
     known = Row(drawing, seed=7, output_token_ids=[4, 4, 4], banned_token_ids=(1,))
     behind = Row(drawing, seed=7, output_token_ids=[4, 4], banned_token_ids=(1,))
     logits = random_logits(0, 1, VOCAB)
-    expected = pick(logits.clone(), [known], REFERENCE).sampled()
-    assert pick(logits.clone(), [behind], REFERENCE, positions=[3]).sampled() == expected
+    expected = sample_on_device(logits.clone(), [known], REFERENCE).to_host()
+    assert sample_on_device(logits.clone(), [behind], REFERENCE, positions=[3]).to_host() == expected
     logits[0, 1] = 100.0
-    assert pick(logits.clone(), [behind], REFERENCE, positions=[3]).sampled()[0].token_id == 1
-    assert pick(logits.clone(), [behind], REFERENCE).sampled()[0].token_id != 1
+    assert sample_on_device(logits.clone(), [behind], REFERENCE, positions=[3]).to_host()[0].token_id == 1
+    assert sample_on_device(logits.clone(), [behind], REFERENCE).to_host()[0].token_id != 1
 
 
 def test_only_penalties_need_the_tokens_themselves():
@@ -99,11 +99,11 @@ def test_only_penalties_need_the_tokens_themselves():
     assert needs_tokens([Row(SamplingParams(frequency_penalty=0.1))])
 
 
-def test_an_unsound_row_has_no_token_and_spoils_no_other():
+def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other():
     logits = random_logits(0, 3, VOCAB)
     logits[0, 5], logits[1] = math.nan, -math.inf
     batch = [Row(SamplingParams(logprobs=1)), Row(SamplingParams()), Row(SamplingParams(temperature=0.0))]
-    found = pick(logits.clone(), batch, REFERENCE).sampled()
+    found = sample_on_device(logits.clone(), batch, REFERENCE).to_host()
     assert found[:2] == [None, None]
     assert found[2].token_id == logits[2].argmax()
 
@@ -111,7 +111,7 @@ def test_an_unsound_row_has_no_token_and_spoils_no_other():
 def test_draws_follow_the_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0, 0.5])
     batch = [Row(SamplingParams(temperature=1.5), seed=n) for n in range(4000)]
-    found = pick(logits.repeat(len(batch), 1), batch, REFERENCE).token_R
+    found = sample_on_device(logits.repeat(len(batch), 1), batch, REFERENCE).token_R
     expected = (logits / 1.5).softmax(-1) * len(batch)
     assert chisquare(found.bincount(minlength=4).numpy(), expected.numpy()).pvalue > 1e-3
 
@@ -138,12 +138,12 @@ def test_the_host_reads_nothing_and_launches_as_much_for_many_rows_as_for_few():
         min_tokens=4,
         logprobs=2,
     )
-    kernels = REFERENCE._replace(draw=lambda logits, *parameters: REFERENCE.most_likely(logits))
+    kernels = Kernels(**{**vars(REFERENCE), "draw": lambda logits, *parameters: REFERENCE.most_likely(logits)})
 
     def launched(count: int) -> Counter[str]:
         batch = [Row(everything, prompt_token_ids=[1, 2], output_token_ids=[4, 4], banned_token_ids=(2,))] * count
         with _Counted() as mode:
-            pick(random_logits(0, count, VOCAB), batch, kernels)
+            sample_on_device(random_logits(0, count, VOCAB), batch, kernels)
         return mode.counts
 
     few, many = launched(2), launched(64)

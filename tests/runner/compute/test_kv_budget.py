@@ -1,4 +1,4 @@
-"""A GPU's KV cache takes what weights and a measured workspace leave, and no prefill outgrows what was measured."""
+"""A GPU's KV cache takes the memory left by weights and a measured workspace; no prefill exceeds the measured one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,26 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Sequence
+from exeplan.core.batch import SequenceState
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
+from exeplan.policies import pass_limits
 from exeplan.runner.compute.gpu_memory import fit_cache, run_passes
 from exeplan.runner.compute.kv_budget import (
-    Memory,
-    Room,
+    GPUMemory,
+    KVBudget,
     largest_pass,
-    least_room,
-    num_blocks_in,
+    most_rows,
+    num_kv_blocks,
     pass_limit,
-    warn_of_shortage,
+    smallest_budget,
+    warn_if_below_plan,
     with_finite_context,
 )
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.scheduling.scheduler import Scheduler
 
@@ -36,9 +38,9 @@ CHUNKED = Schedule("chunked", {"max_num_seqs": 4, "max_num_batched_tokens": 96})
 
 
 def test_the_cache_takes_what_the_share_leaves():
-    memory = Memory(total=1000, free=700)
-    assert num_blocks_in(memory, utilization=0.9, workspace=100, block_bytes=10) == 50
-    assert num_blocks_in(memory, utilization=1.0, workspace=100, block_bytes=10) == 60
+    memory = GPUMemory(total=1000, free=700)
+    assert num_kv_blocks(memory, utilization=0.9, workspace=100, block_bytes=10) == 50
+    assert num_kv_blocks(memory, utilization=1.0, workspace=100, block_bytes=10) == 60
 
 
 @given(
@@ -49,9 +51,9 @@ def test_the_cache_takes_what_the_share_leaves():
     block=st.integers(1, 10**9),
 )
 def test_what_is_in_use_never_exceeds_the_share(total, used, share, workspace, block):
-    memory = Memory(total, total - int(used * total))
+    memory = GPUMemory(total, total - int(used * total))
     try:
-        blocks = num_blocks_in(memory, utilization=share, workspace=workspace, block_bytes=block)
+        blocks = num_kv_blocks(memory, utilization=share, workspace=workspace, block_bytes=block)
     except InputError:
         return
     in_use = memory.total - memory.free + workspace + blocks * block
@@ -59,23 +61,23 @@ def test_what_is_in_use_never_exceeds_the_share(total, used, share, workspace, b
     assert in_use <= round(share * total) < in_use + block
 
 
-def test_a_refusal_names_the_least_share_that_would_do():
-    memory = Memory(total=1000, free=300)
-    with pytest.raises(InputError, match=r"--gpu-memory-utilization 0.7 .* the least that would do is 0.760"):
-        num_blocks_in(memory, utilization=0.7, workspace=50, block_bytes=10)
-    assert num_blocks_in(memory, utilization=0.76, workspace=50, block_bytes=10) == 1
+def test_a_refusal_names_the_smallest_sufficient_share():
+    memory = GPUMemory(total=1000, free=300)
+    with pytest.raises(InputError, match=r"--gpu-memory-utilization 0.7 .* the smallest that suffices is 0.760"):
+        num_kv_blocks(memory, utilization=0.7, workspace=50, block_bytes=10)
+    assert num_kv_blocks(memory, utilization=0.76, workspace=50, block_bytes=10) == 1
     with pytest.raises(InputError, match="use more GPUs"):
-        num_blocks_in(memory, utilization=0.7, workspace=300, block_bytes=10)
+        num_kv_blocks(memory, utilization=0.7, workspace=300, block_bytes=10)
 
 
 class ToyGpu:
-    """A device of so many bytes on which a pass takes 100 bytes a token beside the cache, and which counts itself."""
+    """A device of `total` bytes on which a pass takes 100 bytes a token next to the cache, and its meter."""
 
     def __init__(self, runner: ModelRunner, total: int) -> None:
         self.runner, self.total = runner, total
 
-    def memory(self) -> Memory:
-        return Memory(self.total, self.total - self.runner.cache.num_bytes)
+    def memory(self) -> GPUMemory:
+        return GPUMemory(self.total, self.total - self.runner.cache.num_bytes)
 
     def workspace(self, work: Callable[[], object]) -> int | None:
         before = self.runner.cache.num_bytes
@@ -106,23 +108,23 @@ def runner() -> ModelRunner:
 def test_the_runner_gets_the_cache_that_fits(runner):
     block = runner.cache.num_bytes
     gpu = ToyGpu(runner, total=100 * block + 100 * 4096)
-    room = fit_cache(runner, Schedule("orca", {"max_num_seqs": 64}), gpu, utilization=1.0)
-    # 4096 tokens need more cache than there is; what can be held at once is tried in the end.
-    assert room.pass_tokens == 1024
-    assert room.num_blocks == (gpu.total - 100 * 1024) // block
-    assert runner.cache.num_blocks == room.num_blocks
+    budget = fit_cache(runner, Schedule("orca", {"max_num_seqs": 64}), gpu, utilization=1.0)
+    # 4096 tokens need more cache than there is, so that smaller passes are tried.
+    assert budget.pass_tokens == 1024
+    assert budget.num_blocks == (gpu.total - 100 * 1024) // block
+    assert runner.cache.num_blocks == budget.num_blocks
 
 
 def test_a_schedule_that_limits_its_passes_is_measured_at_its_limit(runner):
     block = runner.cache.num_bytes
-    room = fit_cache(runner, CHUNKED, ToyGpu(runner, total=50 * block + 9600), utilization=1.0)
-    assert room == Room(num_blocks=50, pass_tokens=96)
-    assert pass_limit(CHUNKED, room) is None
-    assert pass_limit(ORCA, room) == 96
+    budget = fit_cache(runner, CHUNKED, ToyGpu(runner, total=50 * block + 9600), utilization=1.0)
+    assert budget == KVBudget(num_blocks=50, pass_tokens=96)
+    assert pass_limit(CHUNKED, budget) is None
+    assert pass_limit(ORCA, budget) == 96
     assert pass_limit(ORCA, None) is None
 
 
-def test_where_nothing_fits_it_says_so(runner):
+def test_no_memory_at_all_is_an_error(runner):
     with pytest.raises(InputError, match="no memory for a prefill of"):
         fit_cache(runner, ORCA, ToyGpu(runner, total=1000), utilization=1.0)
 
@@ -136,9 +138,16 @@ def test_the_largest_pass_holds_a_request_of_full_length():
     assert with_finite_context(SPEC) is SPEC
 
 
-def test_devices_agree_on_what_all_have_room_for():
-    assert least_room([Room(10, 900), Room(12, 800)]) == Room(10, 800)
-    assert least_room([]) is None
+def test_a_schedule_without_a_limit_on_its_decode_rows_gets_a_stated_number():
+    assert most_rows(ORCA) == most_rows(CHUNKED) == 4
+    assert most_rows(Schedule("waa-c", {"decode_batch": 7, "prefill_batch": 2, "micro_batches": 3})) == 7
+    unlimited = Schedule("rra", {"prefill_batch": 4, "decode_steps": 2})
+    assert (pass_limits(unlimited).decode_rows, most_rows(unlimited)) == (None, 256)
+
+
+def test_devices_agree_on_the_smallest_budget():
+    assert smallest_budget([KVBudget(10, 900), KVBudget(12, 800)]) == KVBudget(10, 800)
+    assert smallest_budget([]) is None
 
 
 @pytest.mark.parametrize("model", ["demo", "t5-11b"])
@@ -158,24 +167,26 @@ def test_the_measured_passes_leave_nothing_behind(model):
 def test_padding_counts_where_prompts_are_padded():
     scheduler = Scheduler(Schedule("static", {"batch_size": 8}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30)):
-        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
     assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1"]
 
 
 def test_no_prefill_outgrows_the_memory_that_was_measured():
     scheduler = Scheduler(Schedule("rra", {"prefill_batch": 8, "decode_steps": 1}), 1000, pass_tokens=100)
     for number, tokens in enumerate((30, 30, 40, 30, 20)):
-        scheduler.add(Sequence(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id=str(number), num_prompt_tokens=tokens, max_output_tokens=5))
     assert [row.request_id for row in scheduler.admissible(8)] == ["0", "1", "2"]
     with pytest.raises(InputError, match="more than the 100 that the device's memory can prefill at once"):
-        scheduler.add(Sequence(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
+        scheduler.add(SequenceState(request_id="long", num_prompt_tokens=96, max_output_tokens=5))
 
 
 @pytest.mark.parametrize("policy", ["static", "rra", "orca"])
-def test_a_limited_engine_answers_everybody(runner, policy):
+def test_a_limited_engine_answers_every_request(runner, policy):
     variables = {"static": {"batch_size": 4}, "rra": {"prefill_batch": 4, "decode_steps": 2}, "orca": ORCA.variables}
     runner.use_blocks(40)
-    engine = Engine(Local(runner, room=Room(40, 50)), Schedule(policy, variables[policy]), num_blocks=40)
+    engine = Engine(
+        InProcessExecutor(runner, kv_budget=KVBudget(40, 50)), Schedule(policy, variables[policy]), num_blocks=40
+    )
     for number in range(7):
         sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         engine.add(Request(request_id=str(number), prompt_token_ids=[5] * (10 + 5 * number), sampling=sampling))
@@ -186,19 +197,19 @@ def test_a_limited_engine_answers_everybody(runner, policy):
     assert sorted(found) == [str(number) for number in range(7)]
 
 
-def test_less_room_than_planned_is_said(caplog):
-    warn_of_shortage(Room(10, 100), 10)
+def test_a_budget_below_the_plan_is_logged(caplog):
+    warn_if_below_plan(KVBudget(10, 100), 10)
     assert not caplog.records
-    warn_of_shortage(Room(9, 100), 10)
-    assert "room for 144 tokens of keys and values, the plan counts on 160" in caplog.text
+    warn_if_below_plan(KVBudget(9, 100), 10)
+    assert "the KV cache holds 144 tokens, the plan counts on 160" in caplog.text
 
 
 def test_only_a_plan_for_gpus_measures():
     plan = Plan(model="demo", schedule=ORCA, placement=single_stage(SPEC), device="cuda", kv_cache_tokens=160)
-    assert engine_setup(plan, SPEC)["gpu_memory_utilization"] == 0.9
-    assert engine_setup(with_utilization(plan, 0.5), SPEC)["gpu_memory_utilization"] == 0.5
+    assert engine_setup(plan, SPEC).gpu_memory_utilization == 0.9
+    assert engine_setup(with_utilization(plan, 0.5), SPEC).gpu_memory_utilization == 0.5
     on_cpu = replace(plan, device="cpu")
-    assert engine_setup(on_cpu, SPEC)["gpu_memory_utilization"] is None
+    assert engine_setup(on_cpu, SPEC).gpu_memory_utilization is None
     with pytest.raises(InputError, match="on a CPU the KV cache has the plan's kv_cache_tokens"):
         with_utilization(on_cpu, 0.5)
     with pytest.raises(InputError, match="above 0 and at most 1, found 1"):

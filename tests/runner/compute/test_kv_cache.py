@@ -1,4 +1,4 @@
-"""KVCache gives every token a slot of its own, keeps sequences in few runs, and gets every block back."""
+"""KVCache gives every token its own slot, keeps sequences in few runs, and gets every block back."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_the_slots_of_some_sequences_are_those_of_each(runs):
     assert cache.slots_of_all([], []).tolist() == []
 
 
-def test_sequences_that_grow_side_by_side_stay_one_run_each():
+def test_sequences_that_grow_alternately_stay_one_run_each():
     cache = cache_of(40)
     for blocks in range(1, 11):
         for name in "abcd":
@@ -68,7 +68,7 @@ def test_sequences_that_grow_side_by_side_stay_one_run_each():
     assert cache.free_blocks == 0
 
 
-def test_room_that_is_kept_for_one_sequence_is_used_by_another_when_all_else_is_full():
+def test_blocks_reserved_for_one_sequence_are_used_by_another_when_all_else_is_full():
     cache = cache_of(10)
     cache.resize("a", 1, 10)
     cache.resize("b", 9, 9)
@@ -86,7 +86,7 @@ def test_a_freed_run_is_used_again():
     assert num_runs(cache, "d", 2) == 1
 
 
-def test_growing_past_the_cache_is_our_own_fault():
+def test_growing_past_the_cache_is_an_internal_error():
     with pytest.raises(RuntimeError, match="more KV blocks were granted"):
         cache_of(2).resize("a", 3, 3)
 

@@ -1,4 +1,4 @@
-"""Packed rows give every request the tokens that it gets alone, however its row and its slot are filled.
+"""Packed rows give every request the tokens that it gets alone, for any packing of rows and slots.
 
 Float32, exact tokens: rows and slots exactly full, empty slots, prompts of one token, rows of one prompt, and any
 packing that hypothesis finds.
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Packing, Place, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, PackedPrompt, Packing, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.packed_step import PackedRows, one_a_row
 from exeplan.runner.compute.sampling import GREEDY
 from exeplan.runner.distributed.batch_messages import Mirror, batch_message
-from exeplan.runner.engine.requests import Row
+from exeplan.runner.engine.requests import RequestState
 
 VOCAB, STEPS = 199, 3
 ENCODER_DECODER = {"vocab_size": VOCAB, "d_model": 32, "decoder_start_token_id": 0, "eos_token_id": None}
@@ -40,13 +40,13 @@ MODELS = {
 }
 PAGED = "-on-kernels"
 NAMES = [*MODELS, *(model + PAGED for model in MODELS)]
-"""The CPU's own attention, and what runs on a GPU, by the references of its kernels."""
+"""The CPU's attention, and the GPU's path by the references of its kernels."""
 every_model = pytest.mark.parametrize("model", NAMES)
 
 
 @functools.cache
 def runner_of(model: str) -> ModelRunner:
-    """A random model, whose weights are so large that what a token sees decides what comes next."""
+    """A random model, whose weights are so large that the next token depends on what a token attends to."""
     torch.manual_seed(0)
     name = model.removesuffix(PAGED)
     config = CONFIG_MAPPING[name](**MODELS[name])
@@ -65,12 +65,12 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def sequences(model: str, lengths: list[int]) -> tuple[tuple[Sequence, ...], dict[str, list[int]]]:
-    """Requests and their tokens; an encoder-decoder model's have the start token behind the prompt."""
+def sequences(model: str, lengths: list[int]) -> tuple[tuple[SequenceState, ...], dict[str, list[int]]]:
+    """Requests and their tokens; an encoder-decoder model's have the start token after the prompt."""
     begin = [0] if runner_of(model).spec.is_encoder_decoder else []
     texts = {str(n): [*prompt(length, n), *begin] for n, length in enumerate(lengths)}
     rows = tuple(
-        Sequence(
+        SequenceState(
             request_id=name,
             num_prompt_tokens=len(text),
             max_output_tokens=STEPS,
@@ -83,7 +83,7 @@ def sequences(model: str, lengths: list[int]) -> tuple[tuple[Sequence, ...], dic
 
 
 def outputs(model: str, lengths: list[int], *, batches) -> list[list[int]]:
-    """Greedy tokens of requests whose prefills come in these batches of their rows, and that then decode together."""
+    """Greedy tokens of requests that are prefilled in these batches and then decode together."""
     runner = runner_of(model)
     rows, texts = sequences(model, lengths)
     for batch in batches(rows):
@@ -113,11 +113,21 @@ def check(model: str, lengths: list[int], packing: Packing) -> None:
 @pytest.mark.parametrize(
     ("lengths", "packing"),
     [
-        ([1, 1, 1], Packing(3, 3, (Place(0, 0), Place(0, 1), Place(0, 2)))),
-        ([8, 4, 4, 16], Packing(16, 16, (Place(0, 0), Place(0, 8), Place(0, 12), Place(1, 0)))),
-        ([4, 4, 3, 1, 2], Packing(8, 4, (Place(0, 0), Place(1, 4), Place(0, 4), Place(0, 7), Place(1, 0)))),
-        ([5, 2], Packing(30, 10, (Place(2, 20), Place(0, 3)))),
-        ([40], Packing(40, 40, (Place(0, 0),))),
+        ([1, 1, 1], Packing(3, 3, (PackedPrompt(0, 0), PackedPrompt(0, 1), PackedPrompt(0, 2)))),
+        (
+            [8, 4, 4, 16],
+            Packing(16, 16, (PackedPrompt(0, 0), PackedPrompt(0, 8), PackedPrompt(0, 12), PackedPrompt(1, 0))),
+        ),
+        (
+            [4, 4, 3, 1, 2],
+            Packing(
+                8,
+                4,
+                (PackedPrompt(0, 0), PackedPrompt(1, 4), PackedPrompt(0, 4), PackedPrompt(0, 7), PackedPrompt(1, 0)),
+            ),
+        ),
+        ([5, 2], Packing(30, 10, (PackedPrompt(2, 20), PackedPrompt(0, 3)))),
+        ([40], Packing(40, 40, (PackedPrompt(0, 0),))),
         ([7, 12, 3], one_a_row(3, 12)),
     ],
     ids=["one-token", "full-rows", "full-slots", "empty-rows-and-slots", "row-of-one", "naive"],
@@ -128,7 +138,7 @@ def test_packed_prompts_give_what_they_give_alone(model, lengths, packing):
 
 @st.composite
 def packings(draw) -> tuple[list[int], Packing]:
-    """Prompts in any places of slots of any size, not only from the front and in order."""
+    """Prompts at any positions of slots of any size, not only from the front and in order."""
     slot_tokens, slots_a_row, rows = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     lengths, places = [], []
     for slot in draw(st.permutations(range(rows * slots_a_row))):
@@ -136,11 +146,11 @@ def packings(draw) -> tuple[list[int], Packing]:
         room = slot_tokens
         for gap, length in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), max_size=4)):
             if gap + length <= room:
-                places.append(Place(row, start + slot_tokens - room + gap))
+                places.append(PackedPrompt(row, start + slot_tokens - room + gap))
                 lengths.append(length)
                 room -= gap + length
     if not lengths:
-        lengths, places = [slot_tokens], [Place(0, 0)]
+        lengths, places = [slot_tokens], [PackedPrompt(0, 0)]
     return lengths, Packing(slots_a_row * slot_tokens, slot_tokens, tuple(places))
 
 
@@ -157,8 +167,8 @@ def test_padded_prompts_are_rows_of_one(model):
 
 
 @every_model
-def test_packed_prompts_may_come_while_others_decode(model):
-    """And those who were preempted, and had output already, are computed again in a row like any."""
+def test_packed_prompts_may_be_prefilled_while_others_decode(model):
+    """Preempted requests with output are recomputed in a packed row like any other."""
     first = outputs(model, [9], batches=alone)[0]
     runner = runner_of(model)
     (old, new, again), texts = sequences(model, [9, 5, 9])
@@ -167,7 +177,7 @@ def test_packed_prompts_may_come_while_others_decode(model):
     begun = runner.forward(Batch(prefill=(old,)), texts).argmax(-1).tolist()
     texts[old.request_id] += begun
     old.num_output_tokens = len(begun)
-    packing = Packing(24, 24, (Place(0, 1), Place(0, 10)))
+    packing = Packing(24, 24, (PackedPrompt(0, 1), PackedPrompt(0, 10)))
     logits_RV = runner.forward(Batch(prefill=(new, again), decode=(old,), packing=packing), texts)
     if runner.spec.is_encoder_decoder:
         logits_RV = torch.cat([runner.forward(Batch(decode=(new, again)), texts), logits_RV])
@@ -179,20 +189,20 @@ def test_packed_prompts_may_come_while_others_decode(model):
 
 
 def test_rows_are_computed_as_they_are_packed():
-    """Padding and empty slots are tokens too, positions begin with every prompt."""
-    packing = Packing(6, 3, (Place(1, 3), Place(0, 0), Place(0, 2)))
+    """Padding and empty slots are computed, and positions begin with every prompt."""
+    packing = Packing(6, 3, (PackedPrompt(1, 3), PackedPrompt(0, 0), PackedPrompt(0, 2)))
     rows = PackedRows([[7, 8], [5, 6], [9]], packing, device=torch.device("cpu"))
     assert rows.token_N.tolist() == [5, 6, 9, 0, 0, 0, 0, 0, 0, 7, 8, 0]
     assert rows.position_N.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]
     assert rows.last_B.tolist() == [10, 1, 2]
-    sequences = tuple(Sequence(request_id=str(n), num_prompt_tokens=3, max_output_tokens=1) for n in range(3))
+    sequences = tuple(SequenceState(request_id=str(n), num_prompt_tokens=3, max_output_tokens=1) for n in range(3))
     assert runner_of("t5").num_tokens(Batch(prefill=sequences, packing=packing)) == 12
 
 
-def test_a_packing_travels_to_workers():
-    packing = Packing(8, 4, (Place(0, 0), Place(1, 4)))
+def test_a_packing_is_sent_to_workers():
+    packing = Packing(8, 4, (PackedPrompt(0, 0), PackedPrompt(1, 4)))
     rows = tuple(
-        Row(
+        RequestState(
             request_id=name,
             num_prompt_tokens=2,
             max_output_tokens=1,

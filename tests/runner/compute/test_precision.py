@@ -1,11 +1,11 @@
-"""What a plan's dtypes cost in accuracy and in bytes, and which of them a device cannot do."""
+"""The accuracy and the bytes of a plan's dtypes, and which of them a device does not support."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile, save_profile
@@ -22,12 +22,12 @@ SPEC = load_model_spec("demo")
 
 
 def logits(**precision: str) -> torch.Tensor:
-    """Of two prompts and, after them, of one token more for each, on the paged path."""
+    """Logits of two prompts and then of one more token each, on the paged path."""
     runner = ModelRunner(SPEC, num_blocks=64, paged_with=REFERENCE, **precision)
     draw = torch.Generator().manual_seed(0)
     token_ids = {name: torch.randint(SPEC.vocab_size, (n + 1,), generator=draw).tolist() for name, n in SIZES.items()}
     rows = [
-        Sequence(request_id=name, num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
+        SequenceState(request_id=name, num_prompt_tokens=n, max_output_tokens=2, num_blocks=num_blocks_for(n + 1))
         for name, n in SIZES.items()
     ]
     found = [runner.forward(Batch(prefill=tuple(rows)), token_ids)]
@@ -56,7 +56,7 @@ def exact() -> torch.Tensor:
     ],
 )
 def test_logits_are_near_those_of_float32(exact, precision, limit):
-    """With random weights, whose sums do not single out a few large terms as those of trained ones do."""
+    """With random weights, whose sums lack the few large terms of trained ones."""
     error = (logits(**precision) - exact).norm() / exact.norm()
     assert 0 < error < limit
 
@@ -76,7 +76,7 @@ def test_weights_in_8_bits_are_half_of_bfloat16_but_for_the_vocabulary():
     assert quarter.cache.num_bytes == half.cache.num_bytes // 2
 
 
-def test_the_profile_says_what_keys_and_values_take(profile: Profile, tmp_path):
+def test_the_profile_has_the_bytes_of_keys_and_values(profile: Profile, tmp_path):
     in_fp8 = replace(profile, kv_dtype="fp8")
     save_profile(in_fp8, tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json").cache_dtype == "fp8"

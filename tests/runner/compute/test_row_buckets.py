@@ -1,4 +1,4 @@
-"""A pass is computed over a few more rows where that keeps the numbers of rows few; nothing of it is seen outside."""
+"""A pass is padded to a row bucket, so that few row counts occur; results do not change."""
 
 from itertools import pairwise
 
@@ -7,28 +7,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
-from exeplan.kernels.linear import packs, rounded_rows
+from exeplan.kernels.linear import prepacks, row_bucket
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.row_buckets import Rounding
+from exeplan.runner.compute.row_buckets import RowBucket
 
 
 @given(rows=st.integers(1, 1 << 16))
-def test_few_rows_are_added(rows):
-    added = rounded_rows(rows) - rows
+def test_padding_is_small(rows):
+    added = row_bucket(rows) - rows
     assert 0 <= added <= max(3, min(15, rows / 16))
-    assert rounded_rows(rounded_rows(rows)) == rounded_rows(rows)
+    assert row_bucket(row_bucket(rows)) == row_bucket(rows)
 
 
-def test_few_numbers_of_rows_occur():
-    assert [rounded_rows(rows) for rows in range(4, 33)] == [*range(4, 33)]
-    assert len({rounded_rows(rows) for rows in range(1, 257)}) == 29 + 3 * 16
-    assert all(few <= more for few, more in pairwise(map(rounded_rows, range(1, 600))))
+def test_there_are_few_buckets():
+    assert [row_bucket(rows) for rows in range(4, 33)] == [*range(4, 33)]
+    assert len({row_bucket(rows) for rows in range(1, 257)}) == 29 + 3 * 16
+    assert all(few <= more for few, more in pairwise(map(row_bucket, range(1, 600))))
 
 
 class _Counting:
-    """A layer that notes how many rows it is given."""
+    """A layer that records its row counts."""
 
     def __init__(self, layer, seen: set[int]) -> None:
         self._layer, self._seen = layer, seen
@@ -39,13 +39,13 @@ class _Counting:
 
 
 @pytest.mark.skipif(
-    not packs(torch.device("cpu"), torch.float32), reason="this build of torch makes no code by the number of rows"
+    not prepacks(torch.device("cpu"), torch.float32), reason="this build of torch makes no code by the number of rows"
 )
-def test_layers_see_rounded_numbers_and_rows_keep_their_logits(runner, monkeypatch):
+def test_layers_get_buckets_and_logits_do_not_change(runner, monkeypatch):
     lengths = [*range(1, 70, 3), 130, 259]
     logits = {length: _logits(runner, length, set()) for length in lengths}
     seen: set[int] = set()
-    monkeypatch.setattr(Rounding, "of", classmethod(lambda cls, num_rows: cls(num_rows, 0)))
+    monkeypatch.setattr(RowBucket, "of", classmethod(lambda cls, num_rows: cls(num_rows, 0)))
     for length in lengths:
         torch.testing.assert_close(_logits(runner, length, seen), logits[length], rtol=1e-3, atol=1e-4)
     assert seen == set(lengths)  # As they come, without rounding.
@@ -53,7 +53,7 @@ def test_layers_see_rounded_numbers_and_rows_keep_their_logits(runner, monkeypat
     seen.clear()
     for length in lengths:
         _logits(runner, length, seen)
-    assert seen == {rounded_rows(length) for length in lengths}
+    assert seen == {row_bucket(length) for length in lengths}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ def runner():
 
 
 def _logits(runner: ModelRunner, num_tokens: int, seen: set[int]) -> torch.Tensor:
-    """Of a prompt; the layers' numbers of rows are added to `seen`."""
+    """The logits of a prompt; adds the layers' row counts to `seen`."""
     layers = runner.model.layers
-    row = Sequence(request_id="a", num_prompt_tokens=num_tokens, max_output_tokens=1)
+    row = SequenceState(request_id="a", num_prompt_tokens=num_tokens, max_output_tokens=1)
     row.num_blocks = num_blocks_for(num_tokens)
     runner.model.layers = [_Counting(layer, seen) for layer in layers]
     try:

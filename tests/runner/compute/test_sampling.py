@@ -1,4 +1,4 @@
-"""sample() draws from the distribution that the parameters describe, and a row never depends on its neighbours."""
+"""sample() draws from the distribution of the parameters, and a row does not depend on the batch."""
 
 import contextlib
 import math
@@ -152,7 +152,7 @@ def test_top_p_of_zero_takes_the_most_likely_token():
 
 @unhurried
 @given(rows=st.lists(rows_of_all_kinds, min_size=2, max_size=6), seed=seeds)
-def test_a_row_gets_the_same_token_alone_and_in_company(rows, seed):
+def test_a_row_gets_the_same_token_alone_and_in_a_batch(rows, seed):
     logits = random_logits(seed, len(rows), VOCAB)
     alone = [sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
     assert sample(logits.clone(), rows) == alone
@@ -177,7 +177,7 @@ def test_a_row_that_is_not_a_number_fails_alone():
         assert [token and token.token_id for token in tokens] == [expected, None, None, None]
 
 
-# Penalties and the rest; `sample` leaves the edited logits behind, which makes them visible
+# Penalties and others; `sample` edits the logits in place, where a test can see them
 
 
 @unhurried

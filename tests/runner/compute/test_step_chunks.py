@@ -1,4 +1,4 @@
-"""A prompt that is computed in chunks gives the tokens of one that is computed at once, whatever runs beside it."""
+"""A prompt computed in chunks gives the tokens of one computed at once, in any batch."""
 
 import functools
 from dataclasses import replace
@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Chunk, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, Chunk, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 
 VOCAB = 199
 NO_SPECIAL = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -35,13 +35,13 @@ CASES: dict[str, dict[str, object]] = {
 }
 every_case = pytest.mark.parametrize("case", CASES)
 every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
-"""Attention by the CPU's own fast path, and over blocks as on a GPU."""
+"""Attention by the CPU's fast path, and over blocks as on a GPU."""
 every_family = pytest.mark.parametrize("case", ["llama", "mistral", "opt", "gpt2"])
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Saves a random checkpoint of a case once; weights are large enough that no two logits are close."""
+    """Saves a random checkpoint of each case once; weights are large enough that no two logits are close."""
 
     @functools.cache
     def make(case: str) -> tuple[PreTrainedModel, Path]:
@@ -77,11 +77,11 @@ def runner_of(directory: Path, num_blocks: int = 64, **options) -> ModelRunner:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_case
 def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, paged_with, checkpoint):
-    """Also where a chunk has one token, and where another request decodes beside it."""
+    """Also where a chunk has one token, and where another request decodes in the same batch."""
     runner = runner_of(checkpoint(case)[1], dtype=dtype, paged_with=paged_with)
     token_ids = {"cut": prompt(45, seed=1), "other": prompt(20, seed=2)}
-    cut = Sequence(request_id="cut", num_prompt_tokens=45, max_output_tokens=1, num_blocks=num_blocks_for(45))
-    other = Sequence(request_id="other", num_prompt_tokens=19, max_output_tokens=2, num_blocks=2)
+    cut = SequenceState(request_id="cut", num_prompt_tokens=45, max_output_tokens=1, num_blocks=num_blocks_for(45))
+    other = SequenceState(request_id="other", num_prompt_tokens=19, max_output_tokens=2, num_blocks=2)
     whole = runner.forward(Batch(prefill=(cut,)), token_ids)
     runner.forward(Batch(prefill=(other,)), token_ids)
     other.num_output_tokens = 1
@@ -97,10 +97,10 @@ def test_chunks_give_the_logits_of_the_whole_prompt(case, dtype, paged_with, che
         torch.testing.assert_close(logits[-1:], alone, rtol=1e-4, atol=tolerance)
 
 
-def test_a_prefill_that_begins_again_forgets_its_chunks(checkpoint):
+def test_a_restarted_prefill_forgets_its_chunks(checkpoint):
     runner = runner_of(checkpoint("llama")[1], num_blocks=8)
     token_ids = {"a": prompt(40, seed=1)}
-    row = Sequence(request_id="a", num_prompt_tokens=40, max_output_tokens=1, num_blocks=3)
+    row = SequenceState(request_id="a", num_prompt_tokens=40, max_output_tokens=1, num_blocks=3)
     expected = runner.forward(Batch(prefill=(row,)), token_ids)
     for start, end in [(0, 20), (20, 30), (0, 20), (20, 40)]:
         logits = runner.forward(Batch(prefill=(row,), chunks=(Chunk(start, end, end == 40),)), token_ids)
@@ -124,7 +124,7 @@ def test_sixteen_mixed_requests_equal_generate(case, variables, num_blocks, chec
     model, directory = checkpoint(case)
     lengths = [(1 + (17 * n) % 61, 1 + (5 * n) % 23) for n in range(16)]
     runner = runner_of(directory, num_blocks)
-    engine = Engine(Local(runner), Schedule("chunked", variables), num_blocks=num_blocks)
+    engine = Engine(InProcessExecutor(runner), Schedule("chunked", variables), num_blocks=num_blocks)
     expected = {}
     for number, (length, count) in enumerate(lengths):
         token_ids = prompt(length, seed=number)
@@ -143,7 +143,7 @@ def test_sixteen_mixed_requests_equal_generate(case, variables, num_blocks, chec
 def test_a_step_takes_no_more_tokens_than_the_budget(checkpoint):
     runner = runner_of(checkpoint("llama")[1])
     schedule = Schedule("chunked", {"max_num_seqs": 4, "max_num_batched_tokens": 16})
-    engine = Engine(Local(runner), schedule, num_blocks=64)
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=64)
     for number in range(6):
         sampling = SamplingParams(temperature=0.0, max_tokens=5)
         engine.add(Request(request_id=str(number), prompt_token_ids=prompt(39, seed=number), sampling=sampling))

@@ -1,16 +1,15 @@
-"""A generation of workers, of the demo model unless told; as a program, its supervisor, until it is killed.
+"""A generation of workers, by default of the demo model; as a program, its supervisor, until it is killed.
 
 python supervisor.py
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, Schedule, Stage
-from exeplan.runner.distributed.launcher import Hosts
+from exeplan.runner.distributed.launcher import Launcher
 from exeplan.runner.distributed.worker_group import WorkerGroup
 from exeplan.runner.engine_process.build import engine_setup
 
@@ -26,14 +25,12 @@ def begin(
     generation: int = 1,
     on_loss: Callable[[], None] = lambda: None,
     dummy_weights: bool = True,
-    hosts: Hosts | None = None,
+    launcher: Launcher | None = None,
 ) -> WorkerGroup:
     schedule = Schedule("orca", {"max_num_seqs": 4})
     plan = Plan(model=model, schedule=schedule, placement=placement, kv_cache_tokens=1024)
-    setup = engine_setup(plan, load_model_spec(model), dummy_weights=dummy_weights)
-    shared: dict[str, Any] = {name: setup[name] for name in ("model", "placement", "engine", "num_threads")}
-    shared["timeout"] = 120.0
-    return WorkerGroup(shared, placement, generation=generation, on_loss=on_loss, hosts=hosts)
+    setup = engine_setup(plan, load_model_spec(model), dummy_weights=dummy_weights, deadline_seconds=120.0)
+    return WorkerGroup(setup, generation=generation, on_loss=on_loss, launcher=launcher)
 
 
 if __name__ == "__main__":

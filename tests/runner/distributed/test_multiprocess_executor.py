@@ -73,7 +73,7 @@ REQUESTS = [([(7 * n + 11 * i) % VOCAB for i in range(1 + (13 * n) % 37)], 1 + (
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What transformers makes of every request, alone."""
+    """What transformers generates for every request, alone."""
 
     @functools.cache
     def make(family):
@@ -93,7 +93,7 @@ def expected(checkpoint):
 
 
 def placement(spec, widths, *, phase="", first=0, unlike=False):
-    """Stages of these widths, uneven in layers: the last one has what is left over, or the first."""
+    """Stages of these widths, uneven in layers: the last one has the rest, or the first."""
     count = len(widths)
     cuts = [round(spec.num_layers * (i / count) ** (0.5 if unlike else 1)) for i in range(count + 1)]
     encoder = [round(spec.num_encoder_layers * i / count) for i in range(count + 1)]
@@ -122,7 +122,7 @@ def setup(directory, stages, schedule, **options):
 
 
 def answers(engine, requests=REQUESTS):
-    """Their tokens, all of them added at once."""
+    """The tokens of all requests, added at once."""
     found = {}
     for number, (prompt, count) in enumerate(requests):
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)

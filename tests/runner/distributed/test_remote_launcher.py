@@ -1,6 +1,6 @@
-"""Workers on several hosts: each has a keeper, which obeys its engine, tells its clock, and ends when the engine does.
+"""Workers on several hosts: each has a node agent, which obeys its engine, tells its clock, and ends with the engine.
 
-The hosts are this machine by its loopback address; `two_hosts.sh` has them apart.
+The hosts are this machine by its loopback address; `two_hosts.sh` has them in network namespaces.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ import pytest
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_model, read_plan
 from exeplan.runner.__main__ import fingerprint
-from exeplan.runner.distributed.remote_launcher import Keepers
+from exeplan.runner.distributed.remote_launcher import RemoteLauncher
 from exeplan.runner.distributed.worker_group import Report
 from exeplan.runner.engine.executor import WorkerError
 from exeplan.runner.ipc.handshake import KEY_VARIABLE
+from exeplan.runner.ipc.messages import LauncherSetup
 
 from ..processes import PATIENCE, descendants, eventually, is_alive, listening
 from .supervisor import PIPELINE, WIDE, begin
@@ -50,7 +51,7 @@ def plan_file(path, placement):
 
 @pytest.fixture
 def port():
-    """One that is free, and stays so: no system gives these to whoever asks for any, and no other process of tests."""
+    """A free one that stays free: it is no ephemeral port, and no other process of these tests takes it."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for port in range(next(_PORTS) + 1000 * worker, 32_000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -88,10 +89,17 @@ def listen(port):
 
         def start(path, num_devices=2):
             plan = read_plan(path)
-            setup = {"address": "127.0.0.1", "port": port, "host": 0, "local_device": 0, "num_devices": num_devices}
-            keepers = Keepers({**setup, "fingerprint": fingerprint(plan, plan_model(plan))}, KEY.encode())
-            stack.callback(keepers.close)
-            return keepers
+            setup = LauncherSetup(
+                host=0,
+                local_device=0,
+                fingerprint=fingerprint(plan, plan_model(plan)),
+                address="127.0.0.1",
+                port=port,
+                num_devices=num_devices,
+            )
+            launcher = RemoteLauncher(setup, KEY.encode())
+            stack.callback(launcher.close)
+            return launcher
 
         yield start
 
@@ -106,14 +114,14 @@ def workers(placement, **options):
 
 
 def test_generations_of_workers_on_two_hosts(plan, process, listen):
-    keeper, keepers = process(1), listen(plan)
+    agent, launcher = process(1), listen(plan)
     for generation, placement in enumerate((PIPELINE, WIDE), 1):
-        with workers(placement, generation=generation, hosts=keepers) as group:
-            family = descendants(keeper.pid)
-            assert len(group.pids) == 1  # The other one is on the other host.
-            assert listening([os.getpid(), *group.pids, keeper.pid, *family]) == {"127.0.0.1"}
-    keepers.close()
-    assert keeper.wait(PATIENCE) == 0
+        with workers(placement, generation=generation, launcher=launcher) as group:
+            family = descendants(agent.pid)
+            assert len(group.pids) == 1  # The other worker is on the other host.
+            assert listening([os.getpid(), *group.pids, agent.pid, *family]) == {"127.0.0.1"}
+    launcher.close()
+    assert agent.wait(PATIENCE) == 0
     eventually(lambda: not any(map(is_alive, family)))
 
 
@@ -121,35 +129,35 @@ def test_ranks_of_one_host_share_its_memory(tmp_path, process, listen):
     placement = "{devices: [0], layers: [0, 2]}, {devices: [1, 2], layers: [2, 6]}"
     plan = plan_file(tmp_path / "three.yaml", placement)
     hosts = {"path": plan, "WORLD_SIZE": 3, "GROUP_RANK": 1}
-    beside = [process(rank, LOCAL_RANK=rank - 1, **hosts) for rank in (1, 2)]
-    with workers(read_plan(plan).placement, hosts=listen(plan, num_devices=3)) as group:
-        family = [pid for keeper in beside for pid in descendants(keeper.pid)]
+    agents = [process(rank, LOCAL_RANK=rank - 1, **hosts) for rank in (1, 2)]
+    with workers(read_plan(plan).placement, launcher=listen(plan, num_devices=3)) as group:
+        family = [pid for agent in agents for pid in descendants(agent.pid)]
         assert sum("exeplan-group" in Path(f"/proc/{pid}/maps").read_text() for pid in family) == 2
         assert not any("exeplan-group" in Path(f"/proc/{pid}/maps").read_text() for pid in group.pids)
 
 
-def test_a_keeper_that_is_gone_takes_its_worker_along_and_never_comes_back(plan, process, listen):
-    keeper, keepers = process(1), listen(plan)
-    with workers(PIPELINE, hosts=keepers) as group:
-        family = descendants(keeper.pid)
-        keeper.kill()
+def test_a_lost_node_agent_takes_its_worker_along_and_never_comes_back(plan, process, listen):
+    agent, launcher = process(1), listen(plan)
+    with workers(PIPELINE, launcher=launcher) as group:
+        family = descendants(agent.pid)
+        agent.kill()
         assert group.reports.get(timeout=PATIENCE) == Report(1, None)
         eventually(lambda: not any(map(is_alive, family)))
     with pytest.raises(WorkerError, match="device 1 on host 1 is gone, and torchrun starts no other"):
-        begin(PIPELINE, generation=2, hosts=keepers)
+        begin(PIPELINE, generation=2, launcher=launcher)
 
 
 def test_another_plan_is_refused_on_both_sides(tmp_path, plan, process, listen):
     other = plan_file(tmp_path / "other.yaml", "{devices: [0], layers: [0, 3]}, {devices: [1], layers: [3, 6]}")
-    keeper, keepers = process(1, path=other), listen(plan)
+    agent, launcher = process(1, path=other), listen(plan)
     sentence = "host 1 has another plan, model or exeplan than host 0; give all hosts the same"
     with pytest.raises(InputError, match=sentence):
-        keepers.prepare()
-    assert keeper.communicate(timeout=PATIENCE) == ("", f"exeplan.runner: {sentence}\n")
-    assert keeper.returncode == 2
+        launcher.prepare()
+    assert agent.communicate(timeout=PATIENCE) == ("", f"exeplan.runner: {sentence}\n")
+    assert agent.returncode == 2
 
 
-def test_where_a_host_has_its_files_is_its_own_business(tmp_path, plan, process, listen):
+def test_files_may_lie_elsewhere_on_another_host(tmp_path, plan, process, listen):
     moved = tmp_path / "elsewhere" / "plan.yaml"
     moved.parent.mkdir()
     moved.write_text(plan.read_text() + "profile: profiles/there.json\n")
@@ -159,34 +167,34 @@ def test_where_a_host_has_its_files_is_its_own_business(tmp_path, plan, process,
 
 def test_a_host_with_another_key_stays_out(plan, process, listen):
     listen(plan)
-    keeper = process(1, **{KEY_VARIABLE: "something else entirely"})
-    assert "has another EXEPLAN_CLUSTER_KEY; give all hosts the same" in keeper.communicate(timeout=PATIENCE)[1]
-    assert keeper.returncode == 2
+    agent = process(1, **{KEY_VARIABLE: "something else entirely"})
+    assert "has another EXEPLAN_CLUSTER_KEY; give all hosts the same" in agent.communicate(timeout=PATIENCE)[1]
+    assert agent.returncode == 2
 
 
 @pytest.mark.skipif(not has_clocks(), reason="`unshare --time` gives no process a clock of its own here")
 def test_the_clock_of_another_host_is_read(plan, process, listen):
     process(1, before=LATER)
-    keepers = listen(plan)
-    keepers.prepare()
-    # As well as the quickest of a few pings tells it.
-    assert keepers.place(1).clock_offset == pytest.approx(-1000, abs=20)
-    assert keepers.place(0).clock_offset == 0
+    launcher = listen(plan)
+    launcher.prepare()
+    # As exactly as the fastest of a few pings tells it.
+    assert launcher.locate(1).clock_offset == pytest.approx(-1000, abs=20)
+    assert launcher.locate(0).clock_offset == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_keeper_without_its_torchrun_ends(plan, process, listen, number):
-    """A shell stands for torchrun, who passes signals on only while it can."""
-    launcher, keepers = process(1, before=["sh", "-c", '"$@"; true', "torchrun"]), listen(plan)
-    keepers.prepare()
-    family = descendants(launcher.pid)
-    os.kill(launcher.pid, number)
+def test_a_node_agent_without_its_torchrun_ends(plan, process, listen, number):
+    """A shell stands for torchrun, which passes signals on only while it lives."""
+    torchrun, launcher = process(1, before=["sh", "-c", '"$@"; true', "torchrun"]), listen(plan)
+    launcher.prepare()
+    family = descendants(torchrun.pid)
+    os.kill(torchrun.pid, number)
     eventually(lambda: not any(map(is_alive, family)))
 
 
 @pytest.fixture
 def both(process):
-    """The processes of two hosts that serve, and all that they started."""
+    """The processes of two hosts that serve, and all their descendants."""
     first, second = process(0), process(1)
     assert first.stdout.readline().startswith("serving demo")
     return first, second, descendants(first.pid) + descendants(second.pid)
@@ -199,7 +207,7 @@ def test_all_hosts_end_well_when_the_first_one_is_told_to(both):
     eventually(lambda: not any(map(is_alive, family)))
 
 
-def test_a_keeper_that_loses_the_engine_ends(both):
+def test_a_node_agent_that_loses_the_engine_ends(both):
     first, second, family = both
     os.kill(descendants(first.pid)[0], signal.SIGKILL)
     assert second.wait(PATIENCE) == 1
@@ -216,7 +224,7 @@ def test_a_keeper_that_loses_the_engine_ends(both):
         ({"MASTER_ADDR": "192.0.2.77", "RANK": 0}, "cannot listen on 192.0.2.77:"),
     ],
 )
-def test_what_a_user_can_mend_is_one_sentence(process, environment, sentence):
+def test_an_error_that_a_user_can_fix_is_one_sentence(process, environment, sentence):
     found = process(1, **environment)
     message = found.communicate(timeout=PATIENCE)[1]
     *logged, said = message.splitlines()

@@ -1,4 +1,4 @@
-"""A SharedMemoryLink delivers every tensor whole and in order, waits for a slow reader, and not for ever."""
+"""A SharedMemoryLink delivers every tensor whole and in order, and waits for a slow reader until its timeout."""
 
 import threading
 
@@ -40,7 +40,7 @@ def test_a_tensor_may_be_larger_than_the_ring(ends):
     assert torch.equal(received, large)
 
 
-def test_a_part_of_a_tensor_is_sent_as_what_it_shows(ends):
+def test_a_view_of_a_tensor_is_sent_as_its_own_values(ends):
     x = torch.arange(24.0).view(4, 6)
     assert torch.equal(exchanged(ends, [x[:, 1:3]])[0], x[:, 1:3])
 
@@ -55,7 +55,7 @@ def test_a_sender_runs_ahead_until_the_ring_is_full():
         sender.send(torch.zeros(1))
 
 
-def test_a_reader_does_not_wait_for_ever():
+def test_a_reader_waits_until_its_timeout():
     buffer = SharedBuffer(LINK_BYTES)
     receiver = SharedMemoryLink(buffer.path, timeout=0.1)
     buffer.close()

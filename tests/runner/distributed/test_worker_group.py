@@ -1,4 +1,4 @@
-"""A generation of workers comes up whole, is seen to die, and leaves nothing: no process, socket, file or memory."""
+"""A generation of workers starts whole, is reported when it dies, and leaves no process, socket, file or memory."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped
 from exeplan.runner.distributed.worker_group import Report
+from exeplan.runner.ipc.messages import ExpectKV
 
 from ..processes import PATIENCE, descendants, eventually, is_alive, listening, open_files
 from . import supervisor
@@ -20,13 +21,13 @@ from .supervisor import MIXED, PIPELINE, WIDE, begin
 
 
 def traces():
-    """What a generation may leave in this process and on this machine, where other tests come and go."""
+    """What a generation may leave in this process and on this machine, where other tests run as well."""
     return {*open_files(os.getpid()).items(), *os.listdir("/dev/shm"), *threading.enumerate()}
 
 
-def test_workers_come_up_and_leave_nothing():
+def test_workers_start_and_leave_nothing():
     threads = set(threading.enumerate())
-    begin(WIDE).kill()  # From then on the fork server is there, which stays.
+    begin(WIDE).kill()  # It has started the fork server, which stays.
     eventually(lambda: set(threading.enumerate()) <= threads)
     before = traces()
     for generation, placement in enumerate((WIDE, PIPELINE, MIXED), 2):
@@ -47,12 +48,12 @@ def test_a_killed_worker_is_reported(rank):
         os.kill(group.pids[rank], signal.SIGKILL)
         assert group.reports.get(timeout=PATIENCE) == Report(rank, None)
         assert lost.wait(PATIENCE)
-        group.send([rank], {"kind": "nothing"})  # Nobody is there; its report has said so.
+        group.send([rank], ExpectKV(number=1, freed=[], new=[]))  # It is gone, and has been reported.
     finally:
         group.kill()
 
 
-def test_a_worker_that_does_nothing_any_more_can_be_killed():
+def test_a_worker_that_hangs_can_be_killed():
     group = begin(PIPELINE)
     pids = group.pids
     os.kill(pids[1], signal.SIGSTOP)
@@ -62,9 +63,9 @@ def test_a_worker_that_does_nothing_any_more_can_be_killed():
     assert not any(map(is_alive, pids))
 
 
-def test_a_model_that_cannot_be_loaded_is_the_users_business(tmp_path):
+def test_a_model_that_cannot_be_loaded_is_an_input_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(read_yaml(shipped("models", "demo"))))
-    begin(PIPELINE, model=str(tmp_path)).kill()  # With random weights it can.
+    begin(PIPELINE, model=str(tmp_path)).kill()  # With random weights it can be loaded.
     before = set(descendants(os.getpid()))
     with pytest.raises(InputError, match="safetensors"):
         begin(PIPELINE, model=str(tmp_path), dummy_weights=False)
@@ -91,5 +92,5 @@ def test_nothing_outlives_its_supervisor(supervised, number):
     _, _, fork_server, *workers = supervised
     os.kill(supervised[0], number)
     eventually(lambda: not any(map(is_alive, workers)))
-    eventually(lambda: not is_alive(fork_server))  # It takes its time to unload torch, and holds nothing.
+    eventually(lambda: not is_alive(fork_server))  # It unloads torch first, and holds nothing.
     assert not any(map(is_alive, supervised))

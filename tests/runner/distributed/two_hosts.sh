@@ -79,7 +79,7 @@ with ThreadPoolExecutor(6) as threads:
 PYTHON
 }
 
-await() { # until the server of a log says that it is there
+await() { # until the log of a server announces it
     for _ in $(seq 600); do
         grep -q '^serving' "$folder/$1.log" && return
         sleep 0.2
@@ -157,7 +157,7 @@ for name in ${*:-pp tp both}; do
     same_tokens "$name, a worker being killed"
     wait $!
     same_tokens "$name, with other workers"
-    grep -q 'starting all workers again' "$folder/$name.log" || fail "$name: nobody noticed that a worker was killed"
+    grep -q 'starting all workers again' "$folder/$name.log" || fail "$name: the death of a worker was not noticed"
     check_timeline "$name"
     stop "$name"
     say "$name: the tokens of one host"

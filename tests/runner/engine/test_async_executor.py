@@ -1,4 +1,4 @@
-"""An engine that runs ahead of its tokens delivers those of one that waits, in order, and gives back every block."""
+"""An engine with async scheduling delivers the tokens of one without, in order, and frees every block."""
 
 import itertools
 import logging
@@ -13,9 +13,9 @@ from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.timeline import TimelineFile, read_events
 from exeplan.runner.engine.tokenizer import ByteCodec, Tokenizer
 
@@ -45,12 +45,12 @@ def runner() -> ModelRunner:
 @pytest.fixture(scope="module")
 def paged() -> ModelRunner:
     made = ModelRunner(SPEC, num_blocks=NUM_BLOCKS, dummy_weights=True, paged_with=REFERENCE)
-    made.record(4)
+    made.capture(4)
     return made
 
 
 def requests(seed: int, count: int = 9) -> list[Request]:
-    """Of all kinds; some end with a token, a string, or by number; together they need more blocks than there are."""
+    """Requests of all kinds, which end by a token, a string, or their length, and need more blocks than exist."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 40, (count, 2), generator=generator).tolist()
     kinds = [
@@ -71,7 +71,7 @@ def requests(seed: int, count: int = 9) -> list[Request]:
 
 
 def play(engine: Engine, coming: list[Request], aborts: dict[int, str] | None = None) -> dict[str, list]:
-    """All outputs of requests of which two come every other step; `aborts` name some by the step before which."""
+    """All outputs of requests, two of which arrive every other step; `aborts` are requests by the step before which."""
     found, step = {request.request_id: [] for request in coming}, 0
     while coming or engine.has_work:
         for request in coming[:2] if step % 2 == 0 else ():
@@ -86,7 +86,7 @@ def play(engine: Engine, coming: list[Request], aborts: dict[int, str] | None = 
 
 
 def told(outputs: list) -> tuple:
-    """What a client sees."""
+    """The part of the outputs that a client sees."""
     tokens = [(output.token_ids, output.text, output.first, output.num_output_tokens) for output in outputs]
     return tokens, [output.finish_reason for output in outputs]
 
@@ -99,9 +99,9 @@ def is_clean(engine: Engine, runner: ModelRunner) -> bool:
 @every_policy
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1000))
-def test_everyone_gets_what_an_engine_that_waits_gives(runner, paged, schedule, seed):
-    waiting = Engine(Local(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
-    ahead = Engine(Ahead(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
+def test_outputs_equal_those_without_async_scheduling(runner, paged, schedule, seed):
+    waiting = Engine(InProcessExecutor(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
+    ahead = Engine(AsyncExecutor(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     expected, found = (play(engine, requests(seed)) for engine in (waiting, ahead))
     assert {name: told(outputs) for name, outputs in found.items()} == {
         name: told(outputs) for name, outputs in expected.items()
@@ -117,9 +117,9 @@ def test_everyone_gets_what_an_engine_that_waits_gives(runner, paged, schedule, 
 @every_policy
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1000), aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 8), max_size=6))
-def test_aborts_at_any_time_leave_the_others_alone(runner, paged, schedule, seed, aborts):
-    alone = play(Engine(Local(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS), requests(seed))
-    engine = Engine(Ahead(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
+def test_aborts_at_any_time_do_not_change_other_requests(runner, paged, schedule, seed, aborts):
+    alone = play(Engine(InProcessExecutor(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS), requests(seed))
+    engine = Engine(AsyncExecutor(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     found = play(engine, requests(seed), {step: str(number) for step, number in aborts.items()})
     for name, outputs in found.items():
         (tokens, reasons), (all_tokens, all_reasons) = told(outputs), told(alone[name])
@@ -130,8 +130,8 @@ def test_aborts_at_any_time_leave_the_others_alone(runner, paged, schedule, seed
     assert is_clean(engine, paged)
 
 
-def test_the_next_batch_is_started_before_the_tokens_of_the_running_one_are_told(paged):
-    executor = Ahead(paged)
+def test_the_next_batch_is_started_before_the_tokens_of_the_running_one_are_read(paged):
+    executor = AsyncExecutor(paged)
     engine = Engine(executor, SCHEDULES["orca"], num_blocks=NUM_BLOCKS)
     engine.add(Request(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(temperature=0.0, max_tokens=4)))
     outputs, under_way = [], []
@@ -144,11 +144,11 @@ def test_the_next_batch_is_started_before_the_tokens_of_the_running_one_are_told
     assert all(times)
 
 
-def test_preempted_rows_are_computed_again_from_known_tokens(runner, paged):
+def test_preempted_requests_are_recomputed_from_known_tokens(runner, paged):
     schedule, greedy = SCHEDULES["rra"], SamplingParams(temperature=0.0, max_tokens=60)
     coming = [Request(request_id=str(n), prompt_token_ids=[n + 1] * 9, sampling=greedy) for n in range(6)]
-    expected = play(Engine(Local(runner), schedule, num_blocks=NUM_BLOCKS), list(coming))
-    engine = Engine(Ahead(paged), schedule, num_blocks=NUM_BLOCKS)
+    expected = play(Engine(InProcessExecutor(runner), schedule, num_blocks=NUM_BLOCKS), list(coming))
+    engine = Engine(AsyncExecutor(paged), schedule, num_blocks=NUM_BLOCKS)
     found = play(engine, list(coming))
     assert engine.num_preemptions > 0
     assert {name: told(outputs) for name, outputs in found.items()} == {
@@ -157,7 +157,7 @@ def test_preempted_rows_are_computed_again_from_known_tokens(runner, paged):
 
 
 class FailingRunner(ModelRunner):
-    """Cannot compute a token 13 that is decoded."""
+    """Fails when it decodes token 13."""
 
     def forward(self, batch, token_ids, hidden_NE=None, **options):
         if any(len(token_ids[row.request_id]) > 4 and token_ids[row.request_id][0] == 13 for row in batch.decode):
@@ -166,12 +166,12 @@ class FailingRunner(ModelRunner):
 
 
 @every_policy
-def test_a_row_that_breaks_a_pass_fails_alone_while_others_are_under_way(runner, schedule, caplog):
+def test_a_request_that_breaks_a_pass_fails_alone_while_others_run(runner, schedule, caplog):
     failing = FailingRunner(SPEC, num_blocks=NUM_BLOCKS, dummy_weights=True, paged_with=REFERENCE)
     sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=8)
     coming = [Request(request_id=str(n), prompt_token_ids=[12 + n, 2], sampling=sampling) for n in range(3)]
-    expected = play(Engine(Local(runner), schedule, num_blocks=NUM_BLOCKS), list(coming))
-    engine = Engine(Ahead(failing), schedule, num_blocks=NUM_BLOCKS)
+    expected = play(Engine(InProcessExecutor(runner), schedule, num_blocks=NUM_BLOCKS), list(coming))
+    engine = Engine(AsyncExecutor(failing), schedule, num_blocks=NUM_BLOCKS)
     with caplog.at_level(logging.ERROR):
         found = play(engine, list(coming))
     assert "unlucky" in caplog.text
@@ -181,9 +181,9 @@ def test_a_row_that_breaks_a_pass_fails_alone_while_others_are_under_way(runner,
     assert is_clean(engine, failing)
 
 
-def test_the_timeline_shows_batches_one_after_the_other(paged, tmp_path):
+def test_the_timeline_shows_consecutive_batches(paged, tmp_path):
     path = tmp_path / "timeline.json"
-    engine = Engine(Ahead(paged, TimelineFile(path, num_stages=1)), SCHEDULES["rra"], num_blocks=NUM_BLOCKS)
+    engine = Engine(AsyncExecutor(paged, TimelineFile(path, num_stages=1)), SCHEDULES["rra"], num_blocks=NUM_BLOCKS)
     play(engine, requests(1)[:2])
     engine.close()
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in read_events(path) if event["ph"] == "X"]

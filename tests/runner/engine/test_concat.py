@@ -1,6 +1,6 @@
-"""Under policy `concat` every request gets the tokens that it gets alone, whatever rows, slots and order there are.
+"""Under policy `concat` every request gets the tokens that it gets alone, for any rows, slots and order.
 
-Nobody is dropped but those whose deadline has passed: a prompt longer than a slot, or than a row, goes elsewhere.
+Only requests past their deadline are dropped: a prompt longer than a slot, or than a row, is placed otherwise.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from exeplan.core.queue_order import ORDERS, SLOTTED_DAS
 from exeplan.core.schedule import Schedule
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 
 from ..compute.test_packed_step import prompt, runner_of
 
@@ -19,7 +19,7 @@ BLOCKS = 128
 
 
 class Clock:
-    """A second goes by at each step."""
+    """A clock that advances one second a step."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,9 +29,9 @@ class Clock:
 
 
 def serve(model: str, schedule: Schedule, requests: list[tuple[int, int, float]], *, at_once: int = 3):
-    """Tokens and reasons of requests of (prompt tokens, output tokens, deadline), so many of which come each second."""
+    """Tokens and finish reasons of requests (prompt tokens, output tokens, deadline); `at_once` arrive each second."""
     clock = Clock()
-    engine = Engine(Local(runner_of(model)), schedule, num_blocks=BLOCKS, clock=clock)
+    engine = Engine(InProcessExecutor(runner_of(model)), schedule, num_blocks=BLOCKS, clock=clock)
     arrivals = [
         Request(
             request_id=str(n),
@@ -62,11 +62,11 @@ def concat(rows: int, row_tokens: int, slot_tokens: int | None = None, order: st
 
 
 def check(model: str, schedule: Schedule, requests: list[tuple[int, int, float]], **options) -> list[str | None]:
-    """Whoever is answered has the tokens that it has alone; the others have none, and say that they expired."""
+    """An answered request has the tokens that it gets alone; the others have none and expired."""
     found, reasons = serve(model, schedule, requests, **options)
     for n, (length, count, _) in enumerate(requests):
         runner = runner_of(model)
-        engine = Engine(Local(runner), Schedule("orca", {"max_num_seqs": 1}), num_blocks=BLOCKS)
+        engine = Engine(InProcessExecutor(runner), Schedule("orca", {"max_num_seqs": 1}), num_blocks=BLOCKS)
         sampling = SamplingParams(temperature=0.0, max_tokens=count)
         engine.add(Request(request_id="alone", prompt_token_ids=prompt(length, n), sampling=sampling))
         alone: list[int] = []
@@ -93,7 +93,7 @@ every_model = pytest.mark.parametrize("model", ["marian", "t5", "mistral"])
     ],
     ids=["one-token", "full-rows", "full-slots", "longer-than-slot-and-row", "slots-by-the-batch"],
 )
-def test_everybody_gets_what_it_gets_alone(model, schedule, lengths):
+def test_every_request_gets_what_it_gets_alone(model, schedule, lengths):
     requests = [(length, 1 + n % 4, FOREVER) for n, length in enumerate(lengths)]
     assert set(check(model, schedule, requests)) == {"length"}
 
@@ -107,7 +107,7 @@ def test_everybody_gets_what_it_gets_alone(model, schedule, lengths):
     slots=st.integers(1, 3),
     order=st.sampled_from([*ORDERS, SLOTTED_DAS]),
 )
-def test_any_rows_and_deadlines_leave_each_answer_as_it_is(model, requests, rows, slot, slots, order):
+def test_rows_and_deadlines_do_not_change_an_answer(model, requests, rows, slot, slots, order):
     given_slot = None if order == SLOTTED_DAS or slots == 1 else slot
     check(model, concat(rows, slot * slots, given_slot, order), [(n, count, float(d)) for n, count, d in requests])
 

@@ -1,4 +1,4 @@
-"""An Engine gives every request the tokens it would get alone, whatever the schedule, and gives back every block."""
+"""An Engine gives every request the tokens that it gets alone, under every schedule, and frees every block."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from exeplan.errors import InputError
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request, StepRecord
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import ByteCodec, Tokenizer
 
 VOCAB, CONTEXT = 300, 128
@@ -81,7 +81,7 @@ def request(request_id: str, prompt: list[int], sampling: SamplingParams) -> Req
 
 
 def drain(engine: Engine) -> dict[str, list]:
-    """All outputs until nothing is left to do, by request."""
+    """All outputs until no work is left, by request."""
     outputs: dict[str, list] = {}
     while engine.has_work:
         for output in engine.step():
@@ -95,7 +95,7 @@ def tokens(outputs: list) -> list[int]:
 
 def run(runner, prompt, sampling, *, schedule=SCHEDULES["orca"], tokenizer=None, num_blocks=64) -> list:
     """The outputs of one request alone."""
-    engine = Engine(Local(runner), schedule, tokenizer=tokenizer, num_blocks=num_blocks)
+    engine = Engine(InProcessExecutor(runner), schedule, tokenizer=tokenizer, num_blocks=num_blocks)
     engine.add(request("only", prompt, sampling))
     return drain(engine)["only"]
 
@@ -116,7 +116,7 @@ def test_a_mixed_batch_gets_what_transformers_generates(model, runner, schedule)
         ids = llama.generate(torch.tensor([prompt]), max_new_tokens=lengths[index], do_sample=False)
         expected[str(index)] = ids[0, len(prompt) :].tolist()
 
-    engine, found = Engine(Local(runner), schedule, num_blocks=64), {}
+    engine, found = Engine(InProcessExecutor(runner), schedule, num_blocks=64), {}
     for index, prompt in enumerate(prompts(16)):
         engine.add(request(str(index), prompt, greedy(max_tokens=lengths[index])))
         for output in engine.step() if index % 3 else []:  # Some join while others are at work.
@@ -132,11 +132,11 @@ def test_a_mixed_batch_gets_what_transformers_generates(model, runner, schedule)
 
 
 @every_policy
-def test_a_seeded_request_draws_the_same_in_any_company(runner, schedule):
+def test_a_seeded_request_draws_the_same_in_any_batch(runner, schedule):
     drawing = SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.3, seed=5, max_tokens=20)
     prompt = prompts(1, seed=8)[0]
     alone = tokens(run(runner, prompt, drawing))
-    engine = Engine(Local(runner), schedule, num_blocks=64)
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=64)
     for index, other in enumerate(prompts(7)):
         engine.add(request(str(index), other, SamplingParams(temperature=1.2, max_tokens=3 + index)))
     engine.add(request("mine", prompt, drawing))
@@ -152,7 +152,7 @@ def test_without_a_seed_two_runs_differ(runner):
 def test_preemption_changes_no_token_and_repeats_none(runner):
     sampling = [greedy(max_tokens=60), SamplingParams(temperature=0.8, seed=3, max_tokens=60)] * 3
     alone = [tokens(run(runner, prompt, params)) for prompt, params in zip(prompts(6), sampling, strict=True)]
-    engine = Engine(Local(runner), SCHEDULES["rra"], num_blocks=12)
+    engine = Engine(InProcessExecutor(runner), SCHEDULES["rra"], num_blocks=12)
     for index, (prompt, params) in enumerate(zip(prompts(6), sampling, strict=True)):
         engine.add(request(str(index), prompt, params))
     found = drain(engine)
@@ -163,7 +163,7 @@ def test_preemption_changes_no_token_and_repeats_none(runner):
 
 
 def test_static_batches_deliver_at_once_and_leave_together(runner):
-    engine = Engine(Local(runner), SCHEDULES["static"], num_blocks=64)
+    engine = Engine(InProcessExecutor(runner), SCHEDULES["static"], num_blocks=64)
     for index, length in enumerate([2, 5]):
         engine.add(request(str(index), [1, 2, 3], greedy(max_tokens=length)))
     seen = [[(output.request_id, output.finish_reason) for output in engine.step()] for _ in range(5)]
@@ -247,7 +247,7 @@ def test_an_unfinished_character_waits_and_shows_at_the_end(runner):
 def test_every_block_comes_back(model, data):
     runner = ModelRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=14)
     schedule = data.draw(st.sampled_from(list(SCHEDULES.values())))
-    engine = Engine(Local(runner), schedule, num_blocks=14)
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=14)
     alive: set[str] = set()
     for number in range(data.draw(st.integers(1, 30))):
         what = data.draw(st.sampled_from(["add", "add", "step", "step", "abort"]))
@@ -269,7 +269,7 @@ def test_every_block_comes_back(model, data):
 
 @every_policy
 def test_an_abort_frees_blocks_at_once(runner, schedule):
-    engine = Engine(Local(runner), schedule, num_blocks=64)
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=64)
     for name in ("short", "long"):
         engine.add(request(name, [1] * 20, greedy(max_tokens=1 if name == "short" else 60)))
     engine.step()
@@ -286,7 +286,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model):
     with torch.inference_mode():
         broken.model.vocabulary.table_VE[13] = math.nan
     for schedule in SCHEDULES.values():
-        engine = Engine(Local(broken), schedule, num_blocks=64)
+        engine = Engine(InProcessExecutor(broken), schedule, num_blocks=64)
         engine.add(request("bad", [1, 13, 2], greedy()))
         engine.add(request("good", [1, 2], greedy(logit_bias={13: -100})))
         found = drain(engine)
@@ -296,7 +296,7 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone(model):
 
 
 class FailingRunner(ModelRunner):
-    """Cannot compute prompts that begin with 13."""
+    """Fails on prompts that begin with 13."""
 
     def forward(self, batch, token_ids, hidden_NE=None, **options):
         if any(token_ids[row.request_id][0] == 13 for row in batch.prefill + batch.decode):
@@ -307,7 +307,7 @@ class FailingRunner(ModelRunner):
 @every_policy
 def test_a_request_that_breaks_the_forward_pass_fails_alone(model, runner, schedule, caplog):
     failing = FailingRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=64)
-    engine = Engine(Local(failing), schedule, num_blocks=64)
+    engine = Engine(InProcessExecutor(failing), schedule, num_blocks=64)
     for index, prompt in enumerate(prompts(3)):
         engine.add(request(str(index), prompt, greedy()))
     engine.add(request("bad", [13, 2], greedy()))
@@ -320,9 +320,9 @@ def test_a_request_that_breaks_the_forward_pass_fails_alone(model, runner, sched
     assert engine.free_blocks == 64
 
 
-def test_a_fault_that_spares_no_request_is_raised(model):
+def test_a_fault_of_all_requests_is_raised(model):
     failing = FailingRunner(load_model_spec(str(model[1])), dtype="float32", device="cpu", num_blocks=64)
-    engine = Engine(Local(failing), SCHEDULES["orca"], num_blocks=64)
+    engine = Engine(InProcessExecutor(failing), SCHEDULES["orca"], num_blocks=64)
     for index in range(2):
         engine.add(request(str(index), [13], greedy()))
     with pytest.raises(RuntimeError, match="unlucky"):
@@ -349,8 +349,8 @@ def test_a_fault_that_spares_no_request_is_raised(model):
         ([1] * 64, greedy(max_tokens=None), "64 prompt and 1 output tokens need 5 KV blocks, the cache has 4"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_and_disturbs_nobody(runner, prompt, sampling, message):
-    engine = Engine(Local(runner), SCHEDULES["orca"], num_blocks=4)
+def test_a_request_that_cannot_run_is_refused_and_changes_no_other(runner, prompt, sampling, message):
+    engine = Engine(InProcessExecutor(runner), SCHEDULES["orca"], num_blocks=4)
     engine.add(request("other", [1, 2], greedy()))
     with pytest.raises(InputError, match=message):
         engine.add(request("bad", prompt, sampling))
@@ -361,7 +361,7 @@ def test_a_request_that_cannot_run_is_refused_and_disturbs_nobody(runner, prompt
 
 
 def test_a_name_in_use_is_refused(runner):
-    engine = Engine(Local(runner), SCHEDULES["orca"], num_blocks=64)
+    engine = Engine(InProcessExecutor(runner), SCHEDULES["orca"], num_blocks=64)
     engine.add(request("same", [1], greedy()))
     with pytest.raises(InputError, match="request 'same' is running already"):
         engine.add(request("same", [1], greedy()))
@@ -369,7 +369,7 @@ def test_a_name_in_use_is_refused(runner):
 
 def test_a_step_is_recorded(runner):
     times = itertools.count()
-    engine = Engine(Local(runner), SCHEDULES["orca"], num_blocks=64, clock=lambda: float(next(times)))
+    engine = Engine(InProcessExecutor(runner), SCHEDULES["orca"], num_blocks=64, clock=lambda: float(next(times)))
     engine.add(request("a", [1, 2, 3], greedy()))
     (first,) = engine.step()
     assert engine.last_step == StepRecord(0.0, 1.0, 1, 0, 3, 0)
@@ -384,10 +384,12 @@ def test_a_step_is_recorded(runner):
     drain(engine)
 
 
-def test_a_request_that_has_not_begun_by_its_deadline_expires_and_is_never_computed(runner):
-    """Two places: the third waits, and its time is over before one comes free. The second began in time and goes on."""
+def test_a_request_that_has_not_started_by_its_deadline_expires_and_is_never_computed(runner):
+    """Two may run: the third waits past its deadline. The second started in time and continues."""
     now = itertools.count()
-    engine = Engine(Local(runner), Schedule("orca", {"max_num_seqs": 2}), num_blocks=64, clock=lambda: float(next(now)))
+    engine = Engine(
+        InProcessExecutor(runner), Schedule("orca", {"max_num_seqs": 2}), num_blocks=64, clock=lambda: float(next(now))
+    )
     deadlines = {"0": None, "1": 5.0, "2": 5.0}
     for (name, deadline), prompt in zip(deadlines.items(), prompts(3), strict=True):
         engine.add(Request(request_id=name, prompt_token_ids=prompt, sampling=greedy(), deadline=deadline))
@@ -400,7 +402,7 @@ def test_a_request_that_has_not_begun_by_its_deadline_expires_and_is_never_compu
 
 
 def test_when_all_have_expired_nothing_is_computed(runner):
-    engine = Engine(Local(runner), Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}), num_blocks=64)
+    engine = Engine(InProcessExecutor(runner), Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}), num_blocks=64)
     for name, prompt in zip("abc", prompts(3), strict=True):
         engine.add(Request(request_id=name, prompt_token_ids=prompt, sampling=greedy(), deadline=0.0))
     assert [output.finish_reason for output in engine.step()] == ["expired"] * 3

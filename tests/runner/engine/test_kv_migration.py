@@ -20,11 +20,11 @@ from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.engine import kv_migration as carrying
-from exeplan.runner.engine.async_executor import Ahead
-from exeplan.runner.engine.engine import Engine, Request, Switched
-from exeplan.runner.engine.executor import Executor, Local, WorkerError
-from exeplan.runner.engine.kv_regions import Parcel, part_of
+from exeplan.runner.engine import kv_migration
+from exeplan.runner.engine.async_executor import AsyncExecutor
+from exeplan.runner.engine.engine import Engine, PlanSwitch, Request
+from exeplan.runner.engine.executor import Executor, InProcessExecutor, WorkerError
+from exeplan.runner.engine.kv_regions import KVRegion, shard_view
 from exeplan.runner.engine_process.build import build_executor, engine_setup
 
 VOCAB, BLOCKS = 300, 60
@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runners(checkpoint):
-    """Two of the same model, with room for everybody."""
+    """Two runners of the same model, with blocks for all requests."""
 
     @functools.cache
     def make(family: str) -> tuple[ModelRunner, ModelRunner]:
@@ -81,13 +81,13 @@ def expected(runners):
 
     @functools.cache
     def make(family: str) -> dict[str, list[int]]:
-        return run(Engine(Local(runners(family)[0]), ORCA, num_blocks=BLOCKS), {})
+        return run(Engine(InProcessExecutor(runners(family)[0]), ORCA, num_blocks=BLOCKS), {})
 
     return make
 
 
 class Counting:
-    """An executor that counts the tokens of all prefills that it is given."""
+    """An executor that counts the tokens of all prefills."""
 
     def __init__(self, executor: Executor, counts: list[int]) -> None:
         self._executor, self._counts = executor, counts
@@ -101,7 +101,7 @@ class Counting:
 
 
 def run(engine: Engine, plans: dict[int, object]) -> dict[str, list[int]]:
-    """All requests at once; before some steps the engine adopts a plan, by calling it."""
+    """Runs all requests at once; before some steps the engine switches its plan, by calling it."""
     found: dict[str, list[int]] = {}
     for number, (prompt, count) in enumerate(REQUESTS):
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
@@ -117,11 +117,11 @@ def run(engine: Engine, plans: dict[int, object]) -> dict[str, list[int]]:
 
 
 def adopting(engine: Engine, switched: list, schedule: Schedule, executor, **options):
-    """A plan as `run` adopts it; keys and values are float32."""
+    """A plan as `run` switches to it; keys and values are float32."""
 
     def adopt():
         options.setdefault("kv_dtype", "float32")
-        switched.append(engine.adopt(schedule, executor=executor, **options))
+        switched.append(engine.switch_plan(schedule, executor=executor, **options))
         return switched[-1]
 
     return adopt
@@ -132,7 +132,7 @@ def prompt_tokens(family: str) -> int:
 
 
 def widths(spec: ModelSpec, *sizes: int, phase: str = "", first: int = 0) -> tuple[Stage, ...]:
-    """Stages of so many devices each, uneven in layers; those that prefill hold no decoder layers of a T5."""
+    """Stages of these numbers of devices, with uneven layers; prefill stages hold no decoder layers of a T5."""
     at = [number / len(sizes) for number in range(len(sizes) + 1)]
     cuts, encoder = ([round(count * share) for share in at] for count in (spec.num_layers, spec.num_encoder_layers))
     if phase and spec.is_encoder_decoder:
@@ -146,10 +146,10 @@ def widths(spec: ModelSpec, *sizes: int, phase: str = "", first: int = 0) -> tup
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_nobody_is_prefilled_again_when_all_layers_move(family, runners, expected):
+def test_no_request_is_prefilled_again_when_all_layers_move(family, runners, expected):
     counts: list[int] = []
     cpu, paged = runners(family)
-    engine = Engine(Counting(Local(cpu), counts), ORCA, num_blocks=BLOCKS)
+    engine = Engine(Counting(InProcessExecutor(cpu), counts), ORCA, num_blocks=BLOCKS)
     switched: list = []
 
     def to(make, runner: ModelRunner):
@@ -159,7 +159,12 @@ def test_nobody_is_prefilled_again_when_all_layers_move(family, runners, expecte
 
         return begin
 
-    plans = [(RRA, to(Ahead, paged)), (STATIC, to(Local, cpu)), (GROUPS, to(Ahead, paged)), (ORCA, to(Local, cpu))]
+    plans = [
+        (RRA, to(AsyncExecutor, paged)),
+        (STATIC, to(InProcessExecutor, cpu)),
+        (GROUPS, to(AsyncExecutor, paged)),
+        (ORCA, to(InProcessExecutor, cpu)),
+    ]
     moves = {4 + 5 * number: adopting(engine, switched, *plan) for number, plan in enumerate(plans)}
     assert run(engine, moves) == expected(family)
     assert [one.num_recomputed for one in switched] == [0] * len(plans)
@@ -188,7 +193,7 @@ def test_layers_and_heads_move_between_workers(family, checkpoint, runners, expe
 
     with contextlib.ExitStack() as stack:
         runner = ModelRunner(spec, num_blocks=BLOCKS)
-        engine = Engine(Counting(Local(runner), counts), ORCA, num_blocks=BLOCKS)
+        engine = Engine(Counting(InProcessExecutor(runner), counts), ORCA, num_blocks=BLOCKS)
         stack.callback(lambda: engine.close())
         setups = [engine_setup(plan(*link), spec) for link in CHAIN]
         makers = [lambda setup=setup: Counting(build_executor(setup), counts) for setup in setups]
@@ -202,8 +207,8 @@ def test_layers_and_heads_move_between_workers(family, checkpoint, runners, expe
     assert sum(counts) == prompt_tokens(family)
 
 
-def moved(runners, schedule: Schedule, executor, *, num_blocks: int = BLOCKS, cls=Local, **options):
-    """A llama that moves once, in the middle of everything: its tokens, what moving brought, and who was prefilled."""
+def moved(runners, schedule: Schedule, executor, *, num_blocks: int = BLOCKS, cls=InProcessExecutor, **options):
+    """A llama that moves once while requests run: its tokens, the result of the move, and the prefilled tokens."""
     runner, counts, switched = runners("llama")[0], [], []
     runner.use_blocks(BLOCKS)
     engine = Engine(Counting(cls(runner), counts), RRA, num_blocks=BLOCKS)
@@ -215,53 +220,53 @@ def moved(runners, schedule: Schedule, executor, *, num_blocks: int = BLOCKS, cl
     return found, switched, len(counts)
 
 
-def fresh(checkpoint, num_blocks: int = BLOCKS, cls=Local):
+def fresh(checkpoint, num_blocks: int = BLOCKS, cls=InProcessExecutor):
     return lambda: cls(ModelRunner(load_model_spec(checkpoint("llama")), num_blocks=num_blocks))
 
 
-def test_whoever_a_smaller_cache_has_no_room_for_is_computed_again(checkpoint, runners, expected):
+def test_requests_that_do_not_fit_into_a_smaller_cache_are_recomputed(checkpoint, runners, expected):
     found, (switched,), num_prefilled = moved(runners, ORCA, fresh(checkpoint, 9), num_blocks=9)
     assert found == expected("llama")
     assert switched.num_carried > 0 < switched.num_recomputed
     assert num_prefilled >= len(REQUESTS) + switched.num_recomputed
 
 
-def test_host_memory_bounds_how_many_are_carried(checkpoint, runners, expected, monkeypatch, caplog):
+def test_host_memory_bounds_how_many_migrate(checkpoint, runners, expected, monkeypatch, caplog):
     token_bytes = load_model_spec(checkpoint("llama")).kv_bytes_per_token("float32")
-    monkeypatch.setattr(carrying, "available_bytes", lambda: 2 * 40 * token_bytes)
+    monkeypatch.setattr(kv_migration, "available_bytes", lambda: 2 * 40 * token_bytes)
     found, (switched,), num_prefilled = moved(runners, ORCA, fresh(checkpoint))
     assert found == expected("llama")
     assert switched.num_carried > 0 < switched.num_recomputed
     assert num_prefilled == len(REQUESTS) + switched.num_recomputed
-    assert "host memory has no room for the keys and values of" in caplog.text
+    assert "host memory is too small for the keys and values of" in caplog.text
 
 
-def test_caches_that_differ_are_computed_again(checkpoint, runners, expected):
+def test_requests_are_recomputed_where_the_caches_differ(checkpoint, runners, expected):
     found, (switched,), num_prefilled = moved(runners, ORCA, fresh(checkpoint), kv_dtype=None)
     assert found == expected("llama")
     assert switched.num_carried == 0 < switched.num_recomputed
     assert num_prefilled == len(REQUESTS) + switched.num_recomputed
 
 
-class Gone(Local):
-    """Like workers of which one has died, as far as a test can tell."""
+class Gone(InProcessExecutor):
+    """Behaves like workers of which one has died."""
 
-    def save(self, path: str, parcels: Sequence[Parcel]) -> Sequence[int]:
+    def save(self, path: str, regions: Sequence[KVRegion]) -> Sequence[int]:
         raise WorkerError("worker 0 died")
 
 
-class GoneAtFirst(Local):
-    """Like workers that die when they are given what was carried, and begin again."""
+class GoneAtFirst(InProcessExecutor):
+    """Behaves like workers that die when they restore keys and values, and are restarted."""
 
-    def restore(self, path: str, parcels: Sequence[Parcel]) -> None:
-        super().restore(path, parcels[:1])
+    def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
+        super().restore(path, regions[:1])
         raise WorkerError("worker 1 died")
 
     def restart(self) -> None:
         self.runner.use_blocks(BLOCKS)
 
 
-@pytest.mark.parametrize(("old", "new"), [(Gone, Local), (Local, GoneAtFirst)])
+@pytest.mark.parametrize(("old", "new"), [(Gone, InProcessExecutor), (InProcessExecutor, GoneAtFirst)])
 def test_workers_that_die_meanwhile_cost_no_request(old, new, checkpoint, runners, expected, caplog):
     found, (switched,), _ = moved(runners, ORCA, fresh(checkpoint, cls=new), cls=old)
     assert found == expected("llama")
@@ -269,7 +274,7 @@ def test_workers_that_die_meanwhile_cost_no_request(old, new, checkpoint, runner
     assert "running requests are computed again" in caplog.text
 
 
-def test_a_worker_that_is_dead_has_nothing_to_carry(checkpoint, expected):
+def test_a_dead_worker_has_nothing_to_migrate(checkpoint, expected):
     spec = load_model_spec(checkpoint("llama"))
     plan = Plan(model=checkpoint("llama"), schedule=ORCA, placement=widths(spec, 1, 1), kv_cache_tokens=16 * BLOCKS)
     switched: list = []
@@ -279,7 +284,7 @@ def test_a_worker_that_is_dead_has_nothing_to_carry(checkpoint, expected):
         engine = Engine(workers, ORCA, num_blocks=BLOCKS)
         adopt = adopting(engine, switched, RRA, fresh(checkpoint))
 
-        def after_a_death() -> Switched:
+        def after_a_death() -> PlanSwitch:
             os.kill(workers.pids[-1], signal.SIGKILL)
             return adopt()
 
@@ -287,35 +292,35 @@ def test_a_worker_that_is_dead_has_nothing_to_carry(checkpoint, expected):
     assert switched[0].num_carried == 0
 
 
-def test_old_workers_that_are_built_again_take_back_what_they_had(checkpoint, runners, expected):
-    """What was under way when the order came is delivered, too."""
+def test_rebuilt_old_workers_restore_their_keys_and_values(checkpoint, runners, expected):
+    """The batches that were running at the switch are delivered as well."""
     runner, counts = runners("llama")[1], []
     runner.use_blocks(BLOCKS)
-    engine = Engine(Counting(Ahead(runner), counts), RRA, num_blocks=BLOCKS)
+    engine = Engine(Counting(AsyncExecutor(runner), counts), RRA, num_blocks=BLOCKS)
 
     def fails() -> Executor:
         raise WorkerError("no such device")
 
-    def attempt() -> Switched:
+    def attempt() -> PlanSwitch:
         again = fresh(checkpoint)
         with pytest.raises(WorkerError):
-            engine.adopt(ORCA, executor=fails, restore=lambda: Counting(again(), counts), kv_dtype="float32")
-        return Switched([], 0.0, 0, 0)
+            engine.switch_plan(ORCA, executor=fails, restore=lambda: Counting(again(), counts), kv_dtype="float32")
+        return PlanSwitch([], 0.0, 0, 0)
 
     assert run(engine, {7: attempt}) == expected("llama")
     assert len(counts) == len(REQUESTS)
 
 
 class Ranks:
-    """A group of which only the size is asked for."""
+    """A group with nothing but a size and a rank."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_what_any_shards_wrote_is_what_any_others_read(checkpoint, dtype):
-    """Keys and values come back to the bit, in other blocks, and by other layers and heads; one head may be on two."""
+def test_any_shards_read_what_any_others_wrote(checkpoint, dtype):
+    """Keys and values are equal bit for bit, in other blocks, layers and heads; a head may be on two ranks."""
     spec = load_model_spec(checkpoint("llama"))
     head_bytes, tokens = spec.head_dim * dtype.itemsize, 37
 
@@ -327,9 +332,9 @@ def test_what_any_shards_wrote_is_what_any_others_read(checkpoint, dtype):
         for shard, cache in where:
             cache.resize("other", other, other)
             cache.resize("one", 3, 3)
-            getattr(cache, method)("one", part_of(memory, parcel, spec, shard, head_bytes))
+            getattr(cache, method)("one", shard_view(memory, region, spec, shard, head_bytes))
 
-    parcel = Parcel(None, 64, tokens, tokens)
+    region = KVRegion(None, 64, tokens, tokens)
     count = 64 + tokens * 2 * spec.num_layers * spec.num_kv_heads * head_bytes
     memory = torch.from_numpy(np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8))
     wanted, between, found = memory.clone(), torch.zeros_like(memory), torch.zeros_like(memory)
@@ -342,11 +347,11 @@ def test_what_any_shards_wrote_is_what_any_others_read(checkpoint, dtype):
     assert not found[:64].any()
 
 
-def test_an_output_that_is_yet_to_be_computed_again_is_not_taken_for_stored(runners, expected):
-    """T5's rows that are prefilled again: their prompts' keys and values are there, those of their outputs are not."""
+def test_an_output_that_is_to_be_recomputed_does_not_count_as_stored(runners, expected):
+    """T5's requests that are prefilled again: the prompts' keys and values are cached, those of the outputs are not."""
     (cpu, paged), switched = runners("t5"), []
     paged.use_blocks(BLOCKS)
-    engine = Engine(Ahead(paged), RRA, num_blocks=BLOCKS)
+    engine = Engine(AsyncExecutor(paged), RRA, num_blocks=BLOCKS)
 
     def to(runner: ModelRunner, make):
         def begin() -> Executor:
@@ -355,7 +360,7 @@ def test_an_output_that_is_yet_to_be_computed_again_is_not_taken_for_stored(runn
 
         return begin
 
-    again = adopting(engine, switched, RRA, to(cpu, Local), kv_dtype=None)
-    carry = adopting(engine, switched, ORCA, to(paged, Ahead))
+    again = adopting(engine, switched, RRA, to(cpu, InProcessExecutor), kv_dtype=None)
+    carry = adopting(engine, switched, ORCA, to(paged, AsyncExecutor))
     assert run(engine, {8: again, 9: carry}) == expected("t5")
     assert [one.num_carried for one in switched] == [0, 4]

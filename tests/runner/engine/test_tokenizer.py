@@ -1,4 +1,4 @@
-"""A Tokenizer agrees with transformers on the same files, and its text streams join to what decoding at once gives."""
+"""A Tokenizer agrees with transformers on the same files, and its streams concatenate to the decoded text."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def byte_level() -> HuggingFaceTokenizer:
 
 
 def byte_fallback() -> HuggingFaceTokenizer:
-    """Like Llama 2 and Mistral: spaces are part of words, the first one is made up, unknown characters become bytes."""
+    """Like Llama 2 and Mistral: spaces are part of words, one is added in front, unknown characters become bytes."""
     tokenizer = HuggingFaceTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokens = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -99,7 +99,7 @@ def test_encodes_and_decodes_as_transformers_does(both, text):
     assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
 
 
-def test_a_conversation_is_what_transformers_makes_of_it(both):
+def test_a_conversation_is_rendered_as_by_transformers(both):
     ours, theirs = both
     expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert ours.encode_chat(MESSAGES) == expected
@@ -173,7 +173,7 @@ def test_tokenizing_needs_no_torch():
     subprocess.run([sys.executable, "-c", f"{script}; sys.exit('torch' in sys.modules)"], check=True)
 
 
-def test_text_that_is_no_unicode_is_refused(both):
+def test_text_that_is_not_unicode_is_refused(both):
     with pytest.raises(InputError, match="character 2 of the prompt is half of a surrogate pair"):
         both[0].encode("ab\ud800")
 

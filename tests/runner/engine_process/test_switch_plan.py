@@ -1,4 +1,4 @@
-"""An engine that goes on with other plans, again and again, gives every request the tokens it would get undisturbed."""
+"""An engine that switches plans, again and again, gives every request the tokens that it gets without a switch."""
 
 import contextlib
 import itertools
@@ -17,9 +17,10 @@ from exeplan.errors import InputError
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local, WorkerError
+from exeplan.runner.engine.executor import InProcessExecutor, WorkerError
 from exeplan.runner.engine_process.build import build_engine, build_executor, engine_setup
-from exeplan.runner.engine_process.switch_plan import Adoption
+from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
+from exeplan.runner.ipc.messages import EngineSetup, PlanSwitched, SwitchPlan
 
 from ..processes import eventually
 
@@ -68,7 +69,7 @@ def runner(directory) -> ModelRunner:
 def expected(runner) -> dict[str, list[int]]:
     """The tokens of an engine that keeps its schedule."""
     found: dict[str, list[int]] = {}
-    run(Engine(Local(runner), ON_ONE[1], num_blocks=BLOCKS), found)
+    run(Engine(InProcessExecutor(runner), ON_ONE[1], num_blocks=BLOCKS), found)
     return found
 
 
@@ -100,14 +101,14 @@ def run(engine: Engine, found: dict[str, list[int]], between=lambda step, output
     assert engine.free_blocks == engine.num_blocks
 
 
-def test_schedules_change_between_two_batches_and_nobody_notices(runner, expected):
-    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+def test_schedules_change_between_two_batches_without_changing_tokens(runner, expected):
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
     schedules = itertools.cycle(ON_ONE[1:] + ON_ONE[:1])
     kept = []
 
     def switch(step: int, outputs: list) -> None:
         if step % 3 == 2:
-            switched = engine.adopt(next(schedules))
+            switched = engine.switch_plan(next(schedules))
             outputs += switched.outputs
             kept.append(engine.num_running)
 
@@ -118,20 +119,20 @@ def test_schedules_change_between_two_batches_and_nobody_notices(runner, expecte
 
 
 def test_a_schedule_that_does_not_fit_is_refused_and_the_old_one_goes_on(runner, expected):
-    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
 
     def refused(step: int, outputs: list) -> None:
         if step == 3:
             with pytest.raises(InputError, match="KV blocks"):
-                engine.adopt(ON_ONE[1], num_blocks=1)
+                engine.switch_plan(ON_ONE[1], num_blocks=1)
 
     run(engine, found, refused)
     assert found == expected
 
 
 @pytest.mark.parametrize("closed_first", [True, False])
-def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, runner, expected):
-    engine, found = Engine(Local(runner), ON_ONE[0], num_blocks=BLOCKS), {}
+def test_workers_that_cannot_be_started_leave_the_old_ones_in_place(closed_first, runner, expected):
+    engine, found = Engine(InProcessExecutor(runner), ON_ONE[0], num_blocks=BLOCKS), {}
 
     def fails() -> Any:
         raise WorkerError("no such device")
@@ -139,14 +140,16 @@ def test_workers_that_cannot_be_had_leave_the_old_ones_in_place(closed_first, ru
     def attempt(step: int, outputs: list) -> None:
         if step == 5:
             with pytest.raises(WorkerError):
-                engine.adopt(ON_ONE[1], executor=fails, restore=(lambda: Local(runner)) if closed_first else None)
+                engine.switch_plan(
+                    ON_ONE[1], executor=fails, restore=(lambda: InProcessExecutor(runner)) if closed_first else None
+                )
 
     run(engine, found, attempt)
     assert found == expected
 
 
-def test_a_census_tells_once_who_left_and_how_long_the_others_are(runner):
-    engine = Engine(Local(runner), ON_ONE[1], num_blocks=BLOCKS)
+def test_length_stats_report_a_request_that_left_once(runner):
+    engine = Engine(InProcessExecutor(runner), ON_ONE[1], num_blocks=BLOCKS)
     for number in (1, 2, 3):
         engine.add(request(number))
     for _ in range(9):
@@ -154,25 +157,25 @@ def test_a_census_tells_once_who_left_and_how_long_the_others_are(runner):
     engine.abort("3")
     for _ in range(5):
         engine.step()
-    census = engine.census()
-    assert [(seen.input_tokens, seen.output_tokens, seen.complete) for seen in census.left] == [
+    stats = engine.length_stats()
+    assert [(seen.input_tokens, seen.output_tokens, seen.complete) for seen in stats.left] == [
         (len(REQUESTS[3][0]), 9, False),
         (len(REQUESTS[1][0]), REQUESTS[1][1], True),
     ]
-    assert [(seen.input_tokens, seen.output_tokens, seen.complete) for seen in census.running] == [
+    assert [(seen.input_tokens, seen.output_tokens, seen.complete) for seen in stats.running] == [
         (len(REQUESTS[2][0]), 14, False)
     ]
-    assert engine.census().left == ()
+    assert engine.length_stats().left == ()
     engine.abort("2")
 
 
-def plan_setup(directory: str, placement: tuple[Stage, ...], schedule: Schedule, blocks: int = BLOCKS) -> dict:
+def plan_setup(directory: str, placement: tuple[Stage, ...], schedule: Schedule, blocks: int = BLOCKS) -> EngineSetup:
     plan = Plan(model=directory, schedule=schedule, placement=placement, kv_cache_tokens=16 * blocks)
-    return {"kind": "setup", **engine_setup(plan, load_model_spec(directory))}
+    return engine_setup(plan, load_model_spec(directory))
 
 
 def test_layers_move_between_workers_and_policies_change_with_them(directory, expected):
-    """What `process` does with the messages, in this process."""
+    """What `process.py` does with the commands, in this process."""
     plans = [
         (APART, Schedule("waa-c", {"decode_batch": 4, "prefill_batch": 2})),
         (APART, Schedule("waa-m", {"decode_batch": 6, "prefill_batch": 1, "micro_batches": 2})),
@@ -181,28 +184,27 @@ def test_layers_move_between_workers_and_policies_change_with_them(directory, ex
         (PIPELINE, Schedule("rra", {"prefill_batch": 4, "decode_steps": 6, "micro_batches": 2})),
     ]
     setups = [plan_setup(directory, *plan) for plan in plans]
-    inbox: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[ExecutorBuilt] = queue.SimpleQueue()
     threads = set(threading.enumerate())
     found: dict[str, list[int]] = {}
     answers = []
     with contextlib.ExitStack() as stack:
         engine = build_engine(setups[-1])
         stack.callback(lambda: engine.close())
-        adoption = Adoption(engine, setups[-1], build=build_executor, put=inbox.put)
+        switcher = PlanSwitcher(engine, setups[-1], build=build_executor, put=inbox.put)
 
-        def adopt(step: int, outputs: list) -> None:
+        def switch(step: int, outputs: list) -> None:
             if step % 4 == 3 and len(answers) < len(setups):
-                message = {"kind": "adopt", "number": step, "setup": setups[len(answers)]}
-                answer = adoption.take(message, outputs)
+                answer = switcher.take(SwitchPlan(number=step, setup=setups[len(answers)]), outputs)
                 while answer is None:  # The old workers go on meanwhile.
                     with contextlib.suppress(queue.Empty):
-                        answer = adoption.take(inbox.get(timeout=0.01), outputs)
+                        answer = switcher.take(inbox.get(timeout=0.01), outputs)
                     if answer is None and engine.has_work:
                         outputs += engine.step()
                 answers.append(answer)
 
-        run(engine, found, adopt)
+        run(engine, found, switch)
     assert found == expected
-    assert [answer["kind"] for answer in answers] == ["adopted"] * len(setups)
-    assert [answer["num_recomputed"] for answer in answers] == [0] * len(setups)
+    assert [type(answer) for answer in answers] == [PlanSwitched] * len(setups)
+    assert [answer.num_recomputed for answer in answers] == [0] * len(setups)
     eventually(lambda: set(threading.enumerate()) <= threads)

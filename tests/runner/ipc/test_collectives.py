@@ -47,7 +47,7 @@ MESSAGES = {
 
 @pytest.fixture(scope="module", params=[("shared", 2), ("shared", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}")
 def found(request, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
-    """What each rank got from the others."""
+    """What each rank received from the others."""
     way, size = request.param
     folder = tmp_path_factory.mktemp(way)
     buffer = SharedBuffer(group_bytes(size))
@@ -97,7 +97,7 @@ def test_a_rank_that_never_answers_is_named_after_the_timeout(buffer):
     assert time.monotonic() - start >= 0.05
 
 
-def test_a_buffer_is_gone_once_it_is_closed_and_stays_with_who_attached():
+def test_a_buffer_is_gone_once_it_is_closed_and_stays_with_processes_that_attached():
     shared = SharedBuffer(group_bytes(2))
     group = SharedMemoryGroup(shared.path, 1, 2, timeout=0.01)
     shared.close()

@@ -1,4 +1,4 @@
-"""Both ends of a connection prove that they know the key; who does not gets nothing, and says nothing that is read."""
+"""Both ends of a connection prove that they know the key; nothing else that a peer without it sends is read."""
 
 import contextlib
 import hmac
@@ -9,11 +9,11 @@ import pytest
 
 from exeplan.errors import InputError
 from exeplan.runner.ipc import handshake
-from exeplan.runner.ipc.handshake import StrangerError, admit, cluster_key, dial
+from exeplan.runner.ipc.handshake import KeyChallengeError, admit, cluster_key, dial
 
 from ..processes import PATIENCE
 
-KEY, OTHER = b"one key that several hosts share", b"another one, of somebody else...."
+KEY, OTHER = b"one key that several hosts share", b"a key of other hosts............."
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def outcome(port):
     return port.outcome
 
 
-def test_who_knows_the_key_gets_in(port):
+def test_a_peer_with_the_key_is_admitted(port):
     with dial("127.0.0.1", port.port, KEY, patience=0) as connection:
         connection.sendall(b"hello")
         assert connection.recv(100) == b"welcome"
@@ -54,32 +54,32 @@ def test_who_knows_the_key_gets_in(port):
     assert outcome(port) == b"hello"
 
 
-def test_who_has_another_key_is_told_to_give_the_same(port):
+def test_a_peer_with_another_key_gets_an_error_that_names_the_remedy(port):
     with pytest.raises(InputError, match="another EXEPLAN_CLUSTER_KEY; give all hosts the same"):
         dial("127.0.0.1", port.port, OTHER, patience=0)
-    assert isinstance(outcome(port), StrangerError)
+    assert isinstance(outcome(port), KeyChallengeError)
 
 
-@pytest.mark.parametrize("said", [b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10])
-def test_a_stranger_gets_a_nonce_and_no_more(port, said):
-    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
-        assert len(stranger.recv(100)) == 40
-        with contextlib.suppress(OSError):  # It may be hung up on before it is done.
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b""
+@pytest.mark.parametrize("sent", [b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n" * 10])
+def test_a_peer_without_the_key_gets_a_nonce_and_no_more(port, sent):
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as peer:
+        assert len(peer.recv(100)) == 40
+        with contextlib.suppress(OSError):  # The connection may be closed before all is sent.
+            peer.sendall(sent)
+            peer.shutdown(socket.SHUT_WR)
+            assert peer.recv(100) == b""
     assert isinstance(outcome(port), OSError)
 
 
-def test_silence_is_not_waited_for_long(port, monkeypatch):
+def test_a_silent_peer_is_disconnected(port, monkeypatch):
     monkeypatch.setattr(handshake, "SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as peer:
         assert isinstance(outcome(port), OSError)
-        stranger.close()
+        peer.close()
 
 
-def test_a_proof_cannot_be_sent_back_to_who_made_it():
-    """An impostor that listens, and answers the proof of who dials with that very proof."""
+def test_a_proof_cannot_be_sent_back_to_its_maker():
+    """An impostor that listens, and answers the proof of the dialling end with that very proof."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def echo():
@@ -94,15 +94,15 @@ def test_a_proof_cannot_be_sent_back_to_who_made_it():
         thread.join(PATIENCE)
 
 
-def test_an_old_proof_is_of_no_use(port):
-    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as stranger:
-        stranger.recv(100)
-        stranger.sendall(bytes(32) + hmac.digest(KEY, b"exeplan1" + b"dials" + bytes(32) + bytes(32), "sha256"))
-        assert stranger.recv(100) == b""
-    assert isinstance(outcome(port), StrangerError)
+def test_an_old_proof_is_refused(port):
+    with socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE) as peer:
+        peer.recv(100)
+        peer.sendall(bytes(32) + hmac.digest(KEY, b"exeplan1" + b"dials" + bytes(32) + bytes(32), "sha256"))
+        assert peer.recv(100) == b""
+    assert isinstance(outcome(port), KeyChallengeError)
 
 
-def test_nobody_there_is_said_in_one_sentence():
+def test_an_address_that_does_not_accept_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(InputError, match=f"no engine answers at 127.0.0.1:{port} after 0 s"):
@@ -110,7 +110,7 @@ def test_nobody_there_is_said_in_one_sentence():
 
 
 @pytest.mark.parametrize("key", [None, "", "too short"])
-def test_a_key_that_could_be_guessed_is_refused(monkeypatch, key):
+def test_a_short_key_is_refused(monkeypatch, key):
     monkeypatch.delenv("EXEPLAN_CLUSTER_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("EXEPLAN_CLUSTER_KEY", key)

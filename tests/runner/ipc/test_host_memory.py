@@ -1,4 +1,4 @@
-"""Weights that layers are loaded from later stay in host memory, where there is room for them."""
+"""Weights from which layers are loaded later stay in host memory, where there is memory for them."""
 
 import resource
 from pathlib import Path
@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_are_locked_until_they_are_let_go(directory):
+def test_the_files_are_locked_until_they_are_released(directory):
     if 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < 2 << 20:
         pytest.skip("this process may not lock two megabytes")
     before = locked_bytes()
@@ -34,14 +34,14 @@ def test_the_files_are_locked_until_they_are_let_go(directory):
     assert locked_bytes() == before
 
 
-def test_where_the_system_refuses_they_are_read_at_least(directory, monkeypatch):
+def test_files_that_cannot_be_locked_are_read(directory, monkeypatch):
     monkeypatch.setattr(host_memory, "_lock", lambda mapped: False)
     kept = KeptFiles(sorted(directory.glob("*.safetensors")))
     assert (kept.num_bytes, kept.num_locked) == (2 << 20, 0)
     kept.close()
 
 
-def test_they_are_left_alone_where_they_would_take_most_of_the_memory(directory, monkeypatch):
+def test_files_that_would_take_most_of_the_memory_are_not_kept(directory, monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 3 << 20)
     assert keep_weights(directory) is None
 

@@ -17,7 +17,7 @@ from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import Shard
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 from exeplan.runner.models.marian import sinusoids
 
@@ -41,7 +41,7 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Saves a random checkpoint of a case once; weights are large enough that no two logits are close."""
+    """Saves a random checkpoint of each case once; weights are large enough that no two logits are close."""
 
     @functools.cache
     def make(case: str) -> tuple[MarianMTModel, Path]:
@@ -72,8 +72,8 @@ def generate(model: MarianMTModel, token_ids: list[int], count: int) -> list[int
 
 
 def serve(runner: ModelRunner, schedule: Schedule, requests: list[tuple[list[int], int]], num_blocks: int = 64):
-    """Greedy outputs of requests of which two join each step, and the engine that gave them."""
-    engine = Engine(Local(runner), schedule, num_blocks=num_blocks)
+    """Greedy outputs of requests, two of which arrive each step, and the engine."""
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=num_blocks)
     arrivals = [
         Request(request_id=str(n), prompt_token_ids=ids, sampling=SamplingParams(temperature=0.0, max_tokens=count))
         for n, (ids, count) in enumerate(requests)
@@ -122,8 +122,8 @@ def test_the_whole_context_may_be_prompt_and_as_much_output(checkpoint):
     assert serve(runner, SCHEDULES["orca"], [request], num_blocks=9)[0] == [generate(model, *request)]
 
 
-def test_rows_that_are_preempted_are_computed_again(checkpoint):
-    """Those that had output already compute all of it in their first pass, at its own positions."""
+def test_preempted_requests_are_recomputed(checkpoint):
+    """Those with output compute all of it in their first pass, at its positions."""
     model, directory = checkpoint("scaled-relu")
     requests = [(prompt(5 + 3 * n, seed=n), 40) for n in range(6)]
     runner = ModelRunner(load_model_spec(str(directory)), num_blocks=7)

@@ -1,4 +1,4 @@
-"""Every family gives the greedy tokens of transformers' `generate`: alone, and in a batch that changes around it."""
+"""Every family gives the greedy tokens of transformers' `generate`: alone, and in a changing batch."""
 
 import functools
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -68,12 +68,12 @@ CASES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES)
 every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
-"""Attention by the CPU's own fast path, and over blocks as on a GPU."""
+"""Attention by the CPU's fast path, and over blocks as on a GPU."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Saves a random checkpoint of a case once; weights are large enough that no two logits are close."""
+    """Saves a random checkpoint of each case once; weights are large enough that no two logits are close."""
 
     @functools.cache
     def make(case: str) -> tuple[PreTrainedModel, Path]:
@@ -108,7 +108,7 @@ def serve(runner: ModelRunner, schedule: Schedule, requests: list[tuple[list[int
     scheduler = Scheduler(schedule, num_blocks)
     texts = {str(number): list(ids) for number, (ids, _) in enumerate(requests)}
     arrivals = [
-        Sequence(request_id=str(number), num_prompt_tokens=len(ids), max_output_tokens=count)
+        SequenceState(request_id=str(number), num_prompt_tokens=len(ids), max_output_tokens=count)
         for number, (ids, count) in enumerate(requests)
     ]
     iteration = 0
@@ -131,7 +131,7 @@ def serve(runner: ModelRunner, schedule: Schedule, requests: list[tuple[list[int
     return [texts[str(n)][len(ids) :] for n, (ids, _) in enumerate(requests)], scheduler.num_preemptions
 
 
-def test_every_family_file_has_a_case():
+def test_every_family_has_a_case():
     encoder_decoders = {"marian", "t5"}  # tests/runner/models/test_marian.py, test_t5.py
     assert {case.split("-")[0] for case in CASES} == set(family_names()) - encoder_decoders
 
@@ -149,7 +149,7 @@ def test_one_request_equals_generate(case, checkpoint):
 @every_path
 @every_case
 def test_sixteen_requests_that_join_and_leave_equal_generate(case, paged_with, checkpoint):
-    """With fewer blocks than they need, so that some are preempted and computed again."""
+    """With fewer blocks than they need, so that some are preempted and recomputed."""
     model, directory = checkpoint(case)
     lengths = [(1 + (7 * n) % 31, 1 + (5 * n) % 23) for n in range(16)]
     requests = [(prompt(length, seed=n), count) for n, (length, count) in enumerate(lengths)]
@@ -184,7 +184,7 @@ def test_short_dtypes_stay_close_to_float32(case, dtype, checkpoint):
     reference, short = (ModelRunner(spec, dtype=kind, device="cpu", num_blocks=4) for kind in ("float32", dtype))
     token_ids = {"a": prompt(20, seed=3)}
     for step in range(3):
-        sequence = Sequence(request_id="a", num_prompt_tokens=17, max_output_tokens=3, num_output_tokens=step)
+        sequence = SequenceState(request_id="a", num_prompt_tokens=17, max_output_tokens=3, num_output_tokens=step)
         sequence.num_blocks = num_blocks_for(sequence.num_tokens)
         batch = Batch(decode=(sequence,)) if step else Batch(prefill=(sequence,))
         expected, logits = reference.forward(batch, token_ids), short.forward(batch, token_ids)
@@ -198,7 +198,7 @@ def test_old_and_new_spelling_of_rotary_settings_mean_the_same(case):
     scaling = dict(new["rope_parameters"])
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
-    sequence = Sequence(request_id="a", num_prompt_tokens=50, max_output_tokens=1, num_blocks=4)
+    sequence = SequenceState(request_id="a", num_prompt_tokens=50, max_output_tokens=1, num_blocks=4)
     logits = [
         ModelRunner(
             model_spec(config, name="tiny"), dtype="float32", device="cpu", num_blocks=4, dummy_weights=True
@@ -210,7 +210,7 @@ def test_old_and_new_spelling_of_rotary_settings_mean_the_same(case):
 
 def test_random_weights_of_one_seed_are_equal():
     spec = model_spec({**CASES["llama"], "model_type": "llama"}, name="tiny")
-    sequence = Sequence(request_id="a", num_prompt_tokens=5, max_output_tokens=3, num_blocks=1)
+    sequence = SequenceState(request_id="a", num_prompt_tokens=5, max_output_tokens=3, num_blocks=1)
     one, same, other = (
         ModelRunner(spec, dtype="float32", device="cpu", num_blocks=1, dummy_weights=True, seed=seed).forward(
             Batch(prefill=(sequence,)), {"a": [1, 2, 3, 4, 5]}

@@ -1,4 +1,4 @@
-"""A model split over ranks and stages is the same model: its logits are those of the whole, and nobody holds more than
+"""A model split over ranks and stages is the same model: its logits are those of the whole, and no rank holds more than
 its share.
 """
 
@@ -17,7 +17,7 @@ from exeplan.core.model import load_model_spec, model_spec
 from exeplan.errors import InputError
 from exeplan.runner.compute.families import load_model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Shard, head_parts, whole
+from exeplan.runner.compute.shard import Shard, head_ranges, whole
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
 from .. import ranks
@@ -47,7 +47,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
-    """What each of two ranks computed: the logits by job."""
+    """The results of two ranks: the logits by job."""
     folder = tmp_path_factory.mktemp("ranks")
     jobs = {f"{case} whole": {"model": models[case], "cuts": WHOLE} for case in DECODERS}
     jobs |= {f"{case} uneven": {"model": models[case], "cuts": UNEVEN} for case in DECODERS}
@@ -116,8 +116,8 @@ def test_short_dtypes_stay_close_to_float32(models, found):
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "opt-post-norm-projected"])
-def test_ranks_and_stages_hold_each_weight_once_but_for_norms_positions_and_padding(case, models, group):
-    """In bfloat16, of which no second copy is packed."""
+def test_ranks_and_stages_hold_each_weight_once_except_norms_positions_and_padding(case, models, group):
+    """In bfloat16, which has no second, packed copy."""
     spec = load_model_spec(models[case])
 
     def num_bytes(shard: Shard) -> int:
@@ -152,7 +152,7 @@ def test_a_shard_caches_its_own_layers_and_heads(models, group):
 )
 def test_every_rank_has_the_keys_that_its_queries_read(heads, kv_heads, size, queries, keys, group):
     spec = shape(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=24)
-    parts = [head_parts(spec, group(rank, size)) for rank in range(size)]
+    parts = [head_ranges(spec, group(rank, size)) for rank in range(size)]
     assert [(part.start, part.stop) for part, _ in parts] == queries
     assert [(part.start, part.stop) for _, part in parts] == keys
 
@@ -173,7 +173,7 @@ def test_every_rank_has_the_keys_that_its_queries_read(heads, kv_heads, size, qu
         ),
     ],
 )
-def test_what_does_not_divide_is_named_with_what_would(change, size, message, group):
+def test_an_uneven_split_is_refused_with_the_sizes_that_fit(change, size, message, group):
     spec, shard = shape(**change), Shard(layers=(0, 1), group=group(0, size))
     with pytest.raises(InputError) as raised:
         load_model(spec, shard=shard, dtype="float32", device="cpu", dummy_weights=True)

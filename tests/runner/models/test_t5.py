@@ -1,4 +1,4 @@
-"""T5 gives the greedy tokens of transformers' `generate`: alone, in mixed batches, and when it is computed again."""
+"""T5 gives the greedy tokens of transformers' `generate`: alone, in mixed batches, and when recomputed."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
-from exeplan.core.batch import Batch, Sequence, num_blocks_for
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -17,9 +17,9 @@ from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import ALONE, Group, Shard
-from exeplan.runner.engine.async_executor import Ahead
+from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
-from exeplan.runner.engine.executor import Local
+from exeplan.runner.engine.executor import InProcessExecutor
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
@@ -46,7 +46,7 @@ every_policy = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHED
 HUB_CONFIG = {**CASES["v1.1"], "model_type": "t5", "is_encoder_decoder": True, "pad_token_id": 0}
 """As transformers 4 wrote it."""
 Requests = list[tuple[list[int], int]]
-"""Prompts and how many tokens each is to get."""
+"""Prompts and their numbers of output tokens."""
 Cuts = list[tuple[tuple[int, int], tuple[int, int]]]
 """For each stage its encoder layers and its decoder layers, first to last exclusive."""
 CUTS: dict[str, Cuts] = {
@@ -59,7 +59,7 @@ CUTS: dict[str, Cuts] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Saves a random checkpoint of a case once; weights are large enough that no two logits are close."""
+    """Saves a random checkpoint of each case once; weights are large enough that no two logits are close."""
 
     @functools.cache
     def make(case: str) -> tuple[T5ForConditionalGeneration, Path]:
@@ -81,7 +81,7 @@ def runner_of(directory: Path, *, num_blocks: int = 64, **options) -> ModelRunne
 
 
 class Stages:
-    """The stages of a pipeline one after the other, in the place of a whole model's runner."""
+    """The stages of a pipeline in sequence, in place of a runner of the whole model."""
 
     def __init__(self, directory: Path, cuts: Cuts, *, num_blocks: int = 64, group: Group = ALONE) -> None:
         self.runners = [
@@ -135,8 +135,8 @@ def generate(model: T5ForConditionalGeneration, token_ids: list[int], count: int
 def serve(
     runner: ModelRunner | Stages, schedule: Schedule, requests: list[tuple[list[int], int]], num_blocks: int = 64
 ):
-    """Greedy outputs of requests of which two join each step, and the engine that gave them."""
-    engine = Engine(Local(runner), schedule, num_blocks=num_blocks)
+    """Greedy outputs of requests, two of which arrive each step, and the engine."""
+    engine = Engine(InProcessExecutor(runner), schedule, num_blocks=num_blocks)
     return play(engine, requests), engine
 
 
@@ -164,7 +164,7 @@ def sixteen(model: T5ForConditionalGeneration) -> tuple[Requests, list[list[int]
 
 @every_case
 def test_one_request_equals_generate(case, checkpoint):
-    """Long enough that distances go beyond the largest bucket, one way and both ways."""
+    """Long enough for distances beyond the largest bucket, in one direction and in both."""
     model, directory = checkpoint(case)
     token_ids = prompt(150, seed=1)
     outputs, _ = serve(runner_of(directory), SCHEDULES["orca"], [(token_ids, 140)])
@@ -185,21 +185,21 @@ def test_sixteen_mixed_requests_equal_generate(case, schedule, checkpoint):
 @pytest.mark.parametrize("num_blocks", [64, 9], ids=["roomy", "preempting"])
 @every_policy
 @pytest.mark.parametrize("case", ["v1.0", "deep-decoder"])
-def test_over_blocks_and_ahead_of_their_tokens_they_equal_generate(case, schedule, num_blocks, checkpoint):
-    """As on a GPU: recorded decode iterations, the next batch started before the tokens of the last are known."""
+def test_paged_attention_and_async_scheduling_equal_generate(case, schedule, num_blocks, checkpoint):
+    """As on a GPU: captured decode iterations, the next batch started before the tokens of the last are known."""
     model, directory = checkpoint(case)
     requests, expected = sixteen(model)
     runner = runner_of(directory, num_blocks=num_blocks, paged_with=REFERENCE)
-    runner.record(4)
-    engine = Engine(Ahead(runner), schedule, num_blocks=num_blocks)
+    runner.capture(4)
+    engine = Engine(AsyncExecutor(runner), schedule, num_blocks=num_blocks)
     assert play(engine, requests) == expected
     assert (engine.free_blocks, runner.cache.free_blocks) == (num_blocks, num_blocks)
 
 
 @pytest.mark.parametrize("policy", ["rra", "chunked"])
 @pytest.mark.parametrize("case", ["v1.0", "v1.1"])
-def test_rows_that_are_preempted_are_computed_again(case, policy, checkpoint):
-    """Those that had output already compute all of it in their first pass."""
+def test_preempted_requests_are_recomputed(case, policy, checkpoint):
+    """Those with output compute all of it in their first pass."""
     model, directory = checkpoint(case)
     requests = [(prompt(5 + 3 * n, seed=n), 40) for n in range(6)]
     runner = runner_of(directory, num_blocks=7)
@@ -236,7 +236,7 @@ def test_a_pipeline_equals_generate(case, policy, checkpoint):
     assert serve(Stages(directory, CUTS[case]), SCHEDULES[policy], requests)[0] == expected
 
 
-def test_a_pipeline_computes_preempted_rows_again(checkpoint):
+def test_a_pipeline_recomputes_preempted_requests(checkpoint):
     model, directory = checkpoint("v1.0")
     requests = [(prompt(5 + 3 * n, seed=n), 40) for n in range(6)]
     outputs, engine = serve(Stages(directory, CUTS["v1.0"], num_blocks=7), SCHEDULES["rra"], requests, num_blocks=7)
@@ -260,8 +260,8 @@ def test_two_ranks_equal_generate(case, cuts, checkpoint):
     buffer.close()
 
 
-def test_a_decoder_takes_prompts_from_an_encoder_elsewhere(checkpoint):
-    """Those who hold no blocks any more are passed over; who comes again is computed again."""
+def test_a_decoder_takes_prompts_from_another_devices_encoder(checkpoint):
+    """Sequences without blocks are skipped; one that returns is recomputed."""
     model, directory = checkpoint("v1.1")
     encoder = runner_of(directory, shard=Shard(layers=(0, 0), encoder_layers=(0, 2)))
     decoder = runner_of(directory, shard=Shard(layers=(0, 2)))
@@ -270,7 +270,7 @@ def test_a_decoder_takes_prompts_from_an_encoder_elsewhere(checkpoint):
     expected = {name: generate(model, token_ids, 5) for name, token_ids in prompts.items()}
     texts = {name: [*token_ids, 0] for name, token_ids in prompts.items()}
     rows = [
-        Sequence(request_id=name, num_prompt_tokens=len(text), max_output_tokens=5, num_blocks=2)
+        SequenceState(request_id=name, num_prompt_tokens=len(text), max_output_tokens=5, num_blocks=2)
         for name, text in texts.items()
     ]
     assert encoder.forward(Batch(prefill=tuple(rows)), texts).shape == (0, VOCAB)
@@ -294,7 +294,7 @@ def test_a_decoder_takes_prompts_from_an_encoder_elsewhere(checkpoint):
 
 
 def test_a_head_that_is_not_scaled_is_the_table_where_there_is_no_other(tmp_path):
-    """transformers 5 makes a v1.1 so from scratch."""
+    """transformers 5 creates a v1.1 model so."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(**CASES["v1.1"])).eval()
     for parameter in model.parameters():
@@ -326,12 +326,12 @@ def test_the_end_of_sequence_ends_an_output(checkpoint, tmp_path):
 
 
 def test_bfloat16_stays_close_to_float32():
-    """Token by token, and all tokens of the output at once when they are computed again."""
+    """Token by token, and all tokens of the output at once when recomputed."""
     spec = model_spec(HUB_CONFIG, name="tiny")
     texts, found = {"a": [*prompt(20, seed=3), 0, 5, 6]}, []
     for dtype in ("float32", "bfloat16"):
         runner = ModelRunner(spec, dtype=dtype, num_blocks=2)
-        row = Sequence(request_id="a", num_prompt_tokens=21, max_output_tokens=3, num_blocks=2)
+        row = SequenceState(request_id="a", num_prompt_tokens=21, max_output_tokens=3, num_blocks=2)
         runner.forward(Batch(prefill=(row,)), texts)
         for row.num_output_tokens in (0, 1, 2):
             last = runner.forward(Batch(decode=(row,)), texts)

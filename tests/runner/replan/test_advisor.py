@@ -1,4 +1,4 @@
-"""The advisor leaves the processors to others, also where they are shared out by session; late answers reach nobody."""
+"""The advisor yields the processors, also where they are shared out by session; a late reply answers nothing else."""
 
 import asyncio
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from exeplan.runner.ipc.frames import frame
+from exeplan.runner.ipc.messages import GetFrontier, Ping
 from exeplan.runner.replan import replanner as replan
 from exeplan.runner.replan.replanner import _AdvisorProcess
 
@@ -34,19 +36,32 @@ def test_it_yields_within_its_session_and_as_a_session():
     assert session == ("10" if Path("/proc/self/autogroup").exists() else "")
 
 
-def test_an_answer_that_takes_too_long_ends_the_process(monkeypatch):
-    """Nobody reads a late answer as that to another question."""
+def test_a_reply_that_takes_too_long_ends_the_process(monkeypatch):
+    """A late reply is not read as that to another request."""
 
     async def ask() -> None:
         advisor = await _AdvisorProcess.start()
         try:
             monkeypatch.setattr(replan, "SEARCH_SECONDS", 0.0)
             with pytest.raises(TimeoutError):
-                await advisor.ask({"plan": {}})
+                await advisor.ask(GetFrontier())
             monkeypatch.setattr(replan, "SEARCH_SECONDS", 10.0)
             with pytest.raises((EOFError, ConnectionError)):
-                await advisor.ask({"kind": "frontier"})
+                await advisor.ask(GetFrontier())
         finally:
             await advisor.close()
 
     asyncio.run(ask())
+
+
+def test_something_else_than_a_request_ends_the_process_with_a_sentence():
+    found = subprocess.run(
+        [sys.executable, "-P", "-m", "exeplan.runner.replan.advisor"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        input=frame(Ping()),
+        start_new_session=True,
+        capture_output=True,
+        check=False,
+    )
+    assert (found.returncode, found.stdout) == (1, b"")
+    assert found.stderr.startswith(b"exeplan.replan: a message of 11 bytes does not fit AdvisorRequest: ")

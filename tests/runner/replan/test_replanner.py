@@ -1,4 +1,4 @@
-"""Replanner: a service whose traffic has changed proposes another plan or adopts it, tells what it did, and goes on."""
+"""Replanner: when the traffic of a service changes, it proposes another plan or adopts it, and loses no request."""
 
 import asyncio
 import contextlib
@@ -21,6 +21,7 @@ from exeplan.planner.load_problem import load_plan, read_plan
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
 from exeplan.runner.replan.replanner import Replanner
 
 from ..processes import PATIENCE
@@ -32,7 +33,7 @@ RULES = Rules(every=0.2, dwell=0.0, least_requests=16, least_for_search=32)
 
 @pytest.fixture
 def plan(profile: Profile, tmp_path: Path) -> Plan:
-    """One that expects outputs of ninety tokens."""
+    """A plan for outputs of ninety tokens."""
     save_profile(profile, tmp_path / "p.json")
     return Plan(
         model="demo",
@@ -45,16 +46,16 @@ def plan(profile: Profile, tmp_path: Path) -> Plan:
     )
 
 
-def setup(plan: Plan) -> dict:
-    return {"kind": "setup", **engine_setup(plan, SPEC, dummy_weights=True)}
+def setup(plan: Plan) -> EngineSetup:
+    return engine_setup(plan, SPEC, dummy_weights=True)
 
 
 async def ask(client: EngineClient, number: int) -> list[int]:
     """A short answer to one of a few prompts, as the engine gives it greedily."""
     job = client.reserve(1)
     prompt = [(11 * (number % 5) + 7 * i) % 200 for i in range(20)]
-    sampling = asdict(SamplingParams(temperature=0.0, max_tokens=3 + number % 5, ignore_eos=True))
-    client.submit(job, [{"prompt_token_ids": prompt, "sampling": sampling}])
+    sampling = Sampling(**asdict(SamplingParams(temperature=0.0, max_tokens=3 + number % 5, ignore_eos=True)))
+    client.submit(job, [Prompt(prompt_token_ids=prompt, sampling=sampling)])
     tokens: list[int] = []
     with contextlib.closing(_Released(client, job)):
         while True:
@@ -70,7 +71,7 @@ class _Released:
 
 
 def serving(plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None]], **options) -> list[tuple]:
-    """Serves short answers, whatever comes, until `what` is done; every answer must be the first one to that prompt.
+    """Serves short answers until `what` is done; every answer must equal the first one to that prompt.
 
     Returns the events.
     """
@@ -91,7 +92,7 @@ def serving(plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None
         asking = [asyncio.create_task(load(start)) for start in range(6)]
         replanner.start()
         try:
-            async with asyncio.timeout(4 * PATIENCE):  # The advisor leaves a busy machine to the tests beside this one.
+            async with asyncio.timeout(4 * PATIENCE):  # The advisor yields to other tests.
                 await what(client, replanner)
             await asyncio.sleep(0.3)
             assert not any(task.done() for task in asking)

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 )
 LINES = ["the quick brown fox jumps over the lazy dog", "a schedule that keeps its promise", "<|user|> <|assistant|>"]
 SERVE = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from exeplan.errors import InputError
 from exeplan.core.model import load_model_spec
@@ -36,6 +36,9 @@ from exeplan.planner.load_problem import read_plan
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.server import serve
 
+if folder := os.environ.get("VIEWS_FOR_TESTS"):
+    from exeplan.runner.server import views
+    views.__path__.append(folder)
 plan = read_plan(Path(sys.argv[1]))
 told = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:

@@ -5,7 +5,7 @@
  2 SGLang CVE-2026-7301                           listeners on loopback       all_processes_listen_on_loopback_only
  3 SGLang CVE-2026-3989                           dumps are JSON              no_channel_carries_objects
  4 vLLM CVE-2025-47277                            and torch's stores          all_processes_listen_on_loopback_only
- 5 vLLM CVE-2025-30202                            nobody can stall others     overload.py: a reader who is too slow
+ 5 vLLM CVE-2025-30202                            one client cannot stall    overload.py: a reader who is too slow
  6 ShadowMQ: CVE-2024-50050, CVE-2025-32444       no library that unpickles   no_channel_carries_objects
  7 vLLM CVE-2025-62164                            no tensors from clients     fields_that_were_abused
  8 vLLM CVE-2026-22807                            no code of a checkpoint     a_booby_trapped_checkpoint
@@ -148,14 +148,15 @@ def test_the_key_is_compared_in_constant_time(monkeypatch):
     for given, allowed in ((b"", False), (b"the kez", False), (b"the key" * 9, False), (b"the key", True)):
         headers = [(b"authorization", b"Bearer " + given)]
         scope = {"raw_path": b"/x", "path": "/x", "query_string": b"", "headers": headers}
-        assert (gate._objection(scope) is None) == allowed
+        assert (gate._refusal(scope) is None) == allowed
     assert compared == [(32, 32)] * 4  # Of digests: even the length of the key stays secret.
 
 
 def test_no_route_is_open_by_accident(launch):
     """Whatever the method and however the path is written."""
-    paths = ["/v1/models", "/v1/models/tiny", "/metrics", "/plan", "/live", "/openapi.json", "/docs", "/x", "//health"]
-    paths += ["/health/", "/health/../plan", "/health%2f..%2fplan", "/HEALTH", "/health;/plan", "/v1/../plan"]
+    paths = ["/v1/models", "/v1/models/tiny", "/metrics", "/plan", "/dashboard", "/openapi.json", "/docs", "/x"]
+    paths += ["//health", "/health/", "/health/../plan", "/health%2f..%2fplan", "/HEALTH", "/health;/plan"]
+    paths += ["/v1/../plan"]
     with launch(api_key="the key") as server:
         for path in paths:
             for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "QUERY"):

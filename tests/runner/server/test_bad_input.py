@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets one clear sentence with a 4xx, and nobody else notices."""
+"""Every bad input gets one clear sentence with a 4xx, and no other client notices."""
 
 import contextlib
 import json
@@ -47,6 +47,9 @@ BODIES = {
     "a deadline beyond a day": ({"prompt": "a", "deadline": 1e6}, 400, "deadline must be at most 86400"),
     "a weight below zero": ({"prompt": "a", "weight": -1}, 400, "weight must be above 0"),
     "stop of the wrong type": ({"prompt": "a", "stop": 5}, 400, "stop"),
+    "a token id of 5000 digits": ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "must be a token id"),
+    "an object of 100000 fields": ({"prompt": "a"} | {str(n): 1 for n in range(100_000)}, 400, "at most 4096"),
+    "harmless, but for its type": ({"prompt": "a", "best_of": True}, 400, "best_of=true is not offered"),
     "stop token out of range": ({"prompt": "a", "stop_token_ids": [5000]}, 400, "token id 5000"),
     "usage without stream": ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
     "wrong model": ({"prompt": "a", "model": "gpt-9"}, 404, "no model 'gpt-9'"),
@@ -70,6 +73,7 @@ MESSAGES = {
     "tool result": ([{"role": "tool", "content": "x"}], "messages.0.role"),
     "unknown field": ([{"role": "user", "content": "x", "colour": 1}], "messages.0.colour"),
     "content missing": ([{"role": "user"}], "messages.0.content"),
+    "content of half a million numbers": ([{"role": "user", "content": [5] * 500_000}], "messages.0.content.0 must be"),
 }
 
 

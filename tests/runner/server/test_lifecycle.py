@@ -1,4 +1,4 @@
-"""Who leaves is dropped, a full queue says so, and both processes end when and how they should."""
+"""A client that disconnects frees its places, a full queue answers 429, and both processes end as they should."""
 
 import asyncio
 import contextlib

@@ -54,7 +54,7 @@ def test_what_needs_the_engine_gets_503_and_when_to_come_again(loading, path):
 
 
 def test_a_key_is_asked_for_all_the_same(loading):
-    for path in ("/v1/models", "/live", "/plan", "/metrics"):
+    for path in ("/v1/models", "/dashboard", "/plan", "/metrics"):
         assert loading.call(path, authorization="").status == 401
 
 
@@ -65,9 +65,9 @@ def test_what_does_not_need_the_engine_is_there(loading):
     assert (plan["schedule"]["policy"], plan["observed"]["num_requests"]) == ("rra", 0)
     assert (loading.metric("num_requests_running"), loading.metric("kv_cache_usage_perc")) == (0, 0)
     assert loading.metric("plan_predicted_throughput") == 0.5
-    live = json.loads(loading.call("/live").text)
-    assert live["loading"] == {"stage": "starting the engine", "share": 0.0}
-    assert live["status"] == "not ready: starting the engine"
+    dashboard = json.loads(loading.call("/dashboard").text)
+    assert dashboard["loading"] == {"stage": "starting the engine", "share": 0.0}
+    assert dashboard["status"] == "not ready: starting the engine"
 
 
 def test_sighup_waits_for_the_engine_and_is_not_forgotten(launch, log):

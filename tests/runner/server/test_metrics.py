@@ -1,18 +1,35 @@
-"""`/metrics` counts what the engine reported, in a format that Prometheus reads."""
-
-import re
+"""`/metrics` counts what the engine reported, and Prometheus' own parser reads every name from the start."""
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from exeplan.core.bounds import Bound
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.ipc.frames import Event, Stats
-from exeplan.runner.server.metrics import Histogram, ServeMetrics
+from exeplan.core.schedule import Estimate, Schedule, Stage
+from exeplan.drift.state import DriftState, Replanned, ReplanState, summary
+from exeplan.runner.ipc.messages import Event, Stats
+from exeplan.runner.server.metrics import Histogram, Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed
 
-SAMPLE = re.compile(r'^([a-z0-9_:]+)\{model_name="m\\"x"(?:,[a-z_]+="[^"]*")?\} (\S+)$')
 IDLE = Stats(num_blocks=10, free_blocks=10)
+MODEL_NAME = 'm"x\\y\nz'
+HISTOGRAMS = """time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds
+    e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
+    request_prompt_tokens request_generation_tokens iteration_tokens_total"""
+COUNTERS = """num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
+    admission_rejections_total replans_total"""
+GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
+    drift_measure drift_requests drift_bound_share drift_best_gain drift_bound_missed
+    replan_pause_seconds replan_last_seconds replan_proposed
+    plan_predicted_throughput plan_predicted_token_throughput plan_predicted_ttft_seconds plan_predicted_tpot_seconds
+    plan_predicted_latency_seconds plan_predicted_latency_p50_seconds plan_predicted_latency_p99_seconds
+    plan_predicted_kv_tokens plan_predicted_memory_bytes_per_gpu plan_predicted_deadline_share plan_predicted_utility
+    plan_predicted_prefill_batch plan_predicted_decode_batch
+    observed_num_requests observed_throughput observed_token_throughput observed_ttft_seconds observed_tpot_seconds
+    observed_latency_seconds observed_latency_p50_seconds observed_latency_p99_seconds observed_prefill_batch
+    observed_decode_batch plan_latency_bound_seconds plan_bound_seconds observed_share_within_bound"""
+"""Dashboards and alerts of operators use these names: they are never renamed."""
 
 
 def event(time, *, finish_reason=None):
@@ -21,34 +38,50 @@ def event(time, *, finish_reason=None):
     return Event(request_id="1-0", token_ids=[5], text="a", **times, **rest)
 
 
+def plan(**fields):
+    fields = {"bound": Bound(seconds=2.0), **fields}
+    schedule = Schedule("rra", {"prefill_batch": 1, "decode_steps": 2})
+    return Plan(model="m", schedule=schedule, placement=(Stage(layers=(0, 1)),), **fields)
+
+
+class Engine:
+    """What a scrape reads, apart from what `metrics` has counted."""
+
+    def __init__(self, active):
+        self.stats, self.replanning = IDLE, {}
+        self.observed = Observed(active, clock=lambda: 10.0)
+        self.metrics = ServeMetrics(model_name=MODEL_NAME, plan=active, observed=self.observed, read=self.read)
+
+    def read(self):
+        observed = self.observed.snapshot()
+        return Reading(stats=self.stats, observed=observed, num_waiting=3, replanning=self.replanning)
+
+    def page(self):
+        return generate_latest(self.metrics.registry).decode()
+
+    def values(self):
+        """Every sample without buckets: by name, and by name and label where there is one besides the model's."""
+        found = {}
+        for family in text_string_to_metric_families(self.page()):
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                assert labels.pop("model_name") == MODEL_NAME
+                if "le" not in labels:
+                    name = sample.name.removeprefix("exeplan:")
+                    found[(name, *labels.values()) if labels else name] = sample.value
+        return found
+
+
 @pytest.fixture
-def metrics():
-    plan = Plan(
-        model="m",
-        schedule=Schedule("orca", {"max_num_seqs": 1}),
-        placement=(Stage(layers=(0, 1)),),
-        bound=Bound(seconds=2.0),
-    )
-    return ServeMetrics(model_name='m"x', plan=plan, observed=Observed(plan, clock=lambda: 10.0))
+def engine():
+    return Engine(plan())
 
 
-def values(metrics, stats=IDLE):
-    """Every sample of the page without buckets and labels; each line must be a comment or a sample."""
-    lines = [
-        line
-        for line in metrics.render(stats, metrics.observed.snapshot(), num_waiting=3, replanning={}).splitlines()
-        if not line.startswith("# TYPE ")
-    ]
-    found = [SAMPLE.match(line) for line in lines]
-    assert all(found)
-    return {match[1].removeprefix("exeplan:"): float(match[2]) for match in found if "_bucket" not in match[1]}
-
-
-def test_one_request_by_hand(metrics):
-    metrics.step([event(2.0)], Stats(iteration_tokens=7, num_blocks=10, free_blocks=5))
-    metrics.step([event(2.25)], Stats(iteration_tokens=1))
-    metrics.step([event(3.0, finish_reason="stop")], Stats(iteration_tokens=1))
-    found = values(metrics)
+def test_one_request_by_hand(engine):
+    engine.metrics.step([event(2.0)], Stats(iteration_tokens=7, num_blocks=10, free_blocks=5))
+    engine.metrics.step([event(2.25)], Stats(iteration_tokens=1))
+    engine.metrics.step([event(3.0, finish_reason="stop")], Stats(iteration_tokens=1))
+    found = engine.values()
     sums = {name: found[f"{name}_seconds_sum"] for name in ("time_to_first_token", "inter_token_latency")}
     assert sums == {"time_to_first_token": 1.0, "inter_token_latency": 1.0}
     assert found["inter_token_latency_seconds_count"] == 2
@@ -59,32 +92,62 @@ def test_one_request_by_hand(metrics):
     assert found["e2e_request_latency_seconds_sum"] == 2.0
     assert (found["prompt_tokens_total"], found["generation_tokens_total"]) == (7, 3)
     assert found["iteration_tokens_total_sum"] == 9
-    assert found["request_success_total"] == 1
+    assert found["request_success_total", "stop"] == 1
 
 
-def test_a_dropped_request_counts_once(metrics):
-    metrics.step([event(2.0)], IDLE)
-    metrics.dropped("1-0")
-    metrics.dropped("1-0")
-    metrics.dropped("never ran")
-    assert metrics.finished == {"abort": 1}
+def test_a_dropped_request_counts_once(engine):
+    engine.metrics.step([event(2.0)], IDLE)
+    engine.metrics.dropped("1-0")
+    engine.metrics.dropped("1-0")
+    engine.metrics.dropped("never ran")
+    assert +engine.metrics.finished == {"abort": 1}
 
 
-def test_gauges_show_the_engine_and_the_bound(metrics):
-    found = values(metrics, Stats(num_running=2, num_blocks=10, free_blocks=4, num_preemptions=1))
+def test_gauges_show_the_engine_and_the_bound(engine):
+    engine.stats = Stats(num_running=2, num_blocks=10, free_blocks=4, num_preemptions=1)
+    found = engine.values()
     assert found["kv_cache_usage_perc"] == pytest.approx(0.6)
     assert (found["num_requests_running"], found["num_requests_waiting"]) == (2, 3)
     assert (found["num_preemptions_total"], found["plan_latency_bound_seconds"]) == (1, 2.0)
+
+
+def test_every_name_has_help_and_type_from_the_start_and_counters_their_zeros(engine):
+    page = engine.page()
+    kinds = {"histogram": HISTOGRAMS, "counter": COUNTERS, "gauge": GAUGES}
+    wanted = {f"# TYPE exeplan:{name} {kind}" for kind, names in kinds.items() for name in names.split()}
+    assert {line for line in page.splitlines() if line.startswith("# TYPE")} == wanted
+    helped = {line.split()[2] for line in page.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
+    assert helped == {line.split()[2] for line in wanted}
+    found = engine.values()
+    counted = {name: value for name, value in found.items() if (name if isinstance(name, str) else name[0]) in COUNTERS}
+    labels = {("request_success_total", reason) for reason in ("stop", "length", "abort", "expired")}
+    labels |= {("admission_rejections_total", reason) for reason in ("queue_full", "late")}
+    plain = set(COUNTERS.split()) - {name for name, _ in labels}
+    assert counted == dict.fromkeys(plain | labels, 0)
+    assert all(found[f"{name}_count"] == 0 for name in HISTOGRAMS.split())
+
+
+def test_no_sample_has_another_name(engine):
+    """All values known: the library adds no suffix, and nothing is left out."""
+    numbers = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p50"), 1.0)
+    rest = {"latency_p99": 1.0, "kv_tokens": 1, "memory_bytes_per_gpu": 1.0, "deadline_share": 1.0, "utility": 1.0}
+    active = plan(estimate=Estimate(**numbers, **rest), more_bounds=(Bound(seconds=0.1, about="ttft"),))
+    engine = Engine(active)
+    engine.observed.p99_output = 2
+    last = Replanned(number=1, seconds=1.0, source="drift", reason="", plan=active, old=None, new=None, diff="")
+    drift = DriftState(bound_share=0.9, best_gain=0.1, missed=1.5)
+    engine.replanning = summary(ReplanState(mode="auto", plan=active, drift=drift, last=last))
+    ran = {"iteration_tokens": 7, "num_blocks": 10, "free_blocks": 5}
+    engine.metrics.step([event(2.0)], Stats(**ran, num_prefill=1))
+    engine.metrics.step([event(2.5), event(3.0, finish_reason="stop")], Stats(**ran, num_decode=1))
+    names = {name if isinstance(name, str) else name[0] for name in engine.values()}
+    histograms = {f"{name}_{part}" for name in HISTOGRAMS.split() for part in ("sum", "count")}
+    assert names == histograms | set(COUNTERS.split()) | set(GAUGES.split())
 
 
 def test_buckets_are_cumulative_and_closed_by_infinity():
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.add(value)
-    assert list(histogram.lines("h", 'a="b"')) == [
-        'h_bucket{a="b",le="1.0"} 2',
-        'h_bucket{a="b",le="2.0"} 3',
-        'h_bucket{a="b",le="+Inf"} 4',
-        'h_sum{a="b"} 12.0',
-        'h_count{a="b"} 4',
-    ]
+    assert histogram.cumulative() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
+    assert histogram.sum == 12.0

@@ -9,8 +9,8 @@ from exeplan.core.bounds import Bound
 from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.runner.ipc.frames import Stats
-from exeplan.runner.server.observed import MOST_REQUESTS, WINDOW_SECONDS, Observed, shares
+from exeplan.runner.ipc.messages import Stats
+from exeplan.runner.server.observed import MAX_REQUESTS, WINDOW_SECONDS, Observed, shares
 
 
 class Clock:
@@ -47,7 +47,7 @@ def test_three_requests_by_hand(clock):
     assert (found.seconds, found.num_requests, found.throughput, found.token_throughput) == (10.0, 3, 0.3, 3.3)
     assert (found.ttft, found.tpot) == (0.25, pytest.approx(0.2))
     assert (found.latency_p50, found.latency_p99) == (2.25, pytest.approx(3.23))
-    assert found.latency is None  # Nobody knows the planned length.
+    assert found.latency is None  # The planned length is unknown.
     assert found.within == {"p99-length": pytest.approx(1 / 3)}
 
 
@@ -55,7 +55,7 @@ def test_three_requests_by_hand(clock):
 @pytest.mark.parametrize("waiting", [False, True])
 def test_agrees_with_the_definitions_of_the_bench(clock, about, waiting):
     rng = np.random.default_rng(0)
-    seen = observed(clock, bound=Bound(seconds=2.0, about=about), arrival_rate=1.0 if waiting else None)
+    seen = observed(clock, bound=Bound(seconds=2.0, metric=about), arrival_rate=1.0 if waiting else None)
     seen.p99_output = 20
     records = []
     for n in range(200):
@@ -70,13 +70,13 @@ def test_agrees_with_the_definitions_of_the_bench(clock, about, waiting):
         )
     found = seen.snapshot()
     counted = [replace(r, start=r.arrival) for r in records] if waiting else records
-    wanted = summarize(counted, p99_output=20, bound_about=about, backlog=False)
+    wanted = summarize(counted, p99_output=20, bound_metric=about, backlog=False)
     for name in ("ttft", "tpot", "latency", "latency_p50", "latency_p99"):
         assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-6), name
 
 
 def test_shares_within_each_bound(clock):
-    seen = observed(clock, more_bounds=(Bound(seconds=0.4, about="ttft"), Bound(seconds=0.15, about="tpot")))
+    seen = observed(clock, more_bounds=(Bound(seconds=0.4, metric="ttft"), Bound(seconds=0.15, metric="tpot")))
     seen.p99_output = 6
     finish(seen, first=0.3, last=1.3)
     finish(seen, first=0.5, last=3.5)  # Its sixth token came after 2 s, just in time.
@@ -88,12 +88,12 @@ def test_old_requests_are_forgotten_and_memory_is_bounded(clock):
     finish(seen)
     clock.now = WINDOW_SECONDS + 1
     assert seen.snapshot().num_requests == 0
-    for _ in range(MOST_REQUESTS + 100):
+    for _ in range(MAX_REQUESTS + 100):
         finish(seen)
         seen.step(Stats(num_running=1, iteration_tokens=1, num_decode=1))
         clock.now += 0.01
     found = seen.snapshot()
-    assert found.num_requests == MOST_REQUESTS
+    assert found.num_requests == MAX_REQUESTS
     assert found.throughput == pytest.approx(100, rel=0.01)
     assert len(seen.timeline) <= 240
 
@@ -112,7 +112,7 @@ def test_batches_are_means_over_the_iterations_that_have_them(clock):
 def test_another_plan_judges_what_was_seen_by_its_own_bounds(clock):
     seen = observed(clock)
     finish(seen, last=3.0)
-    seen.adopt(plan(bound=Bound(seconds=5.0, about="p99-requests")))
+    seen.adopt(plan(bound=Bound(seconds=5.0, metric="p99-requests")))
     assert seen.snapshot().within == {"p99-requests": 1.0}
 
 

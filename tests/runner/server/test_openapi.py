@@ -1,4 +1,4 @@
-"""The server does what its own description says, whatever schemathesis makes of it; and never fails."""
+"""The server does what its own description says for every case that schemathesis generates, and never fails."""
 
 import json
 
@@ -7,13 +7,19 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
 
-from exeplan.runner.server.openapi import describe
+from exeplan.runner.server.connection import OPEN_PATHS
+from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, RequestError, check
+from exeplan.runner.server.routes import route_views
+from exeplan.runner.server.views.description import describe
 
 from ..processes import PATIENCE, eventually
 from .conftest import is_idle
 
 KEY = "the key"
-SCHEMA = schemathesis.openapi.from_dict(describe(model="tiny", vocab_size=300, keyed=True))
+DESCRIPTION = describe(route_views(), model="tiny", vocab_size=300, has_key=True)
+SCHEMA = schemathesis.openapi.from_dict(DESCRIPTION)
+REQUESTS = {"CompletionRequest": CompletionRequest, "ChatRequest": ChatRequest}
+REQUIRED = {"CompletionRequest": {"prompt": "a"}, "ChatRequest": {"messages": [{"role": "user", "content": "a"}]}}
 QUICK = settings(
     max_examples=25,
     deadline=None,
@@ -37,6 +43,37 @@ def fuzzed(launch):
 def test_the_description_is_served_and_asks_for_the_key(fuzzed):
     assert json.loads(fuzzed.call("/openapi.json").text) == SCHEMA.raw_schema
     assert fuzzed.call("/openapi.json", authorization="").status == 401
+
+
+def test_every_operation_asks_for_the_key_unless_its_path_is_open():
+    for path, operations in DESCRIPTION["paths"].items():
+        for operation in operations.values():
+            assert operation["security"] == ([] if path in OPEN_PATHS else [{"key": []}])
+            assert ("401" in operation["responses"]) == (path not in OPEN_PATHS)
+            assert "422" not in operation["responses"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_limits_described_are_the_limits_checked(name):
+    """Of every number: the limits are accepted, and what lies beyond them is refused with the field's name."""
+
+    def fault(field, value):
+        try:
+            check(REQUESTS[name], {**REQUIRED[name], field: value})
+        except RequestError as error:
+            return error.param
+        return None
+
+    numbers = 0
+    for field, schema in DESCRIPTION["components"]["schemas"][name]["properties"].items():
+        for branch in schema.get("anyOf", [schema]):
+            if branch.get("type") in ("integer", "number"):
+                numbers += 1
+                beyond = (branch["maximum"] + 1, branch.get("exclusiveMinimum", branch.get("minimum", 1) - 1))
+                assert fault(field, branch["maximum"]) is None
+                assert fault(field, branch.get("minimum", branch["maximum"])) is None
+                assert [fault(field, value) for value in beyond] == [field, field]
+    assert numbers > 12
 
 
 @SCHEMA.parametrize()

@@ -1,4 +1,4 @@
-"""Whoever asks for too much, too fast or too slowly is turned away or given up, in the open; nobody else notices."""
+"""A client that asks for too much, too fast or too slowly is refused or dropped with a reason; no other one notices."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ def test_a_reader_who_is_too_slow_loses_the_answer_and_nothing_else(server):
         eventually(lambda: server.metric("num_requests_running") == 8)
         before = server.metric("generation_tokens_total")
         eventually(lambda: is_idle(server))
-        assert server.metric("generation_tokens_total") - before < 8 * 1300  # Not run to its end for nobody.
+        assert server.metric("generation_tokens_total") - before < 8 * 1300  # Not run to its end without a client.
 
 
 def test_a_connection_that_is_reset_frees_everything(server):
@@ -125,7 +125,7 @@ def test_a_client_who_takes_nothing_is_cut_off(monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while True:
             await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
-            await asyncio.sleep(0)  # Sending to nobody returns at once.
+            await asyncio.sleep(0)  # Sending without a client returns at once.
 
     async def app(scope, receive, send):
         sending = asyncio.create_task(endless(send))

@@ -43,8 +43,8 @@ def test_it_is_small_updates_and_has_nothing_to_complain(busy):
     size, complaints, asked = browse(f"{busy.url}/", look)
     assert 0 < size < 50_000  # Bytes, and nothing else is asked for: a tenth of a second on a quiet machine.
     assert complaints == []
-    assert set(asked) <= {f"{busy.url}/", f"{busy.url}/live", "data:,"}
-    assert asked.count(f"{busy.url}/live") >= 2
+    assert set(asked) <= {f"{busy.url}/", f"{busy.url}/dashboard", "data:,"}
+    assert asked.count(f"{busy.url}/dashboard") >= 2
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -14,7 +14,7 @@ KEY = "the key"
 
 @pytest.fixture(scope="module")
 def served(launch, tmp_path_factory):
-    """A server whose plan file may be changed; `served.plan_file` is its path, `served.log` what it logs."""
+    """A server whose plan file may be changed; `served.plan_file` is its path, `served.log` its log."""
     log = tmp_path_factory.mktemp("plans") / "log"
     with launch(api_key=KEY, log=log, replan="off") as running:
         running.log = log

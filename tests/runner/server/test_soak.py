@@ -1,4 +1,4 @@
-"""The benchmarks of overload, leavers and fuzzing, for a few seconds each: all that they promise but the figures."""
+"""The benchmarks of overload, disconnects and fuzzing, for a few seconds each: all their claims but the figures."""
 
 import asyncio
 import importlib
@@ -52,7 +52,7 @@ def test_far_too_many_requests_are_refused_and_the_others_served(benchmark, laun
         found = asyncio.run(overload.overload(benchmark("serving").Server(server.process, server.url), load, 300))
     assert set(found["statuses"]) == {"200", "429"}
     assert sum(found["statuses"].values()) == number
-    assert found["statuses"]["200"] == len(found["accepted"]) >= 8  # Who finds a place in the queue is served.
+    assert found["statuses"]["200"] == len(found["accepted"]) >= 8  # A request that is admitted is served.
     assert found["statuses"]["429"] == len(found["refused"])
     assert all(0 <= queued <= first <= whole and tokens == 40 for queued, first, whole, tokens in found["accepted"])
 

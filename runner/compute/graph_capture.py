@@ -1,11 +1,10 @@
-"""Recorded: a function over tensors that stay where they are, recorded once and replayed at the price of one launch.
+"""CUDA graph capture: a function over static tensors, captured once and replayed with one launch.
 
-On a GPU it is a CUDA graph: Python runs once, while it is captured, and a replay launches all of its kernels together.
-On a CPU the function simply runs again, over the same tensors, so that whatever a recording gets wrong about buffers
-and padding is wrong there, too, and tests see it.
+On a GPU Python runs once, during capture, and a replay launches all kernels of the graph together. On a CPU a replay
+runs the function again over the same tensors, so that tests there find wrong buffers and wrong padding.
 
-A recorded function takes its inputs from tensors that its owner fills before a replay, and waits for nothing: it reads
-no value on the host, and no shape depends on one. Not here: which functions are recorded, and for how many rows.
+A captured function reads its inputs from tensors that its owner fills before a replay. It must not synchronize: it
+reads no value on the host, and no shape depends on one. Not here: which functions are captured, for which batch sizes.
 """
 
 from collections.abc import Callable
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 _WARM_UPS = 2
-"""The first run compiles and tunes kernels, the second finds all of them ready."""
+"""The first run compiles and tunes kernels, the second runs them as they will be captured."""
 
 
-class Recorded:
-    """One function as it was recorded; `outputs` are its tensors, always the same ones."""
+class CapturedFunction:
+    """One captured function; `outputs` are static tensors."""
 
     def __init__(
         self,
@@ -31,7 +30,7 @@ class Recorded:
 
     @torch.inference_mode()
     def replay(self) -> tuple[Tensor, ...]:
-        """Runs it on the current stream. What `outputs` hold is gone with the next replay of its recorder."""
+        """Runs it on the current stream. The next replay of the same capturer overwrites `outputs`."""
         if self._graph is not None:
             self._graph.replay()
             return self.outputs
@@ -40,25 +39,25 @@ class Recorded:
         return self.outputs
 
 
-class Recorder:
-    """Records functions of one device. They share the memory of what they compute, and so never run at once.
+class GraphCapturer:
+    """Captures functions of one device. Their graphs share a memory pool, so they must not run at the same time.
 
-    Record the one that needs most memory first: the others then find room in what it took.
+    Capture the one that needs most memory first: the others then fit into its memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.num_bytes = 0
-        """Memory of the device that the recordings so far have taken."""
+        """Device memory of the graphs captured so far."""
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch has none
 
     @torch.inference_mode()
-    def record(self, function: Callable[[], tuple[Tensor, ...]]) -> Recorded:
-        """Runs the function a few times, and keeps how. It must do the same each time, whatever its tensors hold."""
+    def capture(self, function: Callable[[], tuple[Tensor, ...]]) -> CapturedFunction:
+        """Warms up and captures a function, which must launch the same kernels whatever its tensors hold."""
         if self._device.type != "cuda":
-            return Recorded(function, tuple(output.clone() for output in function()), None)
+            return CapturedFunction(function, tuple(output.clone() for output in function()), None)
         free = self._free_bytes()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -66,12 +65,12 @@ class Recorder:
                 function()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Threads that hand keys and values over may call CUDA meanwhile: only this one's calls are recorded.
+        # Threads that transfer keys and values may call CUDA meanwhile: only calls of this thread are captured.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.num_bytes += max(0, free - self._free_bytes())
-        return Recorded(function, outputs, graph)
+        return CapturedFunction(function, outputs, graph)
 
     def _free_bytes(self) -> int:
         torch.cuda.synchronize(self._device)

@@ -1,4 +1,4 @@
-"""Numbers from the host to a device, by a copy that nobody waits for."""
+"""Arrays from the host to a device, by an asynchronous copy."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def sent(values: NDArray[Any], device: torch.device) -> Tensor:
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor on the device. On a GPU the copy goes through pinned memory, in the order of its stream."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

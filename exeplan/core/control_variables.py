@@ -40,17 +40,13 @@ def micro_batch_counts(num_stages: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, num_stages // 2), num_stages, 2 * num_stages}))
 
 
-def fillings(num_stages: int) -> tuple[Mapping[str, int], ...]:
-    """The fillings of a policy whose only such variable is the number of micro-batches."""
+def micro_batchings(num_stages: int) -> tuple[Mapping[str, int], ...]:
+    """The enumerated values of a policy that enumerates micro-batches only."""
     if num_stages == 1:
         return ({},)
     return tuple({"micro_batches": count} for count in micro_batch_counts(num_stages))
 
 
-def micro_batches(schedule: Schedule) -> int:
-    return schedule.variables.get("micro_batches", 1)
-
-
 def slot_share(total: int, parts: int, part: int) -> int:
-    """The part's share of slots dealt out one by one."""
+    """The share of one part where `total` slots are split into nearly equal `parts`."""
     return total // parts + (part < total % parts)

@@ -1,0 +1,655 @@
+"""Messages: everything that one process of exeplan sends to another, a Struct a kind and a tagged union a channel.
+
+    front end    <-> engine process   EngineCommand,  EngineEvent    a socket pair
+    engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP to a worker on another host
+    engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
+    replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
+    profiler     <-  rank             RankReport                     a socket pair
+
+A message names its kind in the field `kind`, and has exactly the fields of its Struct: with an unknown field, a missing
+one or one of another type it is refused (`frames.MessageError`), and the connection with it. Times are in seconds.
+Not here: what the values mean beyond their types; limits of sampling parameters, plans and models are checked by those
+that use them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from exeplan.core.batch import Chunk, Packing
+from exeplan.core.schedule import Estimate, Schedule, Stage
+from exeplan.drift.state import DriftState, Lengths, RequestLengths, Rules
+from exeplan.runner.ipc.frames import Channel
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
+    """What a frame holds."""
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """A value within messages."""
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A value that messages have many of: sent as an array, without the names of its fields."""
+
+
+# Front end and engine process.
+
+
+class ModelSource(Part, frozen=True):
+    """A model as `exeplan.core.model.model_spec` reads it."""
+
+    name: str
+    directory: str | None
+    """Where its weights are; None for a model without any."""
+    config: Mapping[str, Any]
+    """The whole Hugging Face config."""
+
+
+class EngineOptions(Part, frozen=True):
+    """How a plan runs its model."""
+
+    device: str
+    dtype: str
+    kv_dtype: str | None
+    num_blocks: int
+    """KV blocks that the plan counts on."""
+    dummy_weights: bool
+
+
+class LauncherSetup(Part, frozen=True):
+    """What `python -m exeplan.runner` knows of the hosts of a plan, on the host of rank 0."""
+
+    host: int
+    local_device: int
+    fingerprint: str
+    """Of plan, model and exeplan: equal on all hosts."""
+    address: str
+    """Where the engine listens for node agents and workers."""
+    port: int
+    num_devices: int
+
+
+class EngineSetup(Message, frozen=True):
+    """Everything that an engine must know of its plan: the first command to an engine process."""
+
+    model: ModelSource
+    schedule: Schedule
+    placement: tuple[Stage, ...]
+    engine: EngineOptions
+    gpu_memory_utilization: float | None
+    """Share of a GPU's memory that may be in use; None on a CPU, whose KV cache has the size that the plan says."""
+    num_threads: int
+    deadline_seconds: float
+    """How long a batch may take on any stage before its workers count as hanging."""
+    timeline: str | None
+    """File for what runs when."""
+    launcher: LauncherSetup | None
+    """None where all devices are on this host."""
+
+
+class Sampling(Part, frozen=True):
+    """The fields of `exeplan.runner.compute.sampling.SamplingParams`, which checks their limits."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int | None
+    logit_bias: Mapping[int, float]
+
+
+class Prompt(Part, frozen=True):
+    """One sequence to generate."""
+
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    deadline: float | None = None
+    """Seconds from now by which it must have begun; None for no limit."""
+    weight: float = 1.0
+
+
+class Submit(Message, frozen=True):
+    """Adds all sequences of a job, by request id, or none of them."""
+
+    job: str
+    stream: bool
+    """False: only the first token and the whole answer are of interest, each in one event."""
+    requests: dict[str, Prompt]
+
+
+class Abort(Message, frozen=True):
+    """Drops requests, of which some may have ended."""
+
+    request_ids: Sequence[str]
+
+
+class GetLengthStats(Message, frozen=True):
+    """Asks for LengthStatsReport."""
+
+    number: int
+
+
+class SwitchPlan(Message, frozen=True):
+    """Switches to the plan of that setup: answered by PlanSwitched or PlanRefused, of the same number."""
+
+    number: int
+    setup: EngineSetup
+
+
+class Loading(Message, frozen=True):
+    """What an engine that is not ready does; also sent while workers load again."""
+
+    stage: str
+    share: float = 0.0
+    """Of the stage that is done, 0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}, {100 * self.share:.0f} %" if self.share else self.stage
+
+
+def as_values(loading: Loading | None) -> dict[str, Any]:
+    """Its fields by name; none where nothing loads."""
+    return asdict(loading) if loading else {}
+
+
+class EngineReady(Message, frozen=True):
+    """The model is loaded and warm."""
+
+    num_blocks: int
+
+
+class SetupRefused(Message, frozen=True):
+    """The model or plan of the setup cannot be run; the process ends."""
+
+    message: str
+
+
+class JobRefused(Message, frozen=True):
+    """A request of a job is invalid, and none of the job runs."""
+
+    job: str
+    message: str
+
+
+class Logprob(Record, frozen=True):
+    """A token and its log-probability."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+    """The most likely tokens with theirs, best first."""
+
+
+class Event(Record, frozen=True):
+    """New tokens of one sequence. Times are seconds on the engine's clock; `text` may lag behind the tokens."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    text: str
+    finish_reason: str | None
+    first: bool
+    arrival: float
+    """When the engine process received the request."""
+    start: float
+    """When its first prefill began, or when it expired."""
+    time: float
+    num_prompt_tokens: int
+    logprobs: Sequence[Logprob] = ()
+
+
+class Stats(Record, frozen=True):
+    """The engine after an iteration, and what that ran: `iteration_tokens` and both counts are 0 where nothing ran."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    free_blocks: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    iteration_tokens: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0
+
+
+class IterationDone(Message, frozen=True):
+    """What one iteration brought."""
+
+    events: Sequence[Event]
+    stats: Stats
+
+
+class LengthStatsReport(Message, frozen=True):
+    """Lengths of the requests that left since the last report, and of those that have begun and still run."""
+
+    number: int
+    now: float
+    """On the engine's clock."""
+    left: tuple[RequestLengths, ...]
+    running: tuple[RequestLengths, ...]
+
+
+class PlanSwitched(Message, frozen=True):
+    """From here on the other plan runs."""
+
+    number: int
+    num_blocks: int
+    seconds: float
+    """In which no batch was begun."""
+    num_recomputed: int
+    """Requests that go on without their keys and values."""
+    num_carried: int
+    """Requests that go on with their keys and values on other workers."""
+
+
+class PlanRefused(Message, frozen=True):
+    """The plan cannot be run; nothing has changed."""
+
+    number: int
+    message: str
+
+
+class EngineDown(Message, frozen=True):
+    """Workers died, and new ones are being started."""
+
+    message: str
+
+
+class EngineUp(Message, frozen=True):
+    """The new workers are ready."""
+
+
+class EngineBroken(Message, frozen=True):
+    """An internal error; the process ends."""
+
+    message: str
+
+
+EngineCommand: TypeAlias = EngineSetup | Submit | Abort | GetLengthStats | SwitchPlan
+"""EngineSetup first, and once; Loading, EngineReady, SetupRefused or EngineBroken until the engine is ready."""
+EngineEvent: TypeAlias = (
+    Loading
+    | EngineReady
+    | SetupRefused
+    | JobRefused
+    | IterationDone
+    | LengthStatsReport
+    | PlanSwitched
+    | PlanRefused
+    | EngineDown
+    | EngineUp
+    | EngineBroken
+)
+ENGINE_COMMANDS: Channel[EngineCommand] = Channel("EngineCommand", EngineCommand)
+ENGINE_EVENTS: Channel[EngineEvent] = Channel("EngineEvent", EngineEvent)
+
+
+# Engine and worker.
+
+
+class WorkerSetup(Message, frozen=True):
+    """What a worker must know: the first command to it."""
+
+    rank: int
+    setup: EngineSetup
+    """`num_blocks` is what the last generation of workers had, where that was measured."""
+    model_directory: str | None
+    """Where the weights are on the worker's host."""
+    address: str
+    """Of the worker's host; it listens nowhere else."""
+    local_device: int
+    store: tuple[str, int]
+    """Where the workers of a generation find each other: host and port."""
+    prefix: str
+    """Of their keys in the store."""
+    buffers: Sequence[str | None]
+    """By stage: shared memory in which its ranks add up; None where torch.distributed does."""
+    links: dict[str, str | None]
+    """By `sender-receiver`: shared memory for the hidden states between two ranks of one host."""
+
+
+class NewSequence(Part, frozen=True):
+    """A sequence whose prefill begins: everything that a worker must know of it."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_output_tokens: int
+    num_output_tokens: int
+    sampling: Sampling | None
+    """None: the arg max of the logits."""
+    seed: int
+    prompt_token_ids: list[int] | None
+    """What the decoder sees before the output; None where that is the beginning of `token_ids`."""
+    token_ids: list[int]
+    banned_token_ids: tuple[int, ...]
+
+
+class PrefillSequence(Record, frozen=True):
+    """A sequence that is prefilled, and the KV blocks that it holds."""
+
+    request_id: str
+    num_blocks: int
+
+
+class DecodeSequence(Record, frozen=True):
+    """A sequence that decodes a token, and what has changed since its last one."""
+
+    request_id: str
+    num_blocks: int
+    num_output_tokens: int
+    last_token_id: int
+
+
+class KVRegionOf(Record, frozen=True):
+    """A sequence's region of host memory for keys and values (`exeplan.runner.engine.kv_regions`)."""
+
+    request_id: str
+    num_blocks: int
+    start: int
+    """Byte at which it begins."""
+    num_tokens: int
+    num_stored: int
+
+
+class RunBatch(Message, frozen=True):
+    """Computes a batch (`exeplan.core.batch.Batch`)."""
+
+    number: int
+    freed: Sequence[str]
+    """Requests that have left, or were preempted, since the last message."""
+    new: Sequence[NewSequence]
+    prefill: Sequence[PrefillSequence]
+    decode: Sequence[DecodeSequence]
+    chunks: tuple[Chunk, ...]
+    pad_to: int
+    packing: Packing | None
+    phase: str
+    encoded: Sequence[int]
+    """Earlier batches whose encoder output all stages have to take before this one."""
+
+
+class ExpectKV(Message, frozen=True):
+    """The keys and values of a batch, which other stages prefill, will be sent to this worker."""
+
+    number: int
+    freed: Sequence[str]
+    new: Sequence[NewSequence]
+
+
+class SaveKV(Message, frozen=True):
+    """Copies the worker's share of keys and values into the shared memory at `path`; nothing runs meanwhile."""
+
+    freed: Sequence[str]
+    path: str
+    regions: Sequence[KVRegionOf]
+    encoded: Sequence[int]
+
+
+class RestoreKV(Message, frozen=True):
+    """Takes in sequences whose keys and values are in the shared memory at `path`."""
+
+    freed: Sequence[str]
+    path: str
+    regions: Sequence[KVRegionOf]
+    new: Sequence[NewSequence]
+
+
+class WorkerLoading(Message, frozen=True):
+    """How many bytes of its weights it has read."""
+
+    num_bytes: int
+
+
+class KVCapacity(Record, frozen=True):
+    """What a device has memory for after its weights."""
+
+    num_blocks: int
+    pass_tokens: int
+    """Tokens of the largest prefill that was tried."""
+
+
+class WorkerReady(Message, frozen=True):
+    """The shard is loaded, and linked to the others."""
+
+    capacity: KVCapacity | None
+    """None where nothing was measured."""
+
+
+class WorkerRefused(Message, frozen=True):
+    """The model cannot be loaded, for a reason that the user can change; the worker ends."""
+
+    message: str
+
+
+class WorkerFailed(Message, frozen=True):
+    """An error on the worker, which ends."""
+
+    message: str
+
+
+class SampledTokenOf(Record, frozen=True):
+    """The token that a batch brought a sequence; None where its logits allow none."""
+
+    request_id: str
+    token_id: int | None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class BatchRan(Message, frozen=True):
+    """A stage has run a batch; sent by its first rank. Times are of the worker's clock."""
+
+    number: int
+    start: float
+    end: float
+    tokens: Sequence[SampledTokenOf] = ()
+    """Of the last stage."""
+
+
+class KVReceived(Message, frozen=True):
+    """All that this worker keeps of a batch's keys and values has arrived."""
+
+    number: int
+
+
+class KVSaved(Message, frozen=True):
+    """SaveKV is done: how many tokens each region holds."""
+
+    stored: Sequence[int]
+
+
+class KVRestored(Message, frozen=True):
+    """RestoreKV is done."""
+
+
+WorkerCommand: TypeAlias = WorkerSetup | RunBatch | ExpectKV | SaveKV | RestoreKV
+"""WorkerSetup first, and once."""
+WorkerEvent: TypeAlias = (
+    WorkerLoading | WorkerReady | WorkerRefused | WorkerFailed | BatchRan | KVReceived | KVSaved | KVRestored
+)
+WORKER_COMMANDS: Channel[WorkerCommand] = Channel("WorkerCommand", WorkerCommand)
+WORKER_EVENTS: Channel[WorkerEvent] = Channel("WorkerEvent", WorkerEvent)
+
+
+# Engine and node agent.
+
+
+class Ping(Message, frozen=True):
+    """Asks for the host's clock."""
+
+
+class ShareMemory(Message, frozen=True):
+    """Makes memory for several workers that are all on the agent's host."""
+
+    num_bytes: int
+
+
+class ReleaseMemory(Message, frozen=True):
+    """All workers have attached to what was shared."""
+
+
+class StartWorker(Message, frozen=True):
+    """Starts a worker, instead of the one before."""
+
+    generation: int
+
+
+class KillWorker(Message, frozen=True):
+    """Ends the worker, if there is one."""
+
+
+class EndAgent(Message, frozen=True):
+    """The engine ends, and so does the agent."""
+
+
+class AgentRefused(Message, frozen=True):
+    """Answers AgentHello of a host that cannot take part."""
+
+    message: str
+
+
+class AgentHello(Message, frozen=True):
+    """The first event of an agent."""
+
+    device: int
+    host: int
+    address: str
+    local_device: int
+    model_directory: str | None
+    fingerprint: str
+
+
+class WorkerHello(Message, frozen=True):
+    """The first and only event on a connection that an agent opens for a worker; what follows is a WorkerCommand."""
+
+    device: int
+    generation: int
+
+
+class Pong(Message, frozen=True):
+    """`time.perf_counter` of the agent's host."""
+
+    clock: float
+
+
+class MemoryShared(Message, frozen=True):
+    """Where the memory is on the agent's host; None where the host cannot share memory."""
+
+    path: str | None
+
+
+AgentCommand: TypeAlias = Ping | ShareMemory | ReleaseMemory | StartWorker | KillWorker | EndAgent | AgentRefused
+AgentEvent: TypeAlias = AgentHello | WorkerHello | Pong | MemoryShared
+"""AgentHello or WorkerHello first, and once."""
+AGENT_COMMANDS: Channel[AgentCommand] = Channel("AgentCommand", AgentCommand)
+AGENT_EVENTS: Channel[AgentEvent] = Channel("AgentEvent", AgentEvent)
+
+
+# Replanner and advisor.
+
+
+class WatchPlan(Message, frozen=True):
+    """Watches a service: the first request to an advisor, answered by AdvisorReady."""
+
+    plan: Mapping[str, Any]
+    """As `exeplan.core.plan.as_json`."""
+    rules: Rules
+    fixed_placement: bool
+    """Only schedules are proposed."""
+    file: str | None
+    """Where proposed plans are written."""
+
+
+class Look(Message, frozen=True):
+    """New lengths of requests: answered by Looked."""
+
+    now: float
+    left: Sequence[RequestLengths]
+    running: Sequence[RequestLengths]
+    vetoed: bool
+    """The last proposal was vetoed."""
+
+
+class PlanAdopted(Message, frozen=True):
+    """The service runs another plan: answered by AdvisorReady."""
+
+    now: float
+    plan: Mapping[str, Any] | None
+    """None: the last proposal."""
+
+
+class GetFrontier(Message, frozen=True):
+    """Asks for FrontierRows."""
+
+
+class ProposedPlan(Part, frozen=True):
+    """A plan that is better for the observed lengths."""
+
+    plan: Mapping[str, Any]
+    reason: str
+    old: Estimate | None
+    new: Estimate
+    """Both under the observed lengths."""
+    file: str | None
+
+
+class AdvisorReady(Message, frozen=True):
+    """The plan is watched."""
+
+
+class Looked(Message, frozen=True):
+    """What a look found."""
+
+    state: DriftState
+    planned: Lengths
+    observed: Lengths | None
+    proposal: ProposedPlan | None
+
+
+class FrontierRows(Message, frozen=True):
+    """The frontier under the observed lengths: fields of `FrontierRow` each."""
+
+    rows: list[dict[str, Any]]
+
+
+class AdvisorRefused(Message, frozen=True):
+    """May answer any request: files of the plan are missing, or no plan keeps the bounds."""
+
+    message: str
+
+
+AdvisorRequest: TypeAlias = WatchPlan | Look | PlanAdopted | GetFrontier
+"""WatchPlan first, and once."""
+AdvisorReply: TypeAlias = AdvisorReady | Looked | FrontierRows | AdvisorRefused
+ADVISOR_REQUESTS: Channel[AdvisorRequest] = Channel("AdvisorRequest", AdvisorRequest, max_bytes=1 << 26)
+ADVISOR_REPLIES: Channel[AdvisorReply] = Channel("AdvisorReply", AdvisorReply, max_bytes=1 << 26)
+
+
+# Profiler and its ranks.
+
+
+class RankTimes(Message, frozen=True):
+    """Seconds: by number of tokens and round, all times of one rank."""
+
+    times: list[list[list[float]]]
+
+
+class RankFailed(Message, frozen=True):
+    """The rank could not be timed."""
+
+    message: str
+
+
+RankReport: TypeAlias = RankTimes | RankFailed
+RANK_REPORTS: Channel[RankReport] = Channel("RankReport", RankReport)

@@ -1,0 +1,53 @@
+"""`/plan`: the active plan with what it predicts and what is observed, and the way to change it."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from exeplan.core.plan import as_json
+from exeplan.drift import state as drift_state
+from exeplan.errors import InputError
+from exeplan.planner.tables import json_line
+from exeplan.runner.engine_process.client import EngineError
+from exeplan.runner.server.connection import read_body
+from exeplan.runner.server.plan_control import Acceptance, Adopted, Veto, Vetoed, control
+from exeplan.runner.server.predicted import predicted_and_observed
+from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.views.interface import Served, declared, failures, reads
+
+router = APIRouter()
+_PLAN = {"type": "object", "description": "a plan, as GET shows it"}
+_CHANGE = {"anyOf": [declared(Acceptance), declared(Veto), _PLAN]}
+
+
+@router.get("/plan", summary="the active plan, predictions and observations", response_model=dict[str, Any])
+async def plan(service: Served) -> Response:
+    body = {**as_json(service.plan), **predicted_and_observed(service.plan, service.snapshot())}
+    if service.replanner:
+        body["replan"] = drift_state.as_json(service.replanner.state)
+    return Response(json_line(body), media_type="application/json")
+
+
+@router.post(
+    "/plan",
+    summary="change the plan; without a body its file is read again. Needs a server with a key",
+    openapi_extra=reads(_CHANGE, required=False),
+    response_model=Adopted | Vetoed,
+    responses=failures(400, 408, 409, 413, 503),
+)
+async def change_plan(request: Request, service: Served) -> Response:
+    if not request.app.state.has_key:
+        raise RequestError("changing the plan needs a server with an API key (--api-key), or SIGHUP", status=403)
+    service.check_loaded()
+    try:
+        return JSONResponse(await control(service, await read_body(request)))
+    except ClientDisconnect:
+        return Response()
+    except RequestError:
+        raise
+    except InputError as error:
+        raise RequestError(str(error)[:500]) from None
+    except EngineError as error:
+        raise RequestError(str(error), status=error.status, code="unavailable") from None

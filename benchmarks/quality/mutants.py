@@ -248,7 +248,7 @@ MUTANTS = (
         "simulator/cost.py",
         "(size / len(devices))",
         "(size)",
-        "the handover's cost not divided among devices",
+        "the KV transfer's (the handover's) cost not divided among devices",
         (COMMUNICATION,),
     ),
     Mutant(
@@ -269,7 +269,7 @@ MUTANTS = (
         "simulator/replay.py",
         "row.num_tokens - cost.first_token_from_prefill",
         "row.num_tokens",
-        "the token of the prefill is handed over too",
+        "the KV transfer includes the token of the prefill",
         (COMMUNICATION,),
     ),
     # Simulator: passes
@@ -361,8 +361,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/rra.py",
-        "batch / (timeline.prefill + float(somebody @ timeline.rounds[:steps]))",
-        "batch / (timeline.prefill + float(timeline.rounds[:steps].sum()))",
+        "float(occurs @ timeline.rounds[:steps])",
+        "float(timeline.rounds[:steps].sum())",
         "RRA runs decode iterations in which no request is left",
         ("tests/policies/test_rra.py",),
     ),
@@ -398,7 +398,7 @@ MUTANTS = (
         "exeplan/policies/_waa_steady.py",
         "float(seen @ states.outside)",
         "0.0",
-        "WAA's first decode does not wait for the handover",
+        "WAA's first decode does not wait for the KV transfer",
         (COMMUNICATION,),
     ),
     Mutant(
@@ -418,8 +418,8 @@ MUTANTS = (
     # Policies: what runs next
     Mutant(
         "exeplan/policies/rra.py",
-        '.entered[turn] >= schedule["decode_steps"]',
-        '.entered[turn] > schedule["decode_steps"]',
+        '>= schedule["decode_steps"]',
+        '> schedule["decode_steps"]',
         "RRA decodes one iteration too many between prefills",
         (POLICIES,),
     ),
@@ -517,7 +517,7 @@ MUTANTS = (
         ("tests/scheduling/test_scheduler.py",),
     ),
     Mutant(
-        "exeplan/scheduling/scheduler.py",
+        "exeplan/core/schedule.py",
         'get("lead_ms", 0) / 1000',
         'get("lead_ms", 0) / 1e6',
         "the lead before a deadline is a thousand times too short",
@@ -661,15 +661,15 @@ MUTANTS = (
     # Protocol
     Mutant(
         "runner/server/protocol.py",
-        'strict=True, extra="forbid"',
-        'strict=True, extra="ignore"',
+        'extra="forbid", frozen',
+        'extra="ignore", frozen',
         "an unknown field is accepted and ignored",
         (PROTOCOL,),
     ),
     Mutant(
         "runner/server/protocol.py",
-        'ConfigDict(strict=True, extra="forbid"',
-        'ConfigDict(extra="forbid"',
+        'strict=True, extra="forbid", frozen',
+        'extra="forbid", frozen',
         "values are coerced to the type of their field",
         (PROTOCOL,),
     ),
@@ -689,8 +689,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "len(prompts) > MAX_PROMPTS",
-        "len(prompts) > MAX_PROMPTS + 1",
+        "Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS,",
+        "Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS + 1,",
         "a batch holds one prompt too many",
         (PROTOCOL,),
     ),
@@ -703,8 +703,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "request.echo and request.logprobs is not None",
-        "request.echo and request.logprobs",
+        "if self.echo and self.logprobs is not None",
+        "if self.echo and self.logprobs",
         "an echoed prompt with logprobs=0 is accepted",
         (PROTOCOL,),
     ),

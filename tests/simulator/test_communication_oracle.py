@@ -259,7 +259,7 @@ def test_what_a_profile_has_timed_is_taken_from_its_rows(
     assert mean == pytest.approx(expected, rel=1e-9)
 
 
-# The handover
+# The KV transfer of stages that prefill to those that decode
 
 APART = {
     "one to one": ([1], [1]),
@@ -281,7 +281,7 @@ def split(prefill: Sequence[int], decode: Sequence[int]) -> Placement:
     return part(prefill, "prefill", 0) + part(decode, "decode", sum(prefill))
 
 
-def handover(spec: ModelSpec, dtype: str, placement: Placement, gpus_per_node: int, tokens: int) -> float:
+def kv_transfer(spec: ModelSpec, dtype: str, placement: Placement, gpus_per_node: int, tokens: int) -> float:
     """Until the last device has sent the keys and values of its layers and heads; all send at the same time."""
     link = link_between([gpu for stage in placement for gpu in stage.devices], gpus_per_node)
     seconds = []
@@ -296,14 +296,14 @@ def handover(spec: ModelSpec, dtype: str, placement: Placement, gpus_per_node: i
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize("gpus_per_node", [2, 8])
 @pytest.mark.parametrize("apart", APART.values(), ids=APART)
-def test_each_device_hands_over_its_own_share(
+def test_each_device_sends_its_own_share_of_the_kv(
     apart: tuple[list[int], list[int]], gpus_per_node: int, dtype: str, profile: Profile
 ) -> None:
     placement, timed = split(*apart), machine(profile, dtype=dtype)
     cost = CostModel(timed, placement, cluster(gpus_per_node, LINKS))
     for tokens in (1, 100, 5000):
-        expected = handover(timed.model, dtype, placement, gpus_per_node, tokens)
-        assert cost.handover_seconds(tokens) == pytest.approx(expected, rel=1e-9)
+        expected = kv_transfer(timed.model, dtype, placement, gpus_per_node, tokens)
+        assert cost.kv_transfer_seconds(tokens) == pytest.approx(expected, rel=1e-9)
 
 
 def played(schedule: Schedule, cost: CostModel, lengths: Sequence[tuple[int, int]]):
@@ -316,7 +316,7 @@ def through(cost: CostModel, batch: Batch) -> float:
 
 
 @pytest.mark.parametrize("apart", APART.values(), ids=APART)
-def test_the_replay_decodes_when_the_handover_of_all_prompts_has_ended(
+def test_the_replay_decodes_when_the_kv_of_all_prompts_has_arrived(
     apart: tuple[list[int], list[int]], profile: Profile
 ) -> None:
     """Both requests of a batch come over together; one that its prefill has finished does not."""
@@ -325,7 +325,7 @@ def test_the_replay_decodes_when_the_handover_of_all_prompts_has_ended(
     run = played(Schedule("waa-c", {"decode_batch": 4, "prefill_batch": 3}), cost, [(30, 2), (50, 2), (70, 1)])
     prefill = through(cost, Batch(prefill=requests((30, 50, 70), 0), phase="prefill"))
     decode = through(cost, Batch(decode=requests((30, 50), 1), phase="decode"))
-    arrived = prefill + handover(profile.model, "float32", placement, 8, 30 + 50)
+    arrived = prefill + kv_transfer(profile.model, "float32", placement, 8, 30 + 50)
     assert [list(request.token_times) for request in run.requests] == [
         pytest.approx([prefill, arrived + decode]),
         pytest.approx([prefill, arrived + decode]),
@@ -342,7 +342,9 @@ def varied() -> Workload:
 
 
 @pytest.mark.parametrize("decode_batch", [24, 48])
-def test_the_closed_form_waits_for_a_handover_that_takes_most_of_the_time(decode_batch: int, profile: Profile) -> None:
+def test_the_closed_form_waits_for_a_kv_transfer_that_takes_most_of_the_time(
+    decode_batch: int, profile: Profile
+) -> None:
     slow = Link(bytes_per_second=5e6, latency=1e-4)
     cost = CostModel(profile, split([1], [1]), cluster(8, {"intra": slow, "inter": slow}))
     workload = varied()
@@ -352,7 +354,7 @@ def test_the_closed_form_waits_for_a_handover_that_takes_most_of_the_time(decode
     run = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6)
     replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))
     assert replayed.latency is not None
-    assert cost.handover_seconds(schedule["prefill_batch"] * workload.mean_input) > 0.4 * replayed.latency
+    assert cost.kv_transfer_seconds(schedule["prefill_batch"] * workload.mean_input) > 0.4 * replayed.latency
     assert steady.bound_latency("p99-length") == pytest.approx(replayed.latency, rel=0.06)
     assert steady.throughput == pytest.approx(replayed.throughput, rel=0.06)
 

@@ -361,8 +361,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/rra.py",
-        "batch / (timeline.prefill + float(occurs @ timeline.rounds[:steps]))",
-        "batch / (timeline.prefill + float(timeline.rounds[:steps].sum()))",
+        "float(occurs @ timeline.rounds[:steps])",
+        "float(timeline.rounds[:steps].sum())",
         "RRA runs decode iterations in which no request is left",
         ("tests/policies/test_rra.py",),
     ),
@@ -418,8 +418,8 @@ MUTANTS = (
     # Policies: what runs next
     Mutant(
         "exeplan/policies/rra.py",
-        'iterations_since_prefill[group] >= schedule["decode_steps"]',
-        'iterations_since_prefill[group] > schedule["decode_steps"]',
+        '>= schedule["decode_steps"]',
+        '> schedule["decode_steps"]',
         "RRA decodes one iteration too many between prefills",
         (POLICIES,),
     ),
@@ -661,15 +661,15 @@ MUTANTS = (
     # Protocol
     Mutant(
         "runner/server/protocol.py",
-        'strict=True, extra="forbid"',
-        'strict=True, extra="ignore"',
+        'extra="forbid", frozen',
+        'extra="ignore", frozen',
         "an unknown field is accepted and ignored",
         (PROTOCOL,),
     ),
     Mutant(
         "runner/server/protocol.py",
-        'strict=True, extra="forbid", frozen=True',
-        'extra="forbid", frozen=True',
+        'strict=True, extra="forbid", frozen',
+        'extra="forbid", frozen',
         "values are coerced to the type of their field",
         (PROTOCOL,),
     ),
@@ -689,8 +689,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, ",
-        "_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS + 1, ",
+        "Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS,",
+        "Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS + 1,",
         "a batch holds one prompt too many",
         (PROTOCOL,),
     ),
@@ -703,8 +703,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "self.echo and self.logprobs is not None",
-        "self.echo and self.logprobs",
+        "if self.echo and self.logprobs is not None",
+        "if self.echo and self.logprobs",
         "an echoed prompt with logprobs=0 is accepted",
         (PROTOCOL,),
     ),

@@ -17,19 +17,19 @@ from ..simulator.machine import CLUSTER
 SHORT, LONG = 2, 9
 COIN = Workload.of("coin", inputs=[64, 64], outputs=[SHORT, LONG], weights=[1, 1])
 PIPELINE = (Stage(devices=(0,), layers=(0, 3)), Stage(devices=(1,), layers=(3, 6)))
-SCHEDULE = Schedule("static", {"batch_size": 4, "micro_batches": 2, "prefill_micro_batches": 2})
+SCHEDULE = Schedule("static", {"batch_size": 2, "micro_batches": 2, "prefill_micro_batches": 2})
 
 
 def cycle_seconds(cost: CostModel, outputs: tuple[int, ...]) -> float:
     """From the start of a batch with these outputs to that of the next one."""
     lengths = np.array(outputs * 3)
     run = replay(SCHEDULE, cost, input_tokens=np.full(len(lengths), 64), output_tokens=lengths, num_blocks=1000)
-    return run.requests[8].start - run.requests[4].start
+    return run.requests[4].start - run.requests[2].start
 
 
 def test_the_closed_form_is_the_mean_over_all_batches_that_there_are(profile: Profile) -> None:
-    """Each of the four is short or long: sixteen batches, all as likely. What it takes for granted is that the longest
-    output is in one micro-batch alone, as in a large batch of many lengths it is."""
+    """Each of the two is short or long: four batches, all as likely. The closed form takes for granted that the longest
+    output is in one micro-batch alone, as in a batch of many lengths; that is 0.8 % here, and the drain 3 %."""
     cost = CostModel(profile, PIPELINE, CLUSTER)
-    mean = np.mean([cycle_seconds(cost, outputs) for outputs in product((SHORT, LONG), repeat=4)])
-    assert steady_state(SCHEDULE, COIN, cost).throughput == pytest.approx(4 / mean, rel=0.03)
+    mean = np.mean([cycle_seconds(cost, outputs) for outputs in product((SHORT, LONG), repeat=2)])
+    assert steady_state(SCHEDULE, COIN, cost).throughput == pytest.approx(2 / mean, rel=0.015)

@@ -12,8 +12,8 @@ from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 BYTES = 4  # float32
 WHOLE = (Stage(layers=(0, 6)),)
 PIPELINE = (Stage(devices=(0,), layers=(0, 2)), Stage(devices=(1,), layers=(2, 5)), Stage(devices=(2,), layers=(5, 6)))
-WIDE = (Stage(devices=(0, 1), layers=(0, 4)), Stage(devices=tuple(range(2, 10)), layers=(4, 6)))
-"""Of four key/value heads two GPUs hold two each, and eight GPUs one each: every head is there twice."""
+WIDE = (Stage(devices=(0, 1), layers=(0, 1)), Stage(devices=tuple(range(2, 10)), layers=(1, 6)))
+"""Of four key/value heads two GPUs hold two each, and eight GPUs, the fullest, one each: every head is there twice."""
 APART = (
     Stage(devices=(0, 1), layers=(0, 6), phase="prefill"),
     Stage(devices=(2,), layers=(0, 3), phase="decode"),

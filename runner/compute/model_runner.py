@@ -91,10 +91,12 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         """Captured decode iterations, set by `capture`; None where every pass runs eagerly."""
         for blocks in (0, num_blocks):  # The old one is freed first.
-            self.cache = KVCache(
-                self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels
-            )
-        self.residents = Residents(self.cache, encodes=self.spec.is_encoder_decoder)
+            cache = KVCache(self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels)
+            self.use_cache(cache)
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Takes another cache, in which no sequence holds blocks."""
+        self.cache, self.residents = cache, Residents(cache, encodes=self.spec.is_encoder_decoder)
 
     @torch.inference_mode()
     def forward(

@@ -201,7 +201,7 @@ class Worker:
             assert isinstance(gloo, dist.ProcessGroup)
             if stage.phase == "prefill":
                 self._passing = PassingCache(stage.layers[1] - stage.layers[0], device)
-                self._runner.cache = cast(KVCache, self._passing)
+                self._runner.use_cache(cast(KVCache, self._passing))
                 self._sender = Sender(self._spec, placement, seat, gloo, device)
                 self._sender.start(reports.fail)
             else:

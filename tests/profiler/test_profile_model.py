@@ -128,7 +128,7 @@ def test_stopping_by_hand_keeps_what_was_measured(tmp_path: Path) -> None:
         interrupt_main()
 
     threading.Thread(target=stop_once_there_is_a_file, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt, match=r"stopped; .* the same command goes on from there"):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped; .* the same command resumes from there"):
         run(path, budget_seconds=60.0, target_error=0.0001)
     assert not load_profile(path).complete
 

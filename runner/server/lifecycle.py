@@ -41,9 +41,17 @@ class _Server(uvicorn.Server):
 
 
 async def serve_until_stopped(
-    app: ASGIApp, service: Service, listener: socket.socket, *, drain_seconds: float, on_ready: Callable[[], None]
+    app: ASGIApp,
+    service: Service,
+    listener: socket.socket,
+    *,
+    drain_seconds: float,
+    on_listening: Callable[[], None],
+    on_ready: Callable[[], None],
 ) -> None:
-    """Serves until a signal or a failure of the engine, then drains. `on_ready` is called once the engine is ready.
+    """Serves until a signal or a failure of the engine, then drains.
+
+    `on_listening` is called once signals are handled, `on_ready` once the engine is ready.
 
     Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """
@@ -52,6 +60,7 @@ async def serve_until_stopped(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.stop)
     loop.add_signal_handler(signal.SIGHUP, life.read_plan)
+    on_listening()
     watching = asyncio.create_task(life.watch(on_ready))
     try:
         await life.server.serve(sockets=[listener])

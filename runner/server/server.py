@@ -72,6 +72,10 @@ def serve(
                 on_adopted=service.switch_to,
             )
 
+            def listening() -> None:
+                log.info("listening at %s while %s is loaded", url, service.model_name)
+                notify(STATUS=f"loading {service.model_name}; {url}/ready reports the progress")
+
             def ready() -> None:
                 line = summary(service, url)
                 _announce(line, options)
@@ -79,10 +83,15 @@ def serve(
                 on_ready(url)
 
             app = build_app(service, api_key=options.api_key, cors_origins=options.cors_origins)
-            log.info("listening at %s while %s is loaded", url, service.model_name)
-            notify(STATUS=f"loading {service.model_name}; {url}/ready reports the progress")
             try:
-                await serve_until_stopped(app, service, listener, drain_seconds=options.drain_seconds, on_ready=ready)
+                await serve_until_stopped(
+                    app,
+                    service,
+                    listener,
+                    drain_seconds=options.drain_seconds,
+                    on_listening=listening,
+                    on_ready=ready,
+                )
                 return 1 if engine.failure else 0
             finally:
                 await service.close()

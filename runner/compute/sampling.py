@@ -321,3 +321,12 @@ def _ascending(values: "Tensor") -> "Tensor":
     import torch
 
     return torch.from_numpy(np.sort(values.numpy())) if values.is_cpu else values.sort().values
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InputError, beginning with the name, for an id outside the vocabulary."""
+    for token_id in token_ids:
+        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise InputError(
+                f"{name}: token id {token_id!r} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}"
+            )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
+from exeplan.runner.compute.sampling import check_token_ids
 from exeplan.runner.engine.requests import Request, RequestState
 from exeplan.runner.engine.tokenizer import Tokenizer, decoder_start_token_id
 
@@ -14,9 +15,9 @@ def admit_request(
 ) -> RequestState:
     """The state of a request in a KV cache of `num_slots` tokens. Raises InputError for one that cannot run."""
     params, prompt = request.sampling, list(request.prompt_token_ids)
-    _check_token_ids("the prompt", prompt, spec.vocab_size)
-    _check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)
-    _check_token_ids("logit_bias", list(params.logit_bias), spec.vocab_size)
+    check_token_ids("the prompt", prompt, spec.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)
+    check_token_ids("logit_bias", list(params.logit_bias), spec.vocab_size)
     begin = [] if spec.first_token_from_prefill else [decoder_start_token_id(spec)]
     max_output_tokens = _max_output_tokens(spec, len(prompt), params.max_tokens, num_slots)
     if params.min_tokens > max_output_tokens:
@@ -39,14 +40,6 @@ def admit_request(
         deadline=request.deadline,
         weight=request.weight,
     )
-
-
-def _check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise InputError(
-                f"{name}: token id {token_id!r} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}"
-            )
 
 
 def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, num_slots: int) -> int:

@@ -17,7 +17,7 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.drift import state as drift_state
-from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.sampling import SamplingParams, check_token_ids
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.client import EngineClient, Job
 from exeplan.runner.ipc.messages import Prompt, Sampling
@@ -168,8 +168,10 @@ class Service:
         if isinstance(request, CompletionRequest) and request.echo and self.spec.is_encoder_decoder:
             raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
         prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
+        check_token_ids("stop_token_ids", params.stop_token_ids, self.spec.vocab_size)
         sequences = []
         for prompt in prompts:
+            check_token_ids("the prompt", prompt, self.spec.vocab_size)
             for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
                 seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
                 sampling = Sampling(**asdict(replace(params, seed=seed)))

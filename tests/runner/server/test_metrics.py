@@ -131,7 +131,7 @@ def test_no_sample_has_another_name(engine):
     """All values known: the library adds no suffix, and nothing is left out."""
     numbers = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p50"), 1.0)
     rest = {"latency_p99": 1.0, "kv_tokens": 1, "memory_bytes_per_gpu": 1.0, "deadline_share": 1.0, "utility": 1.0}
-    active = plan(estimate=Estimate(**numbers, **rest), more_bounds=(Bound(seconds=0.1, about="ttft"),))
+    active = plan(estimate=Estimate(**numbers, **rest), more_bounds=(Bound(seconds=0.1, metric="ttft"),))
     engine = Engine(active)
     engine.observed.p99_output = 2
     last = Replanned(number=1, seconds=1.0, source="drift", reason="", plan=active, old=None, new=None, diff="")

@@ -14,7 +14,7 @@ PACKAGE = Path(exeplan.__file__).parent
 
 ORDER = (
     # Leaves: they import nothing of ours but each other.
-    ("arrays", "errors", "units", "files", "progress", "version"),
+    ("arrays", "errors", "extras", "figures", "units", "files", "progress", "version"),
     ("workload",),
     ("core",),
     ("policies",),
@@ -37,6 +37,7 @@ ORDER = (
     ("runner.server",),
     ("runner.__main__",),
     ("profiler",),
+    ("api",),
     ("__init__",),
     ("commands",),
     ("cli",),

@@ -1,22 +1,24 @@
 """The command line: `exeplan <command>`. One file a command under `commands/`, found by its name.
 
-A command module has a docstring (its help), `add_arguments(parser)` and `run(args) -> int`. Heavy imports live in
-`run`, so that `exeplan --help` is instant.
+A command module has a docstring (its help), `POSITION` (its place in the list of commands), `add_arguments(parser)` and
+`run(args) -> int`. Heavy imports live in `run`, so that `exeplan --help` is instant.
 
-Exit status: 0 done, 2 the request cannot be met or the input is wrong, 1 a fault of ours, 130 interrupted.
+Exit status: 0 done, 2 the request cannot be met or the input is wrong, 1 a fault of exeplan, 130 interrupted.
 """
 
 import argparse
 import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import NoReturn
 
+from exeplan import commands
 from exeplan.errors import InputError
+from exeplan.extras import EXTRA_OF, missing
 from exeplan.version import __version__
-
-COMMANDS = ("profile", "optimize", "compare", "simulate", "diff", "drift", "serve", "bench", "demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"exeplan {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as stop:  # Whoever has something to say about it says it there.
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRA_OF:
+            raise
+        print(f"exeplan {args.command}: {missing('this', module)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:  # Its text, if any, says what was kept.
         print(f"exeplan {args.command}: {stop or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # The reader of our output went away, as `head` does.
@@ -36,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a mistake in one line instead of the whole usage."""
+    """Reports a mistake in one line instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def _joined(argv: Sequence[str]) -> Iterator[str]:
-    """`--latency-bound -1s` as `--latency-bound=-1s`: argparse would take the value for an option it does not know."""
+    """`--latency-bound -1s` as `--latency-bound=-1s`: argparse would take the value for an unknown option."""
     option = None
     for word in argv:
         if option and re.match(r"-\.?(\d|inf|nan)", word):
@@ -59,17 +67,23 @@ def _joined(argv: Sequence[str]) -> Iterator[str]:
         yield option
 
 
+def _commands() -> list[tuple[str, ModuleType]]:
+    """The modules of `exeplan.commands` by their names, in the order of their positions."""
+    names = [found.name for found in pkgutil.iter_modules(commands.__path__)]
+    found = [(name, importlib.import_module(f"exeplan.commands.{name}")) for name in names]
+    return sorted(found, key=lambda pair: (pair[1].POSITION, pair[0]))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="exeplan",
         description="Finds the execution schedule that best serves a language model under a latency bound; runs it.",
     )
     parser.add_argument("--version", action="version", version=f"exeplan {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"exeplan.commands.{name}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _commands():
         summary, _, rest = (module.__doc__ or "").partition("\n")
-        command = commands.add_parser(
+        command = subparsers.add_parser(
             name,
             help=summary,
             description=f"{summary}\n{rest}",

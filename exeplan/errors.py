@@ -1,14 +1,16 @@
-"""The one error a user causes.
+"""The errors that a user causes.
 
     InputError          the request cannot be met or the input is wrong: one sentence, exit status 2, HTTP 400
       Infeasible        no schedule keeps the bound; the sentence says what binds and what would be possible
+      MissingPackage    a package of an extra is not installed; the sentence says how to install it
 
-Everything else that is raised is a fault of ours and ends with exit status 1.
+They are ValueErrors. Their sentences name options as the command line does; in Python `--latency-bound` is the argument
+`latency_bound`. Every other exception is a fault of exeplan and ends with exit status 1.
 """
 
 
 class InputError(ValueError):
-    """What a user gave is wrong. The message names what, where, and the nearest thing that works."""
+    """Wrong input. The message names what, where, and the nearest thing that works."""
 
 
 class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
@@ -20,3 +22,7 @@ class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with t
     def __init__(self, message: str, *, nearest: str = "", wider: float | None = None) -> None:
         super().__init__(message)
         self.nearest, self.wider = nearest, wider
+
+
+class MissingPackage(InputError):  # noqa: N818 (nothing is wrong with the input)
+    """A package that only some features need is not installed."""

@@ -28,6 +28,7 @@ from functools import partial
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, as_json
 from exeplan.errors import InputError
+from exeplan.extras import SERVING, require
 from exeplan.planner.load_problem import plan_model, read_plan
 from exeplan.runner.distributed.node_agent import run_agent
 from exeplan.runner.ipc.handshake import cluster_key
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, launched: Launched) -> int:
+    require("serving", *SERVING)
     plan = read_plan(args.plan)
     spec = plan_model(plan)
     _check_devices(plan, launched.world_size)

@@ -6,13 +6,16 @@ The rows are made by `phases`, which is tested; writing and drawing add nothing 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exeplan.errors import InputError
+from exeplan.figures import SUFFIXES, check_picture, new_figure, save_figure
 from exeplan.files import write_text
 from exeplan.simulator.replay import PassRecord, Run
 
-PICTURES = (".png", ".svg", ".pdf")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _COLOURS = {"decode": "#30638e", "mixed": "#edae49", "prefill": "#d1495b"}
 """Drawn in this order: where stages are separate, prefills of few requests stay visible before decodes of many."""
 _PICTURE_PASSES = 400
@@ -23,14 +26,21 @@ _LABELS = 16
 """Stages named at most in a picture."""
 
 
+def check_timeline(path: Path) -> None:
+    """Raises InputError for a name that is neither JSON nor a picture, MissingPackage where no picture can be drawn."""
+    if path.suffix != ".json" and path.suffix not in SUFFIXES:
+        raise InputError(f"a timeline is a .json, .png, .svg or .pdf file, not '{path.name}'")
+    if path.suffix in SUFFIXES:
+        check_picture(path)
+
+
 def write_timeline(run: Run, path: Path, *, title: str) -> None:
     """Writes Chrome/Perfetto JSON, or a picture when the suffix is .png, .svg or .pdf."""
+    check_timeline(path)
     if path.suffix == ".json":
         write_text(path, json.dumps({"traceEvents": trace_events(run), "displayTimeUnit": "ms"}))
-    elif path.suffix in PICTURES:
-        _draw(run, path, title)
     else:
-        raise InputError(f"a timeline is a .json, .png, .svg or .pdf file, not '{path.name}'")
+        _draw(run, path, title)
 
 
 def phase(record: PassRecord) -> str:
@@ -70,46 +80,53 @@ def _stages(passes: Sequence[PassRecord]) -> list[int]:
 
 
 def _draw(run: Run, path: Path, title: str) -> None:
-    import matplotlib
+    """Two pictures over one axis of seconds: the stages, and the requests in each pass."""
+    lanes = 0.8 + min(0.3 * len(_stages(_shown(run))), 6.0)
+    figure = new_figure(11, lanes + 3)
+    bars, rows = figure.subplots(2, 1, sharex=True, height_ratios=(lanes, 2.2))
+    draw_stages(run, bars)
+    _draw_requests(run, rows)
+    bars.set_title(title, fontsize="medium", loc="left")
+    bars.set_xlabel("")
+    save_figure(figure, path)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    begin, end = _middle(run.passes)
-    passes = [record for record in run.passes if record.start < end and record.end > begin]
+def draw_stages(run: Run, axes: "Axes") -> None:
+    """A lane for each stage with its part of the passes in the middle of the run, prefill and decode apart."""
+    (begin, end), passes = _middle(run.passes), _shown(run)
     stages = _stages(passes)
-    lanes = 0.8 + min(0.3 * len(stages), 6.0)
-    figure, (bars, rows) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(11, lanes + 3), height_ratios=(lanes, 2.2), layout="constrained"
-    )
     for name, colour in _COLOURS.items():
         own = [record for record in passes if phase(record) == name]
         for lane, stage in enumerate(stages):
             spans = [(a, b - a) for record in own for number, a, b in record.spans if number == stage]
             # An edge would hide a bar that is about as narrow as itself.
             edges = [0.4 if width > _EDGED * (end - begin) else 0.0 for _, width in spans]
-            bars.broken_barh(
+            axes.broken_barh(
                 spans, (lane - 0.45, 0.9), facecolor=colour, edgecolor="white", linewidth=edges, antialiased=False
             )
         if own:
-            bars.plot([], [], color=colour, linewidth=6, label=name)
-            # A pass stands in the lower picture for as long as it keeps its first stage.
-            first = [record.spans[0] for record in own]
-            heights = [record.num_prefill + record.num_decode for record in own]
-            widths = [b - a for _, a, b in first]
-            rows.bar([a for _, a, _ in first], heights, widths, align="edge", color=colour, antialiased=False)
+            axes.plot([], [], color=colour, linewidth=6, label=name)
     every = -(-len(stages) // _LABELS)
-    bars.set(yticks=range(0, len(stages), every), yticklabels=[f"stage {stage}" for stage in stages[::every]])
-    bars.invert_yaxis()
-    bars.set_title(title, fontsize="medium", loc="left")
-    bars.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="small", frameon=False, borderpad=0)
-    rows.set(xlabel="seconds", ylabel="requests in the pass", xlim=(begin, end))
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        pyplot.close(figure)
+    axes.set(yticks=range(0, len(stages), every), yticklabels=[f"stage {stage}" for stage in stages[::every]])
+    axes.set(xlabel="seconds", xlim=(begin, end))
+    axes.invert_yaxis()
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize="small", frameon=False, borderpad=0)
+
+
+def _draw_requests(run: Run, axes: "Axes") -> None:
+    """Requests in each pass; a pass is as wide as the time that it keeps its first stage."""
+    for name, colour in _COLOURS.items():
+        own = [record for record in _shown(run) if phase(record) == name]
+        first = [record.spans[0] for record in own]
+        heights = [record.num_prefill + record.num_decode for record in own]
+        widths = [b - a for _, a, b in first]
+        axes.bar([a for _, a, _ in first], heights, widths, align="edge", color=colour, antialiased=False)
+    axes.set(xlabel="seconds", ylabel="requests in the pass", xlim=_middle(run.passes))
+
+
+def _shown(run: Run) -> list[PassRecord]:
+    begin, end = _middle(run.passes)
+    return [record for record in run.passes if record.start < end and record.end > begin]
 
 
 def _middle(passes: Sequence[PassRecord]) -> tuple[float, float]:

@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/rra.py",
-        "batch / (timeline.prefill + float(somebody @ timeline.rounds[:steps]))",
+        "batch / (timeline.prefill + float(occurs @ timeline.rounds[:steps]))",
         "batch / (timeline.prefill + float(timeline.rounds[:steps].sum()))",
         "RRA runs decode iterations in which no request is left",
         ("tests/policies/test_rra.py",),
@@ -418,8 +418,8 @@ MUTANTS = (
     # Policies: what runs next
     Mutant(
         "exeplan/policies/rra.py",
-        '.entered[turn] >= schedule["decode_steps"]',
-        '.entered[turn] > schedule["decode_steps"]',
+        'iterations_since_prefill[group] >= schedule["decode_steps"]',
+        'iterations_since_prefill[group] > schedule["decode_steps"]',
         "RRA decodes one iteration too many between prefills",
         (POLICIES,),
     ),
@@ -517,7 +517,7 @@ MUTANTS = (
         ("tests/scheduling/test_scheduler.py",),
     ),
     Mutant(
-        "exeplan/scheduling/scheduler.py",
+        "exeplan/core/schedule.py",
         'get("lead_ms", 0) / 1000',
         'get("lead_ms", 0) / 1e6',
         "the lead before a deadline is a thousand times too short",
@@ -668,8 +668,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        'ConfigDict(strict=True, extra="forbid"',
-        'ConfigDict(extra="forbid"',
+        'strict=True, extra="forbid", frozen=True',
+        'extra="forbid", frozen=True',
         "values are coerced to the type of their field",
         (PROTOCOL,),
     ),
@@ -689,8 +689,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "len(prompts) > MAX_PROMPTS",
-        "len(prompts) > MAX_PROMPTS + 1",
+        "_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, ",
+        "_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS + 1, ",
         "a batch holds one prompt too many",
         (PROTOCOL,),
     ),
@@ -703,8 +703,8 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "request.echo and request.logprobs is not None",
-        "request.echo and request.logprobs",
+        "self.echo and self.logprobs is not None",
+        "self.echo and self.logprobs",
         "an echoed prompt with logprobs=0 is accepted",
         (PROTOCOL,),
     ),

@@ -1,4 +1,4 @@
-"""play a workload against a plan or a server, predicted beside measured
+"""play a workload against a plan or a server, predicted against measured
 
 Without --url the plan's engine runs in this process. The load is a backlog (everything at once) unless --concurrency
 (closed loop), --rate (Poisson) or --trace-arrivals (the trace's own times) says otherwise.
@@ -6,7 +6,6 @@ Without --url the plan's engine runs in this process. The load is a backlog (eve
 
 import argparse
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from exeplan.simulator.replay import Run
     from exeplan.workload.workload import Workload
 
+POSITION = 80
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help="not needed with --url and --workload")
@@ -28,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="default: what the plan does in --duration")
     parser.add_argument("--duration", default="30s", metavar="TIME", help="aim for a run of this length (default 30s)")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: so many requests under way")
+    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop with N requests at a time")
     load.add_argument("--rate", type=float, metavar="R", help="open loop: Poisson arrivals, requests/s")
     load.add_argument("--trace-arrivals", action="store_true", help="open loop: the trace's own arrival times")
     parser.add_argument("--api-key", metavar="KEY")
     parser.add_argument(
-        "--no-stream", action="store_true", help="with --url: whole answers, their tokens not timed singly"
+        "--no-stream", action="store_true", help="with --url: whole answers, without times of single tokens"
     )
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
+    from exeplan.extras import SERVING, require
 
+    require("a load", *(("aiohttp",) if args.url else SERVING))
     for name in ("requests", "concurrency", "rate", "vocab_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
@@ -199,19 +202,21 @@ def _print(
     replayed: "Estimate | None",
     on_cpu_clock: "Estimate | None" = None,
 ) -> None:
-    from exeplan.core.plan import as_json, estimate_json
+    from exeplan.core.plan import as_json
     from exeplan.planner.tables import json_line, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
         body = as_json(plan) if plan else {}
         estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
-        print(json_line({**body, **{k: estimate_json(asdict(e)) if e else None for k, e in estimates.items()}}))
+        print(json_line({**body, **{k: e.to_dict() if e else None for k, e in estimates.items()}}))
         return
     what = str(plan.schedule) if plan else args.url
     print(f"{what} on {workload.name}, {len(load.input_tokens)} requests\n")
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
         share = measured.throughput / on_cpu_clock.throughput
-        print(f"\nothers used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n")
+        print(
+            f"\nother processes used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n"
+        )
         print(predicted_and_measured(predicted=predicted, replay=replayed, measured=on_cpu_clock))

@@ -1,11 +1,12 @@
 """profile, optimize, serve and bench a small model on this machine: predicted against measured
 
 Profiles the demo model on the CPU, plans it for each policy under one latency bound and one workload, serves each plan,
-plays the workload against the server, and prints predicted beside measured. About two minutes on two cores.
+plays the workload against the server, and prints predicted against measured. About two minutes on two cores.
 """
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import signal
@@ -16,14 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from exeplan.extras import SERVING, require
+
 if TYPE_CHECKING:
     from exeplan.core.plan import Plan
     from exeplan.core.schedule import Estimate
+    from exeplan.planner.plan_request import PlanRequest
     from exeplan.planner.problem import Problem
 
+POSITION = 90
 POLICIES = ("static", "orca", "rra")
 _BOUND_FACTOR = 4.0
-"""The demo's bound over what one request alone needs, so that there is something to trade on any machine."""
+"""The demo's bound over what one request alone needs, so that there is a trade-off on any machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,20 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from exeplan.planner.solution import solve
     from exeplan.units import seconds, show_seconds
 
+    require("the demo", *SERVING, "aiohttp")
     duration, budget = seconds(args.duration), seconds(args.budget)
     profile = args.dir / f"{Path(args.model).name}.profile.json"
     _say(f"1. profile {args.model} for at most {show_seconds(budget)}")
     _exeplan("profile", args.model, "-o", str(profile), "--budget", args.budget)
-    problem = _problem(args, profile)
+    request = _request(args, profile)
+    problem = request.problem(None)
     bound = show_seconds(problem.bound.seconds)
     workload = problem.workload
     length = workload.output_quantile(0.99)
     _say(f"2. optimize for {workload.name} under {bound} for the 99th-percentile output of {length} tokens")
     rows = []
     for policy in POLICIES:
-        plan, path = _plan(args, problem, policy)
+        path = args.dir / f"{policy}.yaml"
+        plan = solve(replace(request, policy=policy)).save(path)
         _say(f"3. serve {plan.schedule} and play {show_seconds(duration)} of load against it")
         rows.append((plan, _measured(args, problem, plan, path, duration)))
     device = problem.profile.device.name
@@ -69,43 +78,25 @@ def _exeplan(*arguments: str) -> None:
         raise SystemExit(status)
 
 
-def _problem(args: argparse.Namespace, profile: Path) -> "Problem":
-    import numpy as np
-
+def _request(args: argparse.Namespace, profile: Path) -> "PlanRequest":
+    """The demo's problem; without a bound given, under one that a request alone meets several times over."""
+    from exeplan import api
     from exeplan.core.bounds import Bound
-    from exeplan.core.profile import load_profile
     from exeplan.core.schedule import Schedule
-    from exeplan.planner.load_problem import fitted
-    from exeplan.planner.problem import make_problem
+    from exeplan.planner.plan_request import PlanRequest
     from exeplan.units import seconds
-    from exeplan.workload.files import load_workload
 
-    measured = load_profile(profile)
-    workload = fitted(load_workload(args.workload), measured.model, fit=True)
-    problem = make_problem(measured, workload, Bound(seconds=np.inf))
-    if args.latency_bound:
-        return replace(problem, bound=Bound(seconds=seconds(args.latency_bound)))
-    alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
-    return replace(problem, bound=Bound(seconds=float(f"{_BOUND_FACTOR * alone:.1g}")))
-
-
-def _plan(args: argparse.Namespace, problem: "Problem", policy: str) -> "tuple[Plan, Path]":
-    from exeplan.core.plan import save_plan
-    from exeplan.planner.load_problem import refer
-    from exeplan.planner.optimize import optimize
-
-    path = args.dir / f"{policy}.yaml"
-    plan = optimize(problem, policies=(policy,)).plan
-    profile = str(args.dir / f"{Path(args.model).name}.profile.json")
-    saved = replace(
-        plan,
-        model=refer(args.model, path),
-        workload=refer(args.workload, path),
-        profile=refer(profile, path),
+    measured = api.load_profile(profile)
+    asked = PlanRequest(
+        profile=replace(measured, model=api.load_model(args.model)),
+        workload=api.load_workload(args.workload),
         fit_context=True,
+        bounds=(Bound(seconds=math.inf),),
     )
-    save_plan(saved, path)
-    return plan, path
+    if args.latency_bound:
+        return replace(asked, bounds=(Bound(seconds=seconds(args.latency_bound)),))
+    alone = asked.problem(None).evaluate(Schedule("static", {"batch_size": 1})).latency
+    return replace(asked, bounds=(Bound(seconds=float(f"{_BOUND_FACTOR * alone:.1g}")),))
 
 
 def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: Path, duration: float) -> "Estimate":

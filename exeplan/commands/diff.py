@@ -1,10 +1,12 @@
-"""say what a new plan changes, what it gains and what moving to it costs
+"""show what a new plan changes, what it gains and what moving to it costs
 
 Both plans must be for models of one shape. Gains are those of the plans' estimates.
 """
 
 import argparse
 from pathlib import Path
+
+POSITION = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""watch a trace as a running service would: when it would have re-planned, and what that would have gained
+"""play a trace as a running service would see it: when it would have re-planned, and what that gains
 
 TRACE is a CSV or JSON lines with input_tokens, output_tokens and optionally arrival_s. It is compared with the workload
 that the plan was made for, and scaled to the context as that was. Exit status 0 whether or not a re-plan is found.
@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from exeplan.drift.state import Rules
     from exeplan.drift.trace import TraceLook
 
+POSITION = 60
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE")
     parser.add_argument("--plan", type=Path, required=True, metavar="PLAN", help="the plan that serves it")
     parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
-    parser.add_argument("--workload", metavar="W", help="what the plan was made for, instead of the plan's own")
+    parser.add_argument(
+        "--workload", metavar="W", help="the lengths that the plan was made for, instead of the plan's own"
+    )
     parser.add_argument("--rate", metavar="R", help="requests/s, instead of the trace's own; its pattern stays")
     parser.add_argument("--dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default: 60s)")
     parser.add_argument("--every", default="5s", metavar="TIME", help="between two looks (default: 5s)")
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         reference = args.workload or plan.workload or ""
         workload = workload.fit_context(problem.profile.model.max_context, like=load_workload(reference))
     if workload.trace is None:
-        raise InputError(f"{args.trace} is a law, not a trace: there is nothing to watch")
+        raise InputError(f"{args.trace} is a law, not a trace: there are no requests to play")
     rate = parse_rate(args.rate, "--rate") if args.rate else None
     arrivals = arrivals_of(workload.trace, problem, plan, rate)
     policies = None if args.policy == "auto" else resolve_policies(args.policy, problem.cluster)
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     adopted = [look for look in looks if look.adopted]
     if args.output:
         if not adopted:
-            raise InputError(f"nothing to write to {args.output}: no other plan would have been adopted")
+            raise InputError(f"no plan to write to {args.output}: none would have been adopted")
         save_proposal(watch.plan, watch.planned, args.output)
     print(json_line(_as_json(plan, looks)) if args.json else _text(plan, looks))
     return 0
@@ -93,7 +97,7 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
         when = show_seconds(look.state.seconds)
         rows.append((when, str(look.num_arrived), str(found.plan.schedule), gain, *latencies, found.reason))
     if rows:
-        header = ("when", "requests", "new plan", "gain", "latency as was", "anew", "why")
+        header = ("when", "requests", "new plan", "gain", "old latency", "new latency", "why")
         lines += ["", table(header, rows)]
     else:
         lines.append("no re-plan")
@@ -101,7 +105,7 @@ def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
     lines += ["", f"largest drift measure {furthest:.2f} (above 1 the lengths have changed)"]
     if last:
         if last.missed:
-            lines.append(f"no plan keeps the bound: the narrowest that one keeps is {last.missed:.3g} times as wide")
+            lines.append(f"no plan keeps the bound: the tightest that a plan keeps is {last.missed:.3g} times as wide")
         lines.append(f"at the end: {last.verdict}")
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
 """time single layers of a model on this device, derive the times from a datasheet, or import them
 
 MODEL is a Hugging Face model directory or a shipped name (plans/models). An interrupted run resumes from its file.
-With --devices N also what N of them take together. With --datasheet nothing is run: a roofline of the device
+With --devices N also shards and links of N devices. With --datasheet nothing is measured: a roofline of the device
 (plans/devices) gives the times.
-`exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings that were taken elsewhere.
+`exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings from other tools.
 """
 
 import argparse
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from exeplan.core.profile import Profile
+
+POSITION = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-error", type=float, default=0.03, metavar="SHARE", help="stop at this interpolation error"
     )
     measuring.add_argument(
-        "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, as timing needs no others"
+        "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, which suffice for timing"
     )
     measuring.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads on a CPU (default 1)")
     measuring.add_argument(
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
-    """Raises InputError for an option that would say nothing here."""
+    """Raises InputError for an option that has no meaning here."""
     from exeplan.errors import InputError
 
     spelled = {"files": "a second argument", "of_model": "--model"}
@@ -95,8 +97,10 @@ def _refuse_fp8(dtype: str) -> None:
 def _measure(args: argparse.Namespace) -> int:
     from exeplan.core.model import load_model_spec
     from exeplan.errors import InputError
+    from exeplan.extras import require
     from exeplan.units import seconds
 
+    require("measuring", "torch")
     if not 0 < args.target_error < 1:
         raise InputError(f"--target-error must lie between 0 and 1, found {args.target_error:g}")
     for name in ("threads", "devices", "max_num_seqs", "max_context"):
@@ -104,7 +108,7 @@ def _measure(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
-    from exeplan.profiler.profile_model import profile_model  # Imports torch: seconds that a mistake need not wait.
+    from exeplan.profiler.profile_model import profile_model  # Imports torch, which takes seconds.
 
     device = _device(args.device)
     profile_model(
@@ -132,17 +136,17 @@ def _device(name: str) -> str:
 
 
 def _derive(args: argparse.Namespace) -> int:
-    from exeplan.core.cluster import load_cluster
-    from exeplan.core.model import load_model_spec
-    from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+    from exeplan import api
 
-    sheet = load_datasheet(args.datasheet, _overrides(args.set or ()))
-    if args.cluster:
-        sheet = with_links(sheet, load_cluster(args.cluster))
-    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if sheet.kind == "cuda" else "float32"
-    sizes = _sizes(args.tensor_parallel_sizes)
-    spec = load_model_spec(args.model)
-    _write(profile_from_datasheet(spec, sheet, dtype=dtype, tensor_parallel_sizes=sizes), args.output)
+    profile = api.datasheet_profile(
+        args.model,
+        args.datasheet,
+        cluster=args.cluster,
+        dtype=args.dtype,
+        tensor_parallel_sizes=_sizes(args.tensor_parallel_sizes),
+        constants=_overrides(args.set or ()),
+    )
+    _write(profile, args.output)
     return 0
 
 
@@ -205,7 +209,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _only(profile: "Profile", sizes: Sequence[int]) -> "Profile":
-    """Its rows at these tensor parallel sizes, and those that have none. Raises InputError when one is not there."""
+    """Its rows at these tensor parallel sizes, and those that have none. Raises InputError when one is missing."""
     from exeplan.errors import InputError
 
     if absent := sorted(set(sizes) - set(profile.tensor_parallel_sizes)):

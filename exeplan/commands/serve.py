@@ -1,6 +1,6 @@
 """serve a plan over an OpenAI-compatible HTTP API
 
-Completions, chat completions, models, health, metrics and the plan itself, and a page at / that shows it all live.
+Completions, chat completions, models, health, metrics and the plan itself, and a live dashboard at /.
 Listens on 127.0.0.1 unless told otherwise, from the start: while the model is loaded /health is 200, /ready and
 generation are 503; when it is warm, one line is printed. SIGTERM stops taking requests and finishes the running ones.
 SIGHUP reads the plan's file again and goes over to it, as does POST /plan with an API key. When the engine fails for
@@ -9,11 +9,15 @@ good the server ends with status 1.
 
 import argparse
 
+from exeplan.extras import SERVING, require
 from exeplan.runner.server.arguments import add_arguments, run_server
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["POSITION", "add_arguments", "run"]
+
+POSITION = 70
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
+    require("serving", *SERVING)
     return run_server(args)

@@ -11,16 +11,30 @@ GPUs are numbered node by node from 0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 from exeplan.units import num_bytes, seconds
 
-_FIELDS = ("device", "nodes", "gpus_per_node", "memory", "intra", "inter")
+
+class ClusterFile(TypedDict):
+    """What a cluster file holds; `source` says where its figures come from."""
+
+    device: str
+    nodes: int
+    gpus_per_node: int
+    memory: str | int
+    intra: Mapping[str, Any]
+    inter: Mapping[str, Any]
+    source: NotRequired[str]
+
+
+_FIELDS = tuple(name for name in ClusterFile.__annotations__ if name != "source")
+_COUNTS: tuple[Literal["nodes", "gpus_per_node"], ...] = ("nodes", "gpus_per_node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +63,8 @@ class Cluster:
     """Of one GPU."""
     intra: Link
     inter: Link
+    reference: str | None = field(default=None, compare=False, repr=False)
+    """What a plan names it by: a file or a shipped name; None for one that was made in memory."""
 
     @property
     def num_gpus(self) -> int:
@@ -79,23 +95,24 @@ def load_cluster(cluster: str) -> Cluster:
     """The cluster of a YAML file or a shipped name. Raises InputError naming the field that is missing or wrong."""
     path = Path(cluster).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        return _cluster(read_yaml(path), path.stem)
+        return replace(_cluster(read_yaml(path), path.stem), reference=cluster)
     if cluster not in shipped_names("clusters"):
         raise InputError(
             f"no cluster file or shipped cluster '{cluster}'; shipped are {', '.join(shipped_names('clusters'))}"
         )
-    return _cluster(read_yaml(shipped("clusters", cluster)), cluster)
+    return replace(_cluster(read_yaml(shipped("clusters", cluster)), cluster), reference=cluster)
 
 
-def _cluster(body: Mapping[str, Any], name: str) -> Cluster:
-    if odd := sorted(map(str, (set(body) - {"source"}) ^ set(_FIELDS))):
+def _cluster(found: Mapping[str, Any], name: str) -> Cluster:
+    if odd := sorted(map(str, (set(found) - {"source"}) ^ set(_FIELDS))):
         raise InputError(f"cluster '{name}' must have exactly {', '.join(_FIELDS)}; look at {', '.join(odd)}")
+    body = cast(ClusterFile, found)
     if not isinstance(body["device"], str):
         raise InputError(f"cluster '{name}': device must be a name, found {body['device']!r}")
-    for field in ("nodes", "gpus_per_node"):
-        if type(body[field]) is not int or not 1 <= body[field] <= 100_000:
+    for count in _COUNTS:
+        if type(body[count]) is not int or not 1 <= body[count] <= 100_000:
             raise InputError(
-                f"cluster '{name}': {field} must be a whole number from 1 to 100000, found {body[field]!r}"
+                f"cluster '{name}': {count} must be a whole number from 1 to 100000, found {body[count]!r}"
             )
     return Cluster(
         name=name,

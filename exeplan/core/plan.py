@@ -12,26 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.bounds import Bound, check_together, is_deadline
+from exeplan.core.contract import check_types, is_number
 from exeplan.core.model import DTYPE_BYTES
-from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
+from exeplan.core.schedule import DEADLINE_FIGURES, Estimate, Placement, Schedule, Stage
 from exeplan.errors import InputError
+from exeplan.extras import frame
 from exeplan.files import write_text
 from exeplan.workload.arrivals import check_rate
 from exeplan.workload.deadlines import parse_deadlines
-
-_TEXTS = (
-    "model",
-    "workload",
-    "profile",
-    "cluster",
-    "device",
-    "dtype",
-    "kv_dtype",
-    "deadline",
-    *(f"{x}_fingerprint" for x in ("model", "workload", "profile")),
-)
-_ABOUT_DEADLINES = ("deadline_share", "utility")
-_COUNTS = ("num_threads", "kv_cache_tokens", "max_seqs", "gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +71,11 @@ class Plan:
     """The `risk` of breaking a bound, the `margin` kept below each, relative to the estimate, and its `source`."""
     search: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_frame(self) -> Any:
+        """A pandas DataFrame of the closed form's and the replay's figures, as far as the plan has them."""
+        found = {"closed form": self.estimate, "replay": self.replay}
+        return frame([{"by": name, **e.to_dict()} for name, e in found.items() if e is not None], index="by")
+
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes the plan as YAML, unset fields left out; a policy file is named from the plan's folder."""
@@ -101,8 +94,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
     body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
     for name in ("estimate", "replay"):
-        if body[name]:
-            body[name] = estimate_json(body[name])
+        if (found := getattr(plan, name)) is not None:
+            body[name] = found.to_dict()
     body["placement"] = [stage_json(stage) for stage in plan.placement]
     body["bound"] = bound_json(plan.bound) if plan.bound else None
     body["more_bounds"] = [bound_json(bound) for bound in plan.more_bounds]
@@ -112,11 +105,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def bound_json(bound: Bound) -> dict[str, Any]:
     """A bound as plain values; its metric is called `about` in files."""
     return {"seconds": bound.seconds, "about": bound.metric}
-
-
-def estimate_json(body: Mapping[str, Any]) -> dict[str, Any]:
-    """An Estimate's fields, without those about deadlines where there are none."""
-    return {name: value for name, value in body.items() if value is not None or name not in _ABOUT_DEADLINES}
 
 
 def stage_json(stage: Stage) -> dict[str, Any]:
@@ -171,41 +159,21 @@ def check_utilization(value: object, name: str) -> None:
         raise InputError(f"{name} is a share of the GPU's memory above 0 and at most 1, found {value!r}")
 
 
-def is_number(value: object) -> bool:
-    """Whether the value is a number; Python counts booleans among them, a plan does not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _check_values(body: Mapping[str, Any]) -> None:
-    for name in _TEXTS:
-        if not isinstance(body.get(name, ""), str):
-            raise InputError(f"{name} must be text, found {body[name]!r}")
-    for name in _COUNTS:
-        value = body.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a positive integer, found {value!r}")
+    if "gpu_memory_utilization" in body:
+        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
+    if "arrival_rate" in body:
+        check_rate(body["arrival_rate"])
+    check_types(body, Plan)
     for name in ("dtype", "kv_dtype"):
         if body.get(name, "float32") not in DTYPE_BYTES:
             raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
-    for name in ("fit_context", "trace_arrivals"):
-        if not isinstance(body.get(name, False), bool):
-            raise InputError(f"{name} must be true or false, found {body[name]!r}")
-    for name in ("drift_headroom", "rate_headroom"):
-        if not is_number(body.get(name, 0.0)):
-            raise InputError(f"{name} must be a number, found {body[name]!r}")
-    for name in ("search", "promise"):
-        if not isinstance(body.get(name, {}), Mapping):
-            raise InputError(f"{name} must be a mapping, found {body[name]!r}")
-    if "gpu_memory_utilization" in body:
-        check_utilization(body["gpu_memory_utilization"], "gpu_memory_utilization")
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):
             raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals too")
-    if "arrival_rate" in body:
-        check_rate(body["arrival_rate"])
-        if body.get("trace_arrivals"):
-            raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
+    if "arrival_rate" in body and body.get("trace_arrivals"):
+        raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
 
 
 def _schedule(body: Any, folder: Path | None) -> Schedule:
@@ -271,8 +239,8 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 
 
 def _estimate(name: str, body: Any) -> Estimate:
-    names = [f.name for f in fields(Estimate) if f.name not in _ABOUT_DEADLINES]
-    if not isinstance(body, Mapping) or set(body) - set(_ABOUT_DEADLINES) != set(names):
+    names = [f.name for f in fields(Estimate) if f.name not in DEADLINE_FIGURES]
+    if not isinstance(body, Mapping) or set(body) - set(DEADLINE_FIGURES) != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
     for key, value in body.items():
         if not is_number(value) and not (key == "latency" and value is None):

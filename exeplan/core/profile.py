@@ -123,6 +123,8 @@ class Profile:
     created: str = ""
     complete: bool = True
     """False while a run is interrupted; `exeplan profile` with the same file resumes it."""
+    reference: str | None = field(default=None, compare=False, repr=False)
+    """The file that it was read from."""
 
     @property
     def cache_dtype(self) -> str:
@@ -172,12 +174,13 @@ def load_profile(path: Path) -> Profile:
         rows = tuple(_measurement(row, index, path) for index, row in enumerate(body["measurements"], start=1))
         profile = Profile(
             model=model_spec(body["model"]["config"], name=body["model"]["name"]),
+            reference=str(path),
             device=Device(**body["device"]),
             measurements=rows,
             **{
                 f.name: body[f.name]
                 for f in fields(Profile)
-                if f.name not in ("model", "device", "measurements") and f.name in body
+                if f.name not in ("model", "device", "measurements", "reference") and f.name in body
             },
         )
     except KeyError as error:

@@ -4,10 +4,12 @@ Not here: the file that holds them (`plan.py`), and how they are found (`exeplan
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from exeplan.core.model import ModelSpec
+from exeplan.extras import frame
 
 POLICY_FILE = ".py"
 """How the name of a policy ends that is a file outside the package."""
@@ -77,6 +79,10 @@ def single_stage(spec: ModelSpec) -> Placement:
     return (Stage(layers=(0, spec.num_layers), encoder_layers=(0, spec.num_encoder_layers)),)
 
 
+DEADLINE_FIGURES = ("deadline_share", "utility")
+"""Figures of an Estimate that it has only where requests have deadlines."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """The performance of a schedule, predicted by closed form or replay, or measured. Requests/s, seconds, tokens,
@@ -100,3 +106,12 @@ class Estimate:
     """Share of the requests whose whole answer comes by their deadline; None without deadlines, and by closed form."""
     utility: float | None = None
     """Worth of these requests a second, weight / input tokens each."""
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Its figures by name, without those on deadlines where requests have none."""
+        values = asdict(self)
+        return {name: value for name, value in values.items() if value is not None or name not in DEADLINE_FIGURES}
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame of one row."""
+        return frame([self.to_dict()])

@@ -1,12 +1,11 @@
-"""The plan that a service should run under the lengths it sees: a safe one, or the gentlest where none keeps the bound.
+"""The plan for the observed lengths: a safe one, or the one with the lowest latency where none keeps the bound.
 
-    safe        made for a law whose tail is as heavy as the sample leaves room for
-    plain       for the law as it was seen, where nothing keeps the bounds under that
-    gentlest    where nothing keeps them at all: the best one under the narrowest bounds, all wider by one factor, that
-                some plan keeps, so that the bound is missed by as little as there is
+    safe             made for a law whose tail is as heavy as the sample allows
+    lowest-latency   where no plan keeps the bounds: the best one under the tightest bounds, all wider by one factor,
+                     that some plan keeps, so that the bound is missed by as little as possible
 
-Where requests take longer than predicted, all are made for bounds that are tighter by as much. Not here: whether moving
-to what is found pays (`drift.py`).
+Where requests take longer than predicted, plans are made for bounds that are tighter by as much. Not here: whether
+moving to the plan pays (`watch.py`).
 """
 
 import math
@@ -27,20 +26,20 @@ from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
 from exeplan.workload.workload import Workload
 
 STEP = 0.03
-"""How exactly the narrowest bounds are found: predictions are not better than that."""
+"""The precision of the tightest bounds; predictions are not better than that."""
 _MOST_STEPS = 128
-"""Of the factor that is looked for: bounds 44 times as wide."""
+"""Of the factor: bounds at most 44 times as wide."""
 _ASKED = ("model", "profile", "cluster", "gpus", "bound", "more_bounds", "deadline")
-"""Of a plan: what was asked for, and on what."""
+"""Fields of a plan that state the request and its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A plan, whose bounds are those that were asked for, and how much wider ones it keeps."""
+    """A plan with the requested bounds, and the factor on them that it keeps."""
 
     plan: Plan
     missed: float = 1.0
-    """The narrowest bounds that some plan keeps are those asked for times this; 1 where a plan keeps these."""
+    """The tightest bounds that some plan keeps, over the requested ones; 1 where a plan keeps those."""
 
 
 def best_plan(
@@ -54,7 +53,7 @@ def best_plan(
 ) -> Found:
     """The best plan for the observed law on the devices of the active one, `plan`.
 
-    Raises InputError, Infeasible where nothing fits or sustains the rate, however wide the bounds.
+    Raises InputError; Infeasible where no plan fits or sustains the rate under any bounds.
     """
     share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
@@ -62,7 +61,7 @@ def best_plan(
     try:
         found = Found(plan=optimize(replace(tight, workload=law), policies=policies, advise=False).plan)
     except Infeasible:
-        found = narrowest(tight, lambda wider: optimize(wider, policies=policies, advise=False).plan)
+        found = tightest(tight, lambda wider: optimize(wider, policies=policies, advise=False).plan)
     placed = problem.at(found.plan.placement)
     made = replace(
         found.plan,
@@ -70,19 +69,19 @@ def best_plan(
         arrival_rate=problem.arrivals.rate if problem.arrivals else None,
         trace_arrivals=False,
         workload=None,
-        kv_cache_tokens=_room(plan, found.plan, problem),
+        kv_cache_tokens=_kv_cache_tokens(plan, found.plan, problem),
         drift_headroom=drift_headroom(placed, found.plan.schedule),
         rate_headroom=rate_headroom(placed, found.plan.schedule),
     )
     return replace(found, plan=made)
 
 
-def narrowest(problem: Problem, make: Callable[[Problem], Plan]) -> Found:
-    """What `make` finds under the narrowest bounds that it does not refuse, to within a step: the problem's own first.
+def tightest(problem: Problem, make: Callable[[Problem], Plan]) -> Found:
+    """What `make` finds under the tightest bounds that it accepts, to within a step, from the problem's own upwards.
 
-    A refusal that says how much wider bounds would do is believed; else the steps double until something is found, and
-    what is between is halved. Where requests come at a rate, what is found may keep narrower bounds than it was made
-    for. Raises the first refusal where nothing is found.
+    A refusal that names how much wider bounds suffice is followed; else the steps double until a plan is found, and
+    the interval is bisected. With an arrival rate the plan may keep tighter bounds than it was made for. Raises the
+    first refusal where no plan is found.
     """
     refused, number = -1, 0
     found = first = _attempt(problem, make, number)
@@ -96,11 +95,11 @@ def narrowest(problem: Problem, make: Callable[[Problem], Plan]) -> Found:
     number = _steps(found.missed)
     while number - refused > 1:
         middle = (number + refused) // 2
-        gentler = _attempt(problem, make, middle)
-        if isinstance(gentler, Infeasible):
-            refused = _refused(middle, gentler)
+        tighter = _attempt(problem, make, middle)
+        if isinstance(tighter, Infeasible):
+            refused = _refused(middle, tighter)
         else:
-            found, number = gentler, _steps(gentler.missed)
+            found, number = tighter, _steps(tighter.missed)
     return found
 
 
@@ -115,7 +114,7 @@ def _attempt(problem: Problem, make: Callable[[Problem], Plan], number: int) -> 
 
 
 def _refused(number: int, refusal: Infeasible) -> int:
-    """The widest bounds, in steps, that a refusal of those of this number speaks of."""
+    """The widest bounds, in steps, that a refusal of the bounds of this number covers."""
     return number + max(1, _steps(refusal.wider)) - 1 if refusal.wider else number
 
 
@@ -124,17 +123,17 @@ def _steps(factor: float) -> int:
     return math.ceil(math.log(factor) / math.log(1 + STEP) - 1e-9)
 
 
-def _room(plan: Plan, found: Plan, problem: Problem) -> int | None:
-    """KV tokens for the new plan: what the engine has already, where that is enough."""
+def _kv_cache_tokens(plan: Plan, found: Plan, problem: Problem) -> int | None:
+    """KV cache of the new plan: that of the engine, where it suffices."""
     there = engine_blocks(plan, problem.profile.model) * BLOCK_SIZE
     needed = found.estimate.kv_tokens if found.estimate else math.inf
     return there if found.placement == plan.placement and needed <= there else found.kv_cache_tokens
 
 
 def cautious(observed: Observed, workload: Workload, *, share: float, confidence: float) -> Workload:
-    """The law with its tail so heavy that, with this confidence, no more requests are as long.
+    """The law with a heavier tail, which with this confidence is not exceeded.
 
-    What a share `share` of requests does not exceed becomes a length of which the sample is that sure.
+    The quantile at `share` becomes a length that the sample supports with this confidence.
     """
     beyond = 1.0 - share
     kept = tail_within(beyond, size=observed.size, confidence=confidence)

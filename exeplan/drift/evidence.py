@@ -1,15 +1,15 @@
-"""Evidence: whether two laws of lengths differ by more than chance, and how far a tail may be from what was seen.
+"""Evidence: whether two laws of lengths differ by more than chance, and how far a tail may be from its sample.
 
     G(t)       n kl(p, r) + m kl(q, r): twice of it is the likelihood ratio that the shares p of n and q of m requests
                longer than t have one value r; kl is the Kullback-Leibler divergence of two coins
-    Chernoff   Pr(n kl(p, r) >= x and p > r) <= exp(-x), for any n: no normal law, so it holds in the far tail, too
+    Chernoff   Pr(n kl(p, r) >= x and p > r) <= exp(-x), for any n; it needs no normal law, so it holds in the far tail
 
 The largest G over some lengths t, shared equally between them (union bound), is the evidence. Lengths of successive
-requests are not independent (a client asks for like things in a row), so the number of requests is divided by how much
-more the means of blocks differ than those of shuffled requests would; successive differences (von Neumann), because a
-law that moves slowly must not look like dependence.
+requests are not independent (a client repeats similar requests), so the number of requests is divided by the ratio of
+the variance of block means to that of shuffled requests; by successive differences (von Neumann), because a law that
+moves slowly must not look like dependence.
 
-Not here: what a change does to a plan (`drift.py`).
+Not here: what a change does to a plan (`watch.py`).
 """
 
 import math
@@ -26,7 +26,7 @@ LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0
 """Shares at whose quantiles two laws are compared: of inputs, of outputs."""
 _NUM_BLOCKS, _LEAST_BLOCK = 20, 8
 _CERTAIN = 1e5
-"""Requests that a law is known from at most: what it never had may happen once."""
+"""Most requests that a law counts as known from: an event that it has never had may still happen once."""
 
 
 def divergence(p: Floats | float, r: Floats | float) -> Floats:
@@ -40,17 +40,17 @@ def divergence(p: Floats | float, r: Floats | float) -> Floats:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Known:
-    """A law, and from how many independent requests it is known; infinitely many for a law that is certain."""
+    """A law, and the number of independent requests behind it; infinite for a law that is certain."""
 
     workload: Workload
     size: float
-    """Of its inputs, and of its outputs where the next two say nothing."""
+    """For its inputs, and for its outputs where the next two are None."""
     lengths: Ints | None = None
-    """Rising; `sizes` of them say from how many requests it is known who became longer, where some still run."""
+    """Rising; `sizes` are the numbers of requests behind the share of longer outputs, where some requests still run."""
     sizes: Floats | None = None
 
     def output_sizes(self, lengths: Ints) -> Floats:
-        """How many requests tell the share of outputs longer than each length."""
+        """The number of requests behind the share of outputs longer than each length."""
         if self.lengths is None or self.sizes is None:
             return np.full(len(lengths), min(self.size, _CERTAIN))
         sizes = np.concatenate([[self.size], self.sizes])
@@ -58,7 +58,7 @@ class Known:
 
 
 def evidence(one: Known, other: Known, *, false_alarm: float) -> float:
-    """How far two laws are apart, over what chance alone exceeds with at most the probability `false_alarm`."""
+    """The distance of two laws over what chance alone exceeds with at most the probability `false_alarm`."""
     inputs = _lengths(one.workload.input_law, other.workload.input_law)
     sizes = [np.full(len(inputs), min(known.size, _CERTAIN)) for known in (one, other)]
     most = _most(one.workload.input_law, other.workload.input_law, inputs, sizes)
@@ -91,7 +91,7 @@ def above(law: LengthLaw, lengths: Ints) -> Floats:
 def tail_within(share: float, *, size: float, confidence: float) -> float:
     """The share of a sample that may lie beyond a length so that, with this confidence, at most `share` of all do.
 
-    0 where the sample is too small to know any length that so few exceed: then only its longest is left.
+    0 where the sample is too small to know a length that only this share exceeds: then only its longest is left.
     """
     needed = math.log(1 / (1 - confidence)) / size
     if float(divergence(0.0, share)) <= needed:
@@ -104,9 +104,9 @@ def tail_within(share: float, *, size: float, confidence: float) -> float:
 
 
 def dependence(values: Ints) -> float | None:
-    """How many times more means of blocks vary than of independent requests; values in the order of their start.
+    """The variance of block means over that of independent requests; values in the order of their start.
 
-    1 where they do not; None where there are too few to tell. By ranks, as a single huge request says nothing.
+    1 where it is not larger; None for too few values. By ranks, so that a single huge request does not matter.
     """
     size = len(values) // _NUM_BLOCKS
     if size < _LEAST_BLOCK:
@@ -117,6 +117,6 @@ def dependence(values: Ints) -> float | None:
     if variance == 0.0:
         return 1.0
     means = ranks[len(ranks) - size * _NUM_BLOCKS :].reshape(_NUM_BLOCKS, size).mean(axis=1)
-    # By the median, over that of a squared normal: a single jump is no dependence either.
+    # By the median, over that of a squared normal: a single jump is no dependence.
     between = float(np.median(np.square(np.diff(means)))) / 2 / 0.4549
     return max(1.0, between * size / variance)

@@ -1,4 +1,4 @@
-"""Two laws of lengths as histograms over the same edges, to be drawn over each other."""
+"""Two laws of lengths as histograms over the same edges, to be drawn in one picture."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ _BINS, _SHOWN = 24, 0.995
 
 
 def lengths_of(planned: Workload, observed: Workload | None) -> tuple[Lengths, Lengths | None]:
-    """Both sides of both; what is longer than nearly all requests falls into the last bin."""
+    """Inputs and outputs of both; lengths beyond nearly all requests fall into the last bin."""
     sides = []
     for side in ("input_law", "output_law"):
         laws = [getattr(workload, side) for workload in (planned, observed) if workload]

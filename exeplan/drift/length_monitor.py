@@ -1,13 +1,13 @@
-"""LengthMonitor: the joint law of input and output lengths of recent requests, those that still run included.
+"""LengthMonitor: the joint law of input and output lengths of recent requests, running ones included.
 
-A request counts from its start, with a weight that halves with every so many that start after it: so the weight says
-nothing about its length, and the estimate is unbiased. Counted from their ends, the short ones of a new kind of traffic
-would come first. One that still runs, or was dropped, is known to be at least so long: the product-limit estimator of
-Kaplan and Meier (1958) gives its weight to those that became longer, here within bands of like inputs, so that the
-correlation of both sides stays. When what came lately differs from what came before, the older part is forgotten at
-once (as in ADWIN, Bifet and Gavalda 2007): a law that is half the old traffic's would fit neither.
+A request counts from its start, with a weight that halves with every `half_life` requests that start after it: so the
+weight does not depend on its length, and the estimate is unbiased. Counted from their ends, the short requests of new
+traffic would come first. A request that still runs, or was dropped, has at least its present length: the product-limit
+estimator of Kaplan and Meier (1958) gives its weight to the requests that became longer, here within bands of similar
+inputs, so that the correlation of inputs and outputs stays. When recent requests differ from earlier ones, the earlier
+ones are forgotten at once (as in ADWIN, Bifet and Gavalda 2007): a law of half old and half new traffic fits neither.
 
-Not here: what follows from the law (`drift.py`).
+Not here: what follows from the law (`watch.py`).
 """
 
 from collections import deque
@@ -23,26 +23,26 @@ from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
 HALF_LIFE = 1000
-"""Requests that start after one until it counts half."""
+"""Requests that start after a request until its weight is halved."""
 MOST_KEPT = 4096
 _FALSE_CUT = 1e-4
-"""Probability, at one look, that traffic which has not changed is partly forgotten: it costs some of the sample."""
+"""Probability, at one look, that unchanged traffic is partly forgotten, which costs part of the sample."""
 _LEAST_RECENT = 32
-"""Complete requests that tell what came lately from what came before."""
+"""Fewest complete requests that are compared with the earlier ones."""
 _BAND_REQUESTS, _MOST_BANDS = 100, 8
 _DRAWS = 16
-"""Lengths that stand for what one request may become."""
+"""Lengths that represent what one running request may become."""
 _TAIL = 0.99
-_NOBODY = 1e-9
+_NEGLIGIBLE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The law of recent requests, and what it rests on."""
+    """The law of recent requests, and its sample."""
 
     known: Known
     size: float
-    """Independent requests from which the tail of the outputs is known: 0 while all that are so long still run."""
+    """Independent requests behind the tail of the outputs: 0 while all requests of that length still run."""
     since: float
     """Start of the oldest request in it."""
     num_censored: int
@@ -53,7 +53,7 @@ class Observed:
 
 
 class LengthMonitor:
-    """Keeps what is known of the last `most_kept` requests."""
+    """Keeps the lengths of the last `most_kept` requests."""
 
     def __init__(self, *, half_life: float = HALF_LIFE, most_kept: int = MOST_KEPT) -> None:
         self._half_life = half_life
@@ -62,12 +62,12 @@ class LengthMonitor:
         self._since = -np.inf
         self._most_kept = most_kept
         self._alike = 1.0
-        """How much fewer requests it is worth that like ones follow each other, when there were enough to tell."""
+        """The factor on the sample size for dependence between successive requests, as last estimated."""
         self.num_noted = 0
-        """Requests that have ended, in all."""
+        """Requests that have ended in total."""
 
     def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
-        """Takes those that have ended since the last call, and all that run now."""
+        """Adds the requests that have ended since the last call, and replaces the running ones."""
         before = tuple(ended)
         self._ended.extend(before)
         self.num_noted += len(before)
@@ -75,20 +75,20 @@ class LengthMonitor:
 
     @property
     def num_complete(self) -> int:
-        """Complete requests at hand; what was forgotten early does not count."""
+        """Complete requests in the sample; forgotten ones do not count."""
         return sum(seen.complete and seen.start >= self._since for seen in self._ended)
 
     def recent(self) -> tuple[RequestLengths, ...]:
-        """Those that have ended and count."""
+        """Ended requests in the sample."""
         return tuple(seen for seen in self._ended if seen.start >= self._since)
 
     def observe(self, name: str = "observed") -> Observed | None:
-        """The law now; None while no request is complete. Forgets what differs from what came lately."""
+        """The law now; None while no request is complete. Forgets requests that differ from recent ones."""
         rows = sorted(seen for seen in (*self._ended, *self._running) if seen.start >= self._since)[-self._most_kept :]
         if not any(row.complete for row in rows):
             return None
         sample = _Sample.of(rows)
-        # A part that is chosen because it differs would not tell: it is like requests that it was chosen for.
+        # Before the cut: a part that was selected because it differs would look dependent.
         self._alike = _dependence(sample) or self._alike
         if first := self._changed_at(sample):
             self._since = sample.starts[first]
@@ -96,9 +96,9 @@ class LengthMonitor:
         return _observed(sample, self._half_life, self._alike, name)
 
     def _changed_at(self, sample: "_Sample") -> int:
-        """Where what came lately begins, if it differs from what came before; 0 if it does not."""
+        """The first request of the recent part, if it differs from the earlier part; else 0."""
         found, most = 0, 1.0
-        behind = np.cumsum(sample.complete[::-1])[::-1]  # Complete ones from here on.
+        behind = np.cumsum(sample.complete[::-1])[::-1]  # Complete requests from here on.
         recent = _LEAST_RECENT
         while 2 * recent <= behind[0]:
             first = int(np.searchsorted(-behind, -recent, side="left"))
@@ -136,7 +136,7 @@ class _Sample:
 
 
 def _dependence(sample: _Sample) -> float | None:
-    """Of the side whose like values follow each other more."""
+    """The larger of the dependences of inputs and of outputs."""
     found = [dependence(values[sample.complete]) for values in (sample.inputs, sample.outputs)]
     return max((one for one in found if one), default=None)
 
@@ -158,10 +158,10 @@ def _observed(sample: _Sample, half_life: float, alike: float, name: str) -> Obs
 
 
 def _points(sample: _Sample, weights: Floats) -> tuple[Ints, Ints, Floats]:
-    """The joint law. A request that is not complete stands for those of its band that became longer than it is now.
+    """The joint law. An incomplete request represents the requests of its band that became longer than it is now.
 
-    Its input is known, so the law of the inputs rests on all requests; that of the outputs is the product-limit
-    estimator, as this is what solves Efron's self-consistency equation (1967).
+    Its input is known, so the law of the inputs uses all requests; that of the outputs is the product-limit estimator,
+    which solves Efron's self-consistency equation (1967).
     """
     if sample.complete.all():
         return sample.inputs, sample.outputs, weights
@@ -187,19 +187,19 @@ class _Curve:
     lengths: Ints
     survival: Floats
     sizes: Floats
-    """By Greenwood's variance: from how many complete requests one would know that share as well."""
+    """By Greenwood's variance: the number of complete requests that gives the same variance."""
     last: int
-    """What those become who became longer than anybody is known to have: longer by one at least."""
+    """The length of requests beyond the longest known one: one token more."""
 
     @classmethod
     def of(cls, outputs: Ints, complete: np.ndarray, weights: Floats) -> "_Curve":
-        """Who is not complete at a length was at risk there, so an output of just that length comes before."""
+        """An incomplete request was at risk at its length, so complete outputs of the same length come first."""
         order = np.lexsort((~complete, outputs))
         weight, complete = weights[order], complete[order]
         at_risk, squares = (np.cumsum(values[::-1])[::-1] for values in (weight, weight**2))
         hazard = np.where(complete, weight / at_risk, 0.0)
         survival = np.cumprod(1.0 - np.minimum(hazard, 1.0))
-        # Where nothing happens among few, it may be chance: half an event more, and no more than one knows it of.
+        # No event among few requests may be chance: half an event more, and at most the known requests.
         half = 0.5 * squares / at_risk**2
         sizes = (1 - survival + half) / np.maximum(survival * (np.cumsum(hazard**2) + half**2), 1e-300)
         known = (np.cumsum(np.where(complete, weight, 0.0)) + at_risk - weight) ** 2
@@ -209,14 +209,14 @@ class _Curve:
         lengths, first = np.unique(outputs[order], return_index=True)
         ends = np.concatenate([first[1:], [len(order)]]) - 1  # The last of each length.
         sizes, survival = sizes[ends], survival[ends]
-        if survival[-1] > _NOBODY:
+        if survival[-1] > _NEGLIGIBLE:
             sizes[-1] = 0.0
-        elif len(sizes) > 1:  # Whether anybody becomes longer than the longest is known as well as of the one before.
+        elif len(sizes) > 1:  # Beyond the longest length the share is as certain as at the one before.
             sizes[-1] = sizes[-2]
         return cls(lengths, survival, sizes, int(lengths[-1]) + 1)
 
     def beyond(self, outputs: Ints) -> Ints:
-        """For each output, lengths that stand for equal shares of those who became longer."""
+        """For each output, lengths that represent equal shares of the requests that became longer."""
         at = np.searchsorted(self.lengths, outputs, side="right") - 1
         left = self.survival[at][:, None] * (1 - (np.arange(_DRAWS) + 0.5) / _DRAWS)
         found = np.searchsorted(-self.survival, -left.ravel(), side="left")

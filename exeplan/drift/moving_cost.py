@@ -15,12 +15,12 @@ from exeplan.simulator.closed_form import steady_state
 
 
 def keeps_cache(old: Plan, new: Plan, spec: ModelSpec) -> bool:
-    """Whether an engine can go on with the keys and values that it has."""
+    """Whether an engine keeps its KV cache."""
     return old.placement == new.placement and engine_blocks(old, spec) >= engine_blocks(new, spec)
 
 
 def moving_seconds(problem: Problem, old: Plan, new: Plan) -> float:
-    """Seconds in which nobody gets a token; `problem` is the old plan's under what arrives."""
+    """Seconds without tokens; `problem` is the old plan's under the observed traffic."""
     spec = problem.profile.model
     if keeps_cache(old, new, spec):
         return 0.0

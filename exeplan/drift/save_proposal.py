@@ -1,6 +1,6 @@
-"""Plans that were made while serving, on disk: the plan, and beside it the lengths that it was made for, as a trace.
+"""Writes a plan that was made while serving, and next to it the lengths that it was made for, as a trace.
 
-A plan names its workload by a file, so that `exeplan simulate` and `exeplan diff` work on it as on any other.
+The plan names that file as its workload, so that `exeplan simulate` and `exeplan diff` work on it as on any other.
 """
 
 from dataclasses import replace
@@ -12,16 +12,16 @@ from exeplan.planner.load_problem import refer
 from exeplan.workload.workload import Workload
 
 _ROWS = 4000
-"""Requests that stand for an observed law."""
+"""Requests that represent an observed law."""
 
 
 def save_proposal(plan: Plan, workload: Workload, path: Path) -> Plan:
-    """Writes both, the lengths first, so that a plan on disk is always whole. Returns the plan with its references."""
+    """Writes the lengths, then the plan, so that a plan on disk is complete. Returns the plan with its references."""
     lengths = path.with_name(f"{path.stem}-lengths.csv")
     inputs, outputs = workload.sample(_ROWS, seed=0)
     rows = "\n".join(f"{i},{o}" for i, o in zip(inputs.tolist(), outputs.tolist(), strict=True))
     write_text(lengths, f"input_tokens,output_tokens\n{rows}\n")
-    # The file holds a sample, whose fingerprint is another than the law's.
+    # The file holds a sample, whose fingerprint differs from the law's.
     named = replace(plan, workload=str(lengths), workload_fingerprint=None, fit_context=False)
     written = replace(named, model=refer(plan.model, path), workload=refer(str(lengths), path))
     written = replace(written, profile=plan.profile and refer(plan.profile, path))

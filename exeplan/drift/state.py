@@ -1,6 +1,6 @@
-"""When a service re-plans, and what it knows of its own plan: drift, predictions, the last re-plan; plain values.
+"""Rules of re-planning, and what a service knows about its plan: drift, predictions, the last re-plan; plain values.
 
-Not here: how it comes about (`drift.py`, `runner/replan/replanner.py`) and how it is shown (`runner/server/server.py`).
+Not here: how they are computed (`watch.py`, `runner/replan/replanner.py`) and shown (`runner/server`).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import Estimate
 
 MODES = ("off", "advise", "auto")
-"""Watch nothing; watch, and propose other plans; watch, and adopt them."""
+"""No watch; watch and propose other plans; watch and adopt them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,21 +20,21 @@ class Rules:
     """When to re-plan."""
 
     gain: float = 0.03
-    """Relative gain in throughput from which moving is worth thinking of: predictions are not better than that."""
+    """Least relative gain in throughput for a re-plan: predictions are not better than that."""
     dwell: float = 60.0
-    """Seconds from one re-plan to the next, at least."""
+    """Least seconds between two re-plans."""
     every: float = 5.0
     """Seconds between two looks."""
     false_alarm: float = 1e-6
-    """Probability, at one look, that a law which has not changed counts as another."""
+    """Probability, at one look, that an unchanged law counts as changed."""
     least_requests: float = 64.0
-    """Independent requests without which nothing is said."""
+    """Independent requests below which no verdict is given."""
     least_for_search: float = 160.0
-    """Such without which no plan is made: about ln(1 / (1 - confidence)) / 1 %, so that the tail is known at all."""
+    """Independent requests below which no plan is made: about ln(1 / (1 - confidence)) / 1 %, to know the tail."""
     looks: int = 2
-    """Looks in a row that have to agree."""
+    """Consecutive looks that have to agree."""
     confidence: float = 0.8
-    """That the tail is not heavier than the new plan reckons with."""
+    """Probability that the tail is not heavier than the new plan assumes."""
 
 
 class RequestLengths(NamedTuple):
@@ -61,7 +61,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """How long requests are, each side alone; both laws have the same edges."""
+    """Lengths of inputs and of outputs; both laws have the same edges."""
 
     inputs: Histogram = field(default_factory=Histogram)
     outputs: Histogram = field(default_factory=Histogram)
@@ -69,22 +69,22 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftState:
-    """The latest look at what arrives, by the law of recent requests."""
+    """The latest look at the traffic, by the law of recent requests."""
 
     seconds: float = 0.0
     """When, on the service's clock."""
     num_requests: float = 0.0
-    """Independent requests that the observed law is worth; 0 while nothing is known."""
+    """Independent requests behind the observed law; 0 while there are none."""
     measure: float = 0.0
-    """How far the observed law is from the one planned for, over what chance may do: above 1 it has changed."""
+    """Distance of the observed law from the planned one over what chance explains: above 1 it has changed."""
     bound_share: float | None = None
-    """How full the fullest bound would be under the observed law with the active plan: above 1 it is broken."""
+    """Utilization of the binding bound under the observed law with the active plan: above 1 it is broken."""
     predicted: Estimate | None = None
     """Of the active plan under the observed law."""
     best_gain: float | None = None
-    """Relative gain in throughput of the best other plan, when one was last searched for."""
+    """Relative gain in throughput of the best other plan of the last search."""
     missed: float | None = None
-    """Where no plan kept the bounds when one was last searched for: the narrowest that one keeps over those asked."""
+    """Where no plan kept the bounds in the last search: the tightest that one keeps over the requested ones."""
     verdict: str = ""
     """In words."""
 
@@ -97,11 +97,11 @@ class Replanned:
     seconds: float
     """When, on the service's clock."""
     source: str
-    """`drift`, or what an operator did: `signal`, `request`."""
+    """`drift`, or the operator's `signal` or `request`."""
     reason: str
     plan: Plan
     old: Estimate | None
-    """Of the plan before, under the law that the new one was made for, as far as that is known."""
+    """Of the previous plan under the law that the new one was made for, where known."""
     new: Estimate | None
     diff: str
     """For people."""
@@ -110,14 +110,14 @@ class Replanned:
     pause_seconds: float = 0.0
     """In which no batch ran."""
     num_recomputed: int = 0
-    """Requests whose keys and values could not stay."""
+    """Requests that were prefilled again."""
     num_carried: int = 0
-    """Requests that took theirs along to other workers."""
+    """Requests whose keys and values moved to other workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanState:
-    """Everything about re-planning that a page or a metric may show."""
+    """Everything about re-planning that the dashboard and metrics show."""
 
     mode: str
     plan: Plan
@@ -126,16 +126,16 @@ class ReplanState:
     """Adopted since the start."""
     drift: DriftState = field(default_factory=DriftState)
     planned: Lengths | None = None
-    """What the active plan was made for; None where its workload cannot be read."""
+    """Lengths that the active plan was made for; None where its workload cannot be read."""
     observed: Lengths | None = None
     last: Replanned | None = None
     """The last re-plan that was adopted."""
     proposed: Replanned | None = None
-    """A plan that waits for somebody to adopt or to veto it."""
+    """A plan that awaits adoption or veto."""
     veto: str = ""
-    """Why the last plan that was found better, or proposed, was not adopted."""
+    """Why the last better or proposed plan was not adopted."""
     error: str = ""
-    """Why nothing is watched, or why the last attempt failed."""
+    """Why there is no watch, or why the last attempt failed."""
 
 
 def as_json(state: ReplanState) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def as_json(state: ReplanState) -> dict[str, Any]:
 
 
 def summary(state: ReplanState) -> Mapping[str, float]:
-    """The numbers for metrics, by name; what is not known is left out."""
+    """The values for metrics, by name; unknown ones are left out."""
     found = {
         "replans_total": state.num_replans,
         "drift_measure": state.drift.measure,

@@ -1,9 +1,8 @@
-"""A trace watched as a service would watch it, offline: when it would have re-planned, and what that would have gained.
+"""Plays a trace to a Watch offline: when a service would have re-planned, and what that would have gained.
 
-Each request is taken to start when it arrives and to be served in the time that the active plan predicts for its length
-under the lengths of the moment; where the trace has no times, requests come as fast as the plan serves them. A queue is
-not played: what is asked is which law the service would have seen, and a replay of every plan answers the rest
-(`exeplan simulate`).
+Each request starts when it arrives and takes the time that the active plan predicts for its length under the current
+lengths; without times in the trace, requests arrive as fast as the plan serves them. No queue is simulated: the
+question is which law the service would have seen (for the rest: `exeplan simulate`).
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ class TraceLook:
 def arrivals_of(trace: Trace, problem: Problem, plan: Plan, rate: float | None = None) -> Floats:
     """Seconds from the first request; at `rate` requests a second where one is given, whatever the trace says.
 
-    A trace with times keeps its pattern. Raises InputError for a trace whose times span nothing.
+    A trace with times keeps its pattern. Raises InputError for a trace whose times are all equal.
     """
     count, times = len(trace.inputs), trace.arrival_s
     if times is None:
@@ -45,7 +44,7 @@ def arrivals_of(trace: Trace, problem: Problem, plan: Plan, rate: float | None =
 
 
 def play_trace(watch: Watch, problem: Problem, trace: Trace, arrivals: Floats) -> Iterator[TraceLook]:
-    """Every look that the service takes; a proposal is adopted at once."""
+    """Every look of the service; a proposal is adopted at once."""
     ends = np.full(len(arrivals), np.inf)
     begun = 0
     every = watch.rules.every
@@ -56,12 +55,12 @@ def play_trace(watch: Watch, problem: Problem, trace: Trace, arrivals: Floats) -
         begun = latest
         done = np.flatnonzero(ends[:begun] <= now)
         open_ = np.flatnonzero((ends[:begun] > now) & np.isfinite(ends[:begun]))
-        # All get their tokens at one pace, whatever they will become: else who runs would tell how long it will be.
+        # All get their tokens at one pace, whatever their final length: else the pace would reveal it.
         tokens = np.minimum(np.searchsorted(curve, now - arrivals[open_], side="right"), trace.outputs[open_] - 1)
         ended = [_seen(trace, arrivals, n, int(trace.outputs[n]), True) for n in done.tolist()]
         known = zip(open_.tolist(), tokens.tolist(), strict=True)
         running = [_seen(trace, arrivals, n, count, False) for n, count in known]
-        ends[done] = -np.inf  # Told once.
+        ends[done] = -np.inf  # Noted once.
         watch.note(ended, running)
         state, proposal = watch.look(float(now))
         if proposal:

@@ -1,22 +1,21 @@
-"""Drift: is the plan still the right one for what arrives? Judged by consequence, and only when something has changed.
+"""Watch: whether the active plan is still the right one for the traffic, judged by its consequences.
 
-Every few seconds the active plan is re-simulated (closed form) on the law of recent requests. Another plan is looked
-for when, at two looks in a row, the law differs from the one of the last decision by more than chance explains
-(`drift_evidence.py`), or when that decision rested on a sample half as large as today's. It is proposed when
+Every few seconds the active plan is re-simulated (closed form) on the law of recent requests. Another plan is searched
+for when, at two consecutive looks, the law differs from the one of the last decision by more than chance explains
+(`evidence.py`), or when that decision rested on a sample half as large as today's. It is proposed when
 
-    the bound    is broken under the observed law, another plan keeps it, and moving takes less than the law may last
-    or misses    it by clearly less, where no plan keeps it: the gentlest one (`drift_search.py`), until one does again
-    or the gain  in throughput is above the threshold, and over that time brings more requests than moving costs
+    bound     the observed law breaks it, another plan keeps it, and moving takes less time than the law may last
+    missed    no plan keeps the bound, and the lowest-latency one (`best_plan.py`) misses it by clearly less
+    gain      the throughput rises by more than the threshold, and over that time by more requests than moving costs
 
-A law is expected to last as long again as it has lasted, a dwell time at least; within a dwell time after a re-plan
+A law is expected to last as long again as it has lasted, at least a dwell time; within a dwell time after a re-plan
 there is no other. Moving costs the load of weights that a device lacks and the prefill of requests whose keys and
 values cannot stay (ExeGPT, ASPLOS 2024, Table 4).
-The new plan is made for a law whose tail is as heavy as the sample leaves room for, so that chance does not make it
-look better than it is. Where requests took longer than predicted, both plans are judged with that margin: it is no
-reason to look for another plan, as the traffic is what it was, but one that is looked for shall keep the bound.
+The new plan is made for a law whose tail is as heavy as the sample allows, so that chance does not make it look better
+than it is. Where requests took longer than predicted, both plans are judged with that slowdown; it alone does not start
+a search, because the traffic has not changed.
 
-Pure: times come in as arguments. Not here: what carries a plan out (`runner/replan/replanner.py`), traces
-(`drift_trace.py`).
+Pure: times are arguments. Not here: carrying a plan out (`runner/replan/replanner.py`), and traces (`trace.py`).
 """
 
 import math
@@ -42,16 +41,16 @@ from exeplan.workload.workload import Workload
 
 _SLOWDOWN_REQUESTS, _MOST_SLOWDOWN = 50, 1.5
 _LONGEST = 10
-"""One in so many requests, the longest, tells how much longer than predicted they take."""
+"""The longest tenth of the requests gives the slowdown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A plan that is better for what arrives; both estimates are of the observed law."""
+    """A better plan for the observed law, which both estimates are of."""
 
     plan: Plan
     workload: Workload
-    """What it was made for."""
+    """The lengths that it was made for."""
     old: Estimate | None
     new: Estimate
     reason: str
@@ -64,19 +63,19 @@ class _Basis:
 
     known: Known
     size: float
-    """Requests from which its tail is known."""
+    """Requests behind its tail."""
     planned: bool
-    """It is the plan's own, not a sample of ours that grows."""
+    """It is the plan's own, not a growing sample."""
 
     @classmethod
     def of(cls, workload: Workload) -> "_Basis":
-        """What was planned for: known as well as its trace is long, or for certain where it is a law."""
+        """The planned lengths: as certain as their trace is long, entirely certain for a law."""
         size = float(len(workload.trace.inputs)) if workload.trace else math.inf
         return cls(Known(workload, size), size, planned=True)
 
 
 class Watch:
-    """Watches one service: `note` what is known of requests, `look` at times, `adopted` when the plan is another."""
+    """Watches one service: `note` requests, `look` at intervals, `adopted` when the plan changes."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Watch:
         policies: tuple[str, ...] | None = None,
         monitor: LengthMonitor | None = None,
     ) -> None:
-        """`problem` is the one that the plan answers, on its placement; its workload is what was planned for."""
+        """`problem` is the one that the plan answers, on its placement; its workload is the planned one."""
         self.rules = rules or Rules()
         self.plan, self.monitor = plan, monitor or LengthMonitor()
         self._problem = _without_trace(problem)
@@ -103,14 +102,14 @@ class Watch:
 
     @property
     def problem(self) -> Problem:
-        """What the active plan has to solve now, on its placement."""
+        """The problem of the active plan under the observed law, on its placement."""
         workload = _in_context(self.observed or self.planned, self._problem)
-        # Deadlines are part of what was asked for, not of what is observed.
+        # Deadlines are part of the request, not of the observation.
         return replace(self._problem, workload=replace(workload, deadlines=self._problem.workload.deadlines))
 
     @property
     def planned(self) -> Workload:
-        """What the active plan was made for."""
+        """The workload that the active plan was made for."""
         return self._planned.known.workload
 
     def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
@@ -118,7 +117,7 @@ class Watch:
         self.monitor.note(ended, running)
 
     def adopted(self, proposal_or_plan: "Proposal | Plan", *, now: float, problem: Problem | None = None) -> None:
-        """The service runs this plan now; `problem` is the one it answers where it is none of our proposals."""
+        """The service runs this plan now; `problem` is required for a plan that is no proposal."""
         if isinstance(proposal_or_plan, Plan):
             assert problem is not None
             self.plan, self._problem = proposal_or_plan, _without_trace(problem)
@@ -131,11 +130,11 @@ class Watch:
         self._last_replan, self._agreeing, self._best_gain = now, 0, None
 
     def vetoed(self, *, now: float) -> None:
-        """Somebody does not want the last proposal: for a dwell time there is no other."""
+        """The last proposal was vetoed: there is no other for a dwell time."""
         self._last_replan, self._agreeing = now, 0
 
     def look(self, now: float) -> tuple[DriftState, Proposal | None]:
-        """What is known now, and a better plan where there is reason to search and one is found."""
+        """The state now, and a better plan where a search is due and finds one."""
         observed = self.monitor.observe()
         if observed is None or observed.size < self.rules.least_requests:
             size = observed.size if observed else 0.0
@@ -163,11 +162,11 @@ class Watch:
         return evidence(observed.known, basis.known, false_alarm=self.rules.false_alarm)
 
     def _asks(self, observed: Observed, now: float) -> bool:
-        """Whether there is reason to search, and time to move."""
+        """Whether a search is due and a re-plan allowed."""
         grown = not self._basis.planned and observed.size >= 2 * self._basis.size
         differs = grown or self._far(observed, self._basis) > 1
         fresh, self._told = self.monitor.num_noted > self._told, self.monitor.num_noted
-        self._agreeing = self._agreeing + fresh if differs else 0  # The same requests agree with themselves.
+        self._agreeing = self._agreeing + fresh if differs else 0  # Only new requests count.
         enough = observed.size >= self.rules.least_for_search
         return enough and self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
 
@@ -199,7 +198,7 @@ class Watch:
         if found.schedule == self.plan.schedule and found.placement == self.plan.placement:
             reason, self._verdict = "", self._unkept(problem) or "the active plan is the best there is"
         elif self._missed:
-            reason = self._gentler(problem, real, _share(problem, new) * slowdown, cost=cost, lasts=lasts)
+            reason = self._lower_latency(problem, real, _share(problem, new) * slowdown, cost=cost, lasts=lasts)
         else:
             reason = self._reason(real, kept, new, cost=cost, lasts=lasts)
         if not reason:
@@ -209,18 +208,20 @@ class Watch:
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
 
     def _unkept(self, problem: Problem) -> str:
-        """That no plan keeps the bounds, by how much they are missed, and which ones would be kept; or nothing."""
+        """That no plan keeps the bounds, and the tightest ones that a plan keeps; empty where one keeps them."""
         if not self._missed:
             return ""
         wider = scaled(problem.bounds, [self._missed] * len(problem.bounds))
         asked, kept = (", ".join(map(str, bounds)) for bounds in (problem.bounds, wider))
-        return f"no plan keeps {asked} under the observed lengths; the narrowest that one keeps is {kept}"
+        return f"no plan keeps {asked} under the observed lengths; the tightest that a plan keeps is {kept}"
 
-    def _gentler(self, problem: Problem, share: float | None, least: float, *, cost: float, lasts: float) -> str:
-        """Why to move where no plan keeps the bound; `share` and `least` say how full it is with the active plan, and
-        with the gentlest one."""
-        active = "does not sustain the rate" if share is None else f"fills it to {100 * share:.0f} %"
-        reason = f"{self._unkept(problem)}. The gentlest plan fills it to {100 * least:.0f} %, the active one {active}"
+    def _lower_latency(self, problem: Problem, share: float | None, least: float, *, cost: float, lasts: float) -> str:
+        """Why to move where no plan keeps the bound; `share` and `least` are its utilization with the active plan and
+        with the lowest-latency one."""
+        active = "does not sustain the rate" if share is None else f"uses {100 * share:.0f} %"
+        reason = (
+            f"{self._unkept(problem)}. The lowest-latency plan uses {100 * least:.0f} % of it, the active one {active}"
+        )
         if share is not None and share <= least * (1 + max(self.rules.gain, STEP)):
             self._verdict = f"{reason}, which is hardly more"
             return ""
@@ -230,27 +231,31 @@ class Watch:
         return reason
 
     def _reason(self, share: float | None, kept: Estimate | None, new: Estimate, *, cost: float, lasts: float) -> str:
-        """Why to move; empty where it does not pay, and the verdict says so. `share` is how full the bound is."""
+        """Why to move; empty where it does not pay, which the verdict states. `share` is the bound's utilization."""
         gain = self._best_gain or 0.0
         if share is None or share > 1:
             if cost >= lasts:
                 self._verdict = f"moving takes {cost:.3g} s, the law may last {lasts:.3g} s"
                 return ""
-            full = "the rate is not sustained" if share is None else f"the bound would be filled to {100 * share:.0f} %"
+            full = (
+                "the rate is not sustained"
+                if share is None
+                else f"the active plan would use {100 * share:.0f} % of the bound"
+            )
             return f"{full} under the observed lengths"
         if gain <= self.rules.gain:
-            self._verdict = f"the best other plan gains {100 * gain:+.1f} %, less than it takes"
+            self._verdict = f"the best other plan gains {100 * gain:+.1f} %, less than the threshold"
             return ""
         assert kept is not None
         if (new.throughput - kept.throughput) * (lasts - cost) <= kept.throughput * cost:
-            self._verdict = f"moving takes {cost:.3g} s, which a gain of {100 * gain:+.1f} % does not bring back"
+            self._verdict = f"moving takes {cost:.3g} s, which a gain of {100 * gain:+.1f} % does not recover"
             return ""
         return f"another plan gains {100 * gain:+.1f} % in throughput under the observed lengths"
 
     def _slowdown(self, problem: Problem) -> float:
-        """How much longer the longest took than this plan predicts for the longest; 1 at least.
+        """Time of the longest requests over the plan's prediction for them; at least 1.
 
-        Not by single requests' ratios: these hold jitter that hardly moves a percentile of the latency.
+        Summed, not by ratios of single requests: their jitter hardly moves a percentile of the latency.
         """
         rows = [seen for seen in self.monitor.recent() if seen.complete and seen.seconds > 0]
         rows = [seen for seen in rows if seen.start >= self._last_replan][-4 * _SLOWDOWN_REQUESTS :]
@@ -266,7 +271,7 @@ class Watch:
 def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """The policies of `auto`, and the plan's own where it is from outside the package.
 
-    Where the placement stays and has separate stages, those that need such.
+    On a fixed placement with separate stages, those that need separate stages.
     """
     own = () if plan.schedule.policy in policy_names() else (plan.schedule.policy,)
     if problem.cluster is None and any(stage.phase for stage in problem.cost.placement):
@@ -275,7 +280,7 @@ def _policies(problem: Problem, plan: Plan) -> tuple[str, ...]:
 
 
 def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float | None]:
-    """What the plan does under this law, and how full its fullest bound is; None where it cannot sustain the rate."""
+    """The plan's estimate and the utilization of its binding bound; None where it cannot sustain the rate."""
     try:
         kept = problem.estimate(plan.schedule)
     except Infeasible:
@@ -284,18 +289,18 @@ def _consequence(problem: Problem, plan: Plan) -> tuple[Estimate | None, float |
 
 
 def _share(problem: Problem, estimate: Estimate) -> float:
-    """How full the fullest bound is; 0 where nothing is bounded."""
+    """The utilization of the binding bound; 0 without bounds."""
     full = binding(problem.bounds, estimate)
     return full[1] if full else 0.0
 
 
 def _in_context(workload: Workload, problem: Problem) -> Workload:
-    """Lengths as the model takes them: a request that runs may be known to be longer than anything that ended."""
+    """Lengths cut to the context: a running request may be known to be longer than all that ended."""
     return workload.fit_context(problem.profile.model.max_context, scale=False)
 
 
 def _without_trace(problem: Problem) -> Problem:
-    """Requests at the rate of the plan's trace: the trace itself is the past."""
+    """The problem with arrivals at the rate of the plan's trace, as the trace itself is past."""
     if problem.arrivals is None or not problem.arrivals.of_trace:
         return problem
     return replace(problem, arrivals=replace(problem.arrivals, of_trace=False))

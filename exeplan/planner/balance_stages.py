@@ -1,9 +1,8 @@
-"""Where the layers go: stages balanced for the work of a workload's steady state.
+"""Distributes layers: stages balanced for the work of a workload's steady state.
 
-Prefill and decode stand in a fixed ratio in any steady state: with `rows` requests decoding, rows / mean decode steps
-begin in each iteration. At the number of rows that half of the memory allows, that ratio says how long a layer keeps a
-stage busy, and so how layers are shared out between stages of different width (`exeplan.planner.layouts`), and how
-many GPUs prefill where some do nothing else.
+Prefill and decode have a fixed ratio in any steady state: with `rows` requests decoding, rows / mean decode steps begin
+in each iteration. At the number of rows that half of the memory allows, that ratio gives the time of a layer, and from
+it the layers of stages of different width (`exeplan.planner.layouts`) and the number of GPUs that only prefill.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from exeplan.simulator.timings import Shard, Timings
 from exeplan.workload.workload import Workload
 
 _SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)
-"""GPUs of a cluster of which every split is tried, and what is tried of larger ones over the proportion of the work."""
+"""GPUs up to which every split is tried; of larger clusters, splits around the proportion of the work."""
 _FILL = 0.5
-"""Share of the free memory that keys and values take when stages are balanced."""
+"""Share of the free memory that the KV cache takes when stages are balanced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Balance:
         self.rows = self._rows()
 
     def placement(self, layout: Layout) -> Placement | None:
-        """All stages do everything; None when the memory cannot hold the layers."""
+        """All stages prefill and decode; None when the memory cannot hold the layers."""
         devices = groups(self.cluster, layout)
         loads = [self._stage_load(d, i == 0, i == len(devices) - 1, both=True) for i, d in enumerate(devices)]
         counts = share_out(self.spec.num_layers, loads)
@@ -59,8 +58,8 @@ class Balance:
     def prefill_gpus(self, split_by: str) -> tuple[int, ...]:
         """Numbers of GPUs that prefill: in proportion to the work (`time`), or as few as hold the weights (`memory`).
 
-        The work depends on batches that are not known yet, and tensor parallelism on the stages' sizes: numbers around
-        that proportion are given too, all there are on a small cluster.
+        The work depends on batches that are not known yet, so numbers around that proportion are included, all of them
+        on a small cluster.
         """
         total = self.cluster.num_gpus
         if split_by == "memory":
@@ -120,7 +119,7 @@ class Balance:
         )
 
     def _rows(self) -> float:
-        """Requests that decode when keys and values fill half of the memory that the weights leave."""
+        """Decoding requests when the KV cache fills half of the memory that the weights leave."""
         spec, gpus = self.spec, self.cluster.num_gpus
         free = max(self.memory * gpus - model_parameters(spec) * self._held_bytes(), 0.1 * self.memory)
         per_request = (self.workload.mean_input + self.workload.mean_output / 2) * spec.num_layers
@@ -129,7 +128,7 @@ class Balance:
         return float(min(max(rows / gpus, 1.0), largest))
 
     def _held_bytes(self) -> float:
-        """Bytes of one parameter as the engine holds it."""
+        """Bytes of one parameter as the engine stores it."""
         profile = self.timings.profile
         return profile.weight_bytes / model_parameters(self.spec)
 

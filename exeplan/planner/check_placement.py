@@ -1,8 +1,7 @@
-"""Whether a placement can hold a model on a cluster: for plans that come from a file.
+"""Whether the placement of a plan from a file is complete and consistent for its model and cluster.
 
-Every phase has all layers, in order, each once; every device is there and in one stage only. Not here: whether the
-memory suffices (`exeplan.planner.load_problem`), and whether the profile has the tensor-parallel sizes
-(`simulator/cost.py`).
+Every phase has all layers, in order, each once; every device exists and is in one stage only. Not here: whether the
+memory suffices (`problem.py`), and whether the profile has the tensor-parallel sizes (`simulator/cost.py`).
 """
 
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ def check_placement(placement: Placement, spec: ModelSpec, schedule: Schedule) -
 
 
 def check_devices(placement: Placement, cluster: Cluster | None = None) -> None:
-    """Raises InputError for a device in two stages, or one that the cluster has not."""
+    """Raises InputError for a device in two stages, or one that the cluster does not have."""
     seen: dict[int, int] = {}
     for number, stage in enumerate(placement):
         for device in stage.devices:

@@ -1,27 +1,27 @@
 """Many optimizations in one table: every profile on every cluster of its device, under every workload and bound.
 
-Not here: what a single optimization can be asked beyond that (`exeplan optimize`).
+Not here: further options of a single optimization (`exeplan optimize`).
 """
 
 import csv
 import io
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster
-from exeplan.core.plan import bound_json, estimate_json, stage_json
+from exeplan.core.plan import bound_json, stage_json
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Placement, Schedule
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import optimize, resolve_policies
+from exeplan.extras import frame
 from exeplan.planner.placement_text import show_placement
-from exeplan.planner.problem import make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.solution import solve
+from exeplan.planner.tables import html, html_table, table
 from exeplan.units import show_seconds
-from exeplan.workload.workload import Workload
 
 _HEADER = (
     "model",
@@ -40,12 +40,12 @@ _HEADER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One row: what was asked, and the best plan or why there is none."""
+class ComparisonRow:
+    """What was asked, and the best plan or why there is none."""
 
     model: str
     cluster: str
-    """The device where there is no cluster."""
+    """The device where there is none."""
     gpus: int
     workload: str
     bound: Bound
@@ -56,7 +56,7 @@ class Comparison:
     replay: Estimate | None = None
     refusal: str = ""
     nearest: str = ""
-    """What would be possible, in a few words."""
+    """The nearest feasible request, in a few words."""
 
     @property
     def throughput_per_gpu(self) -> float | None:
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def matched(profiles: Sequence[Profile], clusters: Sequence[Cluster]) -> list[tuple[Profile, Cluster]]:
-    """Every profile with every cluster of its device. Raises InputError for one that has no partner."""
+    """Every profile with every cluster of its device. Raises InputError for one without a match."""
     devices = {cluster.device for cluster in clusters}
     for profile in profiles:
         if profile.device.name not in devices:
@@ -83,32 +83,59 @@ def matched(profiles: Sequence[Profile], clusters: Sequence[Cluster]) -> list[tu
     return [(p, c) for p, c in product(profiles, clusters) if p.device.name == c.device]
 
 
-def compare(profile: Profile, cluster: Cluster | None, workload: Workload, bound: Bound, *, policy: str) -> Comparison:
-    """One row. Raises InputError where something is wrong, rather than out of reach."""
-    row = Comparison(
-        model=profile.model.name,
-        cluster=cluster.name if cluster else profile.device.name,
-        gpus=cluster.num_gpus if cluster else 1,
-        workload=workload.name,
-        bound=bound,
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Many optimizations: one row each."""
+
+    rows: tuple[ComparisonRow, ...]
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame; seconds, requests/s, tokens/s."""
+        return frame([_flat(row) for row in self.rows])
+
+    def __iter__(self) -> Iterator[ComparisonRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return comparison_table(self.rows)
+
+    def _repr_html_(self) -> str:
+        cells, reasons = _table_cells(self.rows)
+        return html(html_table(_HEADER, cells), "\n".join(reasons))
+
+
+def compare_row(request: PlanRequest) -> ComparisonRow:
+    """The row of a request under one bound. Raises InputError for wrong input, not for an infeasible bound."""
+    row = ComparisonRow(
+        model=request.profile.model.name,
+        cluster=request.cluster.name if request.cluster else request.profile.device.name,
+        gpus=request.cluster.num_gpus if request.cluster else 1,
+        workload=request.workload.name,
+        bound=request.bounds[0],
     )
     try:
-        problem = make_problem(profile, workload, bound, cluster=cluster)
-        plan = optimize(problem, policies=resolve_policies(policy, cluster)).plan
+        plan = solve(request).optimum.plan
     except Infeasible as refused:
         return replace(row, refusal=str(refused), nearest=refused.nearest)
     return replace(row, schedule=plan.schedule, placement=plan.placement, estimate=plan.estimate, replay=plan.replay)
 
 
-def comparison_table(rows: Sequence[Comparison]) -> str:
+def comparison_table(rows: Sequence[ComparisonRow]) -> str:
     """The rows for people. Why a row has no plan stands in it, or below the table, where it takes a sentence."""
+    cells, reasons = _table_cells(rows)
+    return "\n".join([table(_HEADER, cells), *reasons])
+
+
+def _table_cells(rows: Sequence[ComparisonRow]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The cells, and the numbered sentences that they refer to."""
     reasons = list(dict.fromkeys(row.refusal for row in rows if row.refusal and not row.nearest))
-    lines = [table(_HEADER, [_cells(row, reasons) for row in rows])]
-    lines += [f"({number}) {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join(lines)
+    return [_cells(row, reasons) for row in rows], [f"({number}) {reason}" for number, reason in enumerate(reasons, 1)]
 
 
-def _cells(row: Comparison, reasons: Sequence[str]) -> tuple[str, ...]:
+def _cells(row: ComparisonRow, reasons: Sequence[str]) -> tuple[str, ...]:
     asked = (row.model, row.cluster, str(row.gpus), row.workload, show_seconds(row.bound.seconds))
     if row.schedule is None or row.placement is None or row.estimate is None:
         return (*asked, "none", row.nearest or f"see ({reasons.index(row.refusal) + 1})", *("-",) * 5)
@@ -124,23 +151,23 @@ def _cells(row: Comparison, reasons: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def as_json(row: Comparison) -> dict[str, Any]:
+def as_json(row: ComparisonRow) -> dict[str, Any]:
     """A row for programs: schedule and placement as in a plan, null where there is none."""
     return {
         **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
         "bound": bound_json(row.bound),
         "schedule": {"policy": row.schedule.policy, **row.schedule.variables} if row.schedule else None,
         "placement": [stage_json(stage) for stage in row.placement] if row.placement else None,
-        "estimate": estimate_json(asdict(row.estimate)) if row.estimate else None,
-        "replay": estimate_json(asdict(row.replay)) if row.replay else None,
+        "estimate": row.estimate.to_dict() if row.estimate else None,
+        "replay": row.replay.to_dict() if row.replay else None,
         "throughput_per_gpu": row.throughput_per_gpu,
         "refusal": row.refusal or None,
         "nearest": row.nearest or None,
     }
 
 
-def csv_text(rows: Sequence[Comparison]) -> str:
-    """The rows as CSV: seconds, requests/s, tokens/s; an endless bound is `inf`, what a row has not is empty."""
+def csv_text(rows: Sequence[ComparisonRow]) -> str:
+    """The rows as CSV: seconds, requests/s, tokens/s; an infinite bound is `inf`, a missing value is empty."""
     out = io.StringIO()
     writer = csv.DictWriter(out, [*_flat(rows[0])], lineterminator="\n")
     writer.writeheader()
@@ -148,7 +175,7 @@ def csv_text(rows: Sequence[Comparison]) -> str:
     return out.getvalue()
 
 
-def _flat(row: Comparison) -> dict[str, Any]:
+def _flat(row: ComparisonRow) -> dict[str, Any]:
     estimate = row.estimate
     return {
         **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},

@@ -1,6 +1,6 @@
-"""Why the winner wins: where its time goes, what limits it, who comes next, and what a little more would buy.
+"""Explains a plan: where its time goes, what limits it, the runner-up, and what more GPUs or latency would gain.
 
-What more would buy is searched again, for the winner's policy alone. Not here: how it is shown (`explain_text.py`).
+Those gains are searched again, for the winner's policy alone. Not here: how it is shown (`explain_text.py`).
 """
 
 import math
@@ -18,16 +18,16 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import memory_bytes
 
 MORE_LATENCY = 0.1
-"""The share by which the bound is loosened to see what that buys."""
+"""The share by which the bound is widened to see the gain."""
 _TELLING = 0.1
-"""Share of the GPUs' time from which idle stages, and communication, are named among what takes it."""
+"""Share of the GPUs' time from which idle stages and communication are named."""
 _FAR = 0.4
-"""Below this share of both of the device's ceilings a phase is called far from either."""
+"""A phase below this share of both of the device's ceilings is called far from both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The best schedule of the winner's policy with a little more of something."""
+    """The best schedule of the winner's policy with more GPUs or latency."""
 
     change: str
     """What is different: `5 GPUs instead of 4`."""
@@ -36,19 +36,19 @@ class WhatIf:
     gain: float | None
     """Of throughput, relative to the plan's."""
     note: str = ""
-    """Why there is nothing to tell."""
+    """Why there is no schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What there is to say about a plan that won."""
+    """The explanation of a plan."""
 
     schedule: Schedule
     placement: Placement
     throughput: float
     """Requests/s with its batches full."""
     limits: tuple[str, ...]
-    """What stands between this plan and more throughput, the first cause first."""
+    """What limits the throughput, the first cause first."""
     breakdown: Breakdown
     runner_up: Candidate | None
     refusals: tuple[str, ...]
@@ -67,8 +67,8 @@ def explain(
 ) -> Explanation:
     """Explains the optimum of a problem.
 
-    `again` optimizes another problem for the winner's policy alone; `whole` is the cluster of which this one has some
-    GPUs.
+    `again` optimizes another problem for the winner's policy alone; `whole` is the cluster that the
+    GPUs are a part of.
     """
     plan, winner = optimum.plan, _winner(optimum)
     placed = problem.at(plan.placement)
@@ -96,14 +96,14 @@ def _winner(optimum: Optimum) -> Candidate:
 
 
 def sustained(candidate: Candidate) -> float:
-    """Requests/s with its batches full, which where requests come at a rate is more than comes."""
+    """Requests/s with its batches full: with an arrival rate, more than arrives."""
     if candidate.search is not None and candidate.search.best is not None:
         return candidate.search.best.outcome.throughput
     return candidate.estimate.throughput if candidate.estimate else 0.0
 
 
 def _what_binds(problem: Problem, winner: Candidate) -> str:
-    """The limit of the search that one step more of a control variable breaks."""
+    """The limit that one more step of a control variable breaks."""
     assert winner.search is not None
     assert winner.schedule is not None
     binding = winner.search.what_binds
@@ -116,12 +116,12 @@ def _what_binds(problem: Problem, winner: Candidate) -> str:
         full = held / problem.memory >= steady.cycle.num_seqs / problem.max_seqs
         found.append("KV memory" if full else f"the limit of {problem.max_seqs} residents")
     if not found:
-        return "no limit: more requests at once bring no more throughput"
-    return f"{' and '.join(found)}: one step more of a control variable breaks {'it' if len(found) == 1 else 'them'}"
+        return "no limit: a larger batch brings no more throughput"
+    return f"{' and '.join(found)}: one more step of a control variable breaks {'it' if len(found) == 1 else 'them'}"
 
 
 def _what_takes_time(found: Breakdown) -> list[str]:
-    """What keeps the GPUs busy, or idle, by its share of their time."""
+    """What the GPUs spend their time on, by its share."""
     costs = [(time.share, f"{name} passes: {_ceiling(time)}") for name, time in found.phases.items()]
     if found.mean["idle"] >= _TELLING:
         costs.append((found.mean["idle"], "pipeline bubbles" if len(found.stages) > 1 else "waiting"))
@@ -131,7 +131,7 @@ def _what_takes_time(found: Breakdown) -> list[str]:
 
 
 def _ceiling(time: PhaseTime) -> str:
-    """Which of the device's ceilings a phase is closer to."""
+    """The device's ceiling that a phase is closer to."""
     reached = f"at {percent(time.flops_share)} of the FLOP/s and {percent(time.bandwidth_share)} of the bandwidth"
     if max(time.flops_share, time.bandwidth_share) < _FAR:
         return f"far from both ceilings, {reached}"
@@ -140,7 +140,7 @@ def _ceiling(time: PhaseTime) -> str:
 
 def _more_gpus(problem: Problem, again: Callable[[Problem], Optimum], before: float, whole: Cluster | None) -> WhatIf:
     if problem.cluster is None or whole is None:
-        note = "name a --cluster to see what it buys"
+        note = "name a --cluster to see the gain"
         return WhatIf(change="one more GPU", schedule=None, throughput=None, gain=None, note=note)
     number, cluster = problem.cluster.num_gpus, larger(whole, problem.cluster.num_gpus)
     bigger = replace(
@@ -153,7 +153,7 @@ def _more_gpus(problem: Problem, again: Callable[[Problem], Optimum], before: fl
 
 
 def larger(whole: Cluster, num_gpus: int) -> Cluster:
-    """One GPU more than so many of the cluster; where they fill nodes, one node more."""
+    """One GPU more than `num_gpus` of the cluster; where they fill nodes, one node more."""
     if num_gpus < whole.gpus_per_node:
         return whole.part(num_gpus + 1)
     if whole.num_nodes == 1:

@@ -1,4 +1,4 @@
-"""An explanation in words, and for programs; it adds nothing to `exeplan.planner.explain`."""
+"""An explanation as text and as JSON values (see `exeplan.planner.explain`)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from exeplan.planner.tables import table
 from exeplan.simulator.breakdown import KINDS
 
 _STAGES = 16
-"""Stages listed one by one; of more, only the mean is told."""
+"""Most stages that are listed; of more, only the mean is shown."""
 
 
 def explanation_lines(explanation: Explanation) -> str:
@@ -59,7 +59,7 @@ def _show_what_if(what: WhatIf) -> str:
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
-    """The explanation for programs: shares, requests/s; null where there is nothing to tell."""
+    """The explanation for programs: shares, requests/s; null where there is no value."""
     e = explanation
     runner_up = None
     if e.runner_up and e.runner_up.schedule:

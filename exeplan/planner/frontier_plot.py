@@ -1,22 +1,21 @@
-"""The throughput/latency frontier of each policy: `frontier_rows` has the numbers, `draw_frontier` the pixels.
+"""The throughput/latency frontier of each policy: `frontier_rows` has the numbers, `plot_frontier` draws them.
 
-Only what the search tried is drawn, so that the curves are dense around the bound and sparse far from it.
+Only points that the search tried are drawn, so that curves are dense around the bound and sparse far from it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exeplan.errors import InputError
+from exeplan.figures import check_picture, new_figure, save_figure
 from exeplan.search.search import Result
 from exeplan.units import show_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".png", ".svg", ".pdf")
 WIDEST = 4.0
 """Latency is drawn up to this many bounds."""
 
@@ -51,28 +50,16 @@ def frontier_rows(results: Mapping[str, Result]) -> list[FrontierRow]:
     ]
 
 
-def check_suffix(path: Path) -> None:
-    """Raises InputError for a name that says no kind of picture."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"cannot draw {path}: the name must end in {', '.join(SUFFIXES)}")
-
-
 def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float) -> None:
     """Writes the picture as PNG, SVG or PDF by the path's suffix. Raises InputError for another or an unusable path."""
-    check_suffix(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    _draw(figure.add_subplot(), frontier_rows(results), bound)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+    check_picture(path)
+    figure = new_figure(8, 5)
+    plot_frontier(frontier_rows(results), figure.add_subplot(), bound=bound)
+    save_figure(figure, path)
 
 
-def _draw(axes: "Axes", rows: list[FrontierRow], bound: float) -> None:
+def plot_frontier(rows: Sequence[FrontierRow], axes: "Axes", *, bound: float) -> None:
+    """Draws the rows within `WIDEST` bounds, the bound and the winner."""
     rows = [row for row in rows if row.latency <= WIDEST * bound]
     for policy in dict.fromkeys(row.policy for row in rows):
         own = [row for row in rows if row.policy == policy]
@@ -81,7 +68,7 @@ def _draw(axes: "Axes", rows: list[FrontierRow], bound: float) -> None:
         axes.axvline(bound, color="0.3", linestyle="--", linewidth=1, label=f"bound {show_seconds(bound)}")
     else:
         axes.set_xscale("log")
-    axes.set(xlabel="latency that the bound is about (s)", ylabel="throughput (requests/s)")
+    axes.set(xlabel="latency that the bound is on (s)", ylabel="throughput (requests/s)")
     axes.set_title("Most throughput within a latency, by policy")
     axes.set_ylim(0, 1.4 * max((row.throughput for row in rows), default=1.0) or 1.0)
     axes.grid(alpha=0.3)

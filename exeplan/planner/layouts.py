@@ -1,8 +1,8 @@
-"""Placement: which GPUs form which stages, and which layers are where.
+"""Layouts: which GPUs form which stages, and which layers each stage has.
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1 and 4.2. Partial tensor parallelism: degree t on g of N GPUs gives
-N - g + g / t stages. The layers of a stage are chosen so that the slowest stage is as fast as memory allows; they are
-alike, so that is a small exact problem, and the number of layers need not be divisible.
+N - g + g / t stages. Layers are distributed so that the slowest stage is as fast as memory allows; they are
+equal, so that is a small exact problem, and their number need not be divisible.
 
 Not here: which layout is best (`optimize.py`), and what a layer costs (`simulator/`).
 """
@@ -18,14 +18,14 @@ from exeplan.core.schedule import Placement, Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Tensor-parallel degree `size` on `num_parallel` of the GPUs, and how many of all only prefill."""
+    """Tensor-parallel degree `size` on `num_parallel` of the GPUs, and the number of GPUs that only prefill."""
 
     size: int = 1
     num_parallel: int = 0
     num_prefill: int = 0
-    """0 where every GPU does both."""
+    """0 where every GPU prefills and decodes."""
     across_nodes: bool = False
-    """A tensor-parallel group may lie in several nodes."""
+    """A tensor-parallel group may span nodes."""
 
     def __str__(self) -> str:
         parallel = (
@@ -36,16 +36,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """What the layers of a stage cost: used to balance stages."""
+    """The cost of the layers of a stage, by which stages are balanced."""
 
     layer_seconds: float
     fixed_seconds: float = 0.0
     most_layers: int
-    """As many as the memory holds."""
+    """Layers that fit the memory."""
 
 
 def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_nodes: bool = False) -> list[Layout]:
-    """Every degree and number of tensor-parallel GPUs worth trying; a group stays in its node unless asked.
+    """Every degree and number of tensor-parallel GPUs worth trying; a group stays in its node unless `across_nodes`.
 
     Degrees must divide the heads. On more than 16 GPUs the tensor-parallel ones come in whole nodes.
     """
@@ -69,15 +69,15 @@ def groups(cluster: Cluster, layout: Layout) -> list[tuple[int, ...]]:
 
 def split_groups(cluster: Cluster, layout: Layout) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """The GPUs of each prefilling and of each decoding stage; the latter are tensor parallel first."""
-    everyone = tuple(range(cluster.num_gpus))
-    prefill, decode = everyone[: layout.num_prefill], everyone[layout.num_prefill :]
+    gpus = tuple(range(cluster.num_gpus))
+    prefill, decode = gpus[: layout.num_prefill], gpus[layout.num_prefill :]
     decoding = _groups(cluster, decode, layout.size, layout.num_parallel, layout.across_nodes)
     left = layout.num_parallel - sum(len(group) for group in decoding if len(group) > 1)
     return _groups(cluster, prefill, layout.size, left, layout.across_nodes), decoding
 
 
 def share_out(num_layers: int, loads: Sequence[StageLoad]) -> list[int] | None:
-    """Layers of each stage so that the slowest is fastest; at least one each. None when the memory cannot hold them."""
+    """Layers of each stage, at least one, so that the slowest stage is fastest; None when the memory is too small."""
     if num_layers < len(loads) or any(load.most_layers < 1 for load in loads):
         return None
     if sum(load.most_layers for load in loads) < num_layers:
@@ -94,7 +94,7 @@ def share_out(num_layers: int, loads: Sequence[StageLoad]) -> list[int] | None:
 def placed(
     spec: ModelSpec, device_groups: Sequence[tuple[int, ...]], counts: Sequence[int], *, phase: str = ""
 ) -> Placement:
-    """The stages of these groups with so many decoder layers each, and encoder layers in proportion."""
+    """The stages of these groups with `counts` decoder layers, and encoder layers in proportion."""
     ends = list(accumulate(counts, initial=0))
     encoder_ends = [round(end * spec.num_encoder_layers / ends[-1]) for end in ends]
     return tuple(
@@ -104,7 +104,7 @@ def placed(
 
 
 def _parallel_gpus(cluster: Cluster, size: int, wanted: int, across_nodes: bool) -> int:
-    """How many GPUs can be in groups of so many."""
+    """How many of `wanted` GPUs can be in groups of this size."""
     if across_nodes:
         return wanted // size * size
     return cluster.num_nodes * (cluster.gpus_per_node // size * size)

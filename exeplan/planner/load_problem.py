@@ -1,4 +1,4 @@
-"""The files that commands name, turned into a Problem: references in a plan are relative to the plan's own folder."""
+"""Reads plans and the files that they name. References in a plan are relative to the plan's own folder."""
 
 import math
 import os
@@ -7,20 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan, parse_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.queue_order import ORDERS
-from exeplan.errors import Infeasible, InputError
+from exeplan.errors import InputError
 from exeplan.files import read_yaml
 from exeplan.planner.check_placement import check_devices, check_placement
-from exeplan.planner.problem import MEMORY_UTILIZATION, Problem, make_problem
+from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.problem import Problem
 from exeplan.policies import check_schedule
-from exeplan.simulator.memory import memory_bytes
-from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, trace_arrivals
 from exeplan.workload.deadlines import parse_deadlines
 from exeplan.workload.files import load_workload
@@ -49,7 +48,7 @@ def plan_from(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan with its references to files made good from here."""
+    """The plan with its references to files as seen from the working directory."""
     plan = load_plan(path)
     return replace(
         plan,
@@ -61,10 +60,21 @@ def read_plan(path: Path) -> Plan:
 
 
 def refer(reference: str, plan: Path) -> str:
-    """How a plan at that path names a file: relative to its folder. Names that are no files stay as they are."""
+    """How a plan at that path names a file: relative to its folder. Other names stay as they are."""
     if not Path(reference).expanduser().exists():
         return reference
     return os.path.relpath(Path(reference).expanduser(), plan.resolve().parent)
+
+
+def with_relative_references(plan: Plan, path: Path) -> Plan:
+    """The plan with its references as a file at that path has them."""
+    return replace(
+        plan,
+        model=refer(plan.model, path),
+        workload=plan.workload and refer(plan.workload, path),
+        profile=plan.profile and refer(plan.profile, path),
+        cluster=plan.cluster and refer(plan.cluster, path),
+    )
 
 
 def plan_model(plan: Plan) -> ModelSpec:
@@ -82,11 +92,16 @@ def plan_model(plan: Plan) -> ModelSpec:
 
 def plan_workload(plan: Plan, spec: ModelSpec, override: str | None = None) -> Workload:
     """The workload of a plan, or another one, fitted to the context where the plan's was."""
-    reference = override or plan.workload
-    if reference is None:
-        raise InputError("the plan names no workload; give one with --workload")
-    workload = fitted(load_workload(reference), spec, fit=plan.fit_context)
+    workload = fitted(plan_lengths(plan, override), spec, fit=plan.fit_context)
     return replace(workload, deadlines=parse_deadlines(plan.deadline)) if plan.deadline else workload
+
+
+def plan_lengths(plan: Plan, override: Workload | str | None = None) -> Workload:
+    """The workload that a plan names, or another one, as it was given."""
+    found = override or plan.workload
+    if found is None:
+        raise InputError("the plan names no workload; give one with --workload")
+    return found if isinstance(found, Workload) else load_workload(found)
 
 
 def fitted(workload: Workload, spec: ModelSpec, *, fit: bool) -> Workload:
@@ -94,8 +109,8 @@ def fitted(workload: Workload, spec: ModelSpec, *, fit: bool) -> Workload:
     return workload.fit_context(spec.max_context) if fit else workload
 
 
-def plan_cluster(plan: Plan, profile: Profile, override: str | None = None) -> Cluster | None:
-    """The GPUs that a plan is for, or another cluster; None where it names none: its devices stand in one node then.
+def plan_cluster(plan: Plan, profile: Profile, override: Cluster | str | None = None) -> Cluster | None:
+    """The GPUs of a plan, or another cluster; None where it names none, which means that its devices are in one node.
 
     Raises InputError when the cluster is of other devices than the profile, or lacks one that the plan uses.
     """
@@ -111,9 +126,9 @@ def plan_cluster(plan: Plan, profile: Profile, override: str | None = None) -> C
     return cluster
 
 
-def cluster_for(profile: Profile, reference: str, num_gpus: int | None = None) -> Cluster:
-    """The cluster, or so many of its GPUs, checked to be of the profile's devices."""
-    cluster = load_cluster(reference)
+def cluster_for(profile: Profile, reference: Cluster | str, num_gpus: int | None = None) -> Cluster:
+    """The cluster, or `num_gpus` of its GPUs, checked to be of the profile's devices."""
+    cluster = reference if isinstance(reference, Cluster) else load_cluster(reference)
     if cluster.device != profile.device.name:
         raise InputError(
             f"cluster {cluster.name} has {cluster.device} GPUs, the profile is of {profile.device.name}; profile the "
@@ -123,7 +138,7 @@ def cluster_for(profile: Profile, reference: str, num_gpus: int | None = None) -
 
 
 def profiled_host(profile: Profile, num_gpus: int) -> Cluster:
-    """So many devices of the host that was profiled, with the links that were measured there.
+    """`num_gpus` devices of the profiled host, with the links that were measured there.
 
     CPU devices share its memory. Raises InputError when the profile is of one device alone.
     """
@@ -146,6 +161,40 @@ def profiled_host(profile: Profile, num_gpus: int) -> Cluster:
     )
 
 
+def plan_request(
+    plan: Plan,
+    *,
+    profile: Profile | str | None = None,
+    workload: Workload | str | None = None,
+    cluster: Cluster | str | None = None,
+) -> PlanRequest:
+    """What a plan answers; a profile, workload or cluster that is given replaces the plan's own.
+
+    Raises InputError when its inputs are missing, or belong to another model or device.
+    """
+    spec = plan_model(plan)
+    measured = profile or plan.profile
+    if measured is None:
+        raise InputError("the plan names no profile; give one with --profile")
+    measured = profile_for(spec, measured if isinstance(measured, Profile) else load_profile(Path(measured)))
+    gpus = plan_cluster(plan, measured, cluster)
+    requests = plan_lengths(plan, workload)
+    # Another schedule keeps the order, unless only the plan's own policy has it.
+    order = plan.schedule.order if plan.schedule.order in ORDERS else "das"
+    return PlanRequest(
+        profile=measured,
+        workload=requests,
+        fit_context=plan.fit_context,
+        bounds=(plan.bound or Bound(seconds=math.inf), *plan.more_bounds),
+        deadlines=parse_deadlines(plan.deadline) if plan.deadline else None,
+        arrivals=_arrivals(plan, requests),
+        cluster=gpus,
+        order=order,
+        gpu_memory_utilization=plan.gpu_memory_utilization,
+        max_num_seqs=plan.max_seqs,
+    )
+
+
 def plan_problem(
     plan: Plan, *, profile: str | None = None, workload: str | None = None, cluster: str | None = None
 ) -> Problem:
@@ -153,49 +202,13 @@ def plan_problem(
 
     Raises InputError when its inputs are missing, belong to another model or device, or lack memory.
     """
-    spec = plan_model(plan)
-    reference = profile or plan.profile
-    if reference is None:
-        raise InputError("the plan names no profile; give one with --profile")
-    measured = profile_for(spec, load_profile(Path(reference)))
-    gpus = plan_cluster(plan, measured, cluster)
-    requests = plan_workload(plan, spec, workload)
-    problem = _placed(plan, measured, requests, gpus)
-    # Another schedule keeps the order, but for one that only the plan's own policy has.
-    order = plan.schedule.order if plan.schedule.order in ORDERS else "das"
-    return replace(problem, more_bounds=plan.more_bounds, arrivals=_arrivals(plan, requests), order=order)
+    return plan_request(plan, profile=profile, workload=workload, cluster=cluster).problem_at(plan.placement)
 
 
 def _arrivals(plan: Plan, workload: Workload) -> Arrivals | None:
     if plan.trace_arrivals:
         return trace_arrivals(workload)
     return Arrivals(rate=plan.arrival_rate) if plan.arrival_rate else None
-
-
-def _placed(plan: Plan, measured: Profile, requests: Workload, gpus: Cluster | None) -> Problem:
-    """The problem on the plan's placement, checked to have room for it."""
-    bound = plan.bound or Bound(seconds=math.inf)
-    if len(plan.placement) == 1 and gpus is None and plan.placement[0].tensor_parallel_size == 1:
-        return make_problem(measured, requests, bound, utilization=plan.gpu_memory_utilization, max_seqs=plan.max_seqs)
-    share = plan.gpu_memory_utilization or MEMORY_UTILIZATION
-    memory = (gpus.memory_bytes if gpus else measured.device.memory_bytes) * share
-    # Whether the model fits one device or could fit the cluster says nothing about this placement.
-    unplaced = make_problem(measured, requests, bound, cluster=gpus, memory=math.inf, max_seqs=plan.max_seqs)
-    problem = replace(unplaced, memory=memory).at(plan.placement)
-    _check_room(problem)
-    return problem
-
-
-def _check_room(problem: Problem) -> None:
-    """Raises Infeasible unless the fullest GPU of the placement holds its layers and the longest request."""
-    longest = int((problem.workload.inputs + problem.workload.outputs).max())
-    tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
-    needed = memory_bytes(problem.profile, problem.cost.placement, tokens, tokens)
-    if needed > problem.memory:
-        raise Infeasible(
-            f"the plan's fullest GPU needs {show_bytes(needed)} for weights, workspace and one request of {longest} "
-            f"tokens, {problem.profile.device.name} has {show_bytes(problem.memory)} for it; place fewer layers on it"
-        )
 
 
 def profile_for(spec: ModelSpec, profile: Profile) -> Profile:
@@ -209,10 +222,10 @@ def profile_for(spec: ModelSpec, profile: Profile) -> Profile:
 
 
 def _from(plan: Path, reference: str) -> str:
-    beside = plan.resolve().parent / Path(reference).expanduser()
-    return str(beside) if beside.exists() else reference
+    path = plan.resolve().parent / Path(reference).expanduser()
+    return str(path) if path.exists() else reference
 
 
 def engine_blocks(plan: Plan, spec: ModelSpec) -> int:
-    """KV blocks for the engine: the plan's, or room for a few full contexts where a plan by hand says nothing."""
+    """KV blocks for the engine: the plan's, or enough for 8 full contexts where a plan by hand sets none."""
     return (plan.kv_cache_tokens or 8 * spec.max_context) // BLOCK_SIZE

@@ -1,7 +1,7 @@
 """Margins: how far below each bound a plan stays, from replays of the winner and from measured errors.
 
-    closed form -> replay    the winner replayed with several seeds, which also tells how draws of requests differ; not
-                             its neighbours: fresh replays of what was picked are not biased by the pick
+    closed form -> replay    the winner replayed with several seeds, which includes the spread between samples of
+                             requests; fresh replays of the winner are not biased by its selection
     replay -> measurement    `Risk.laws`
 
 Several bounds share the risk equally, so that all hold together with it.
@@ -17,12 +17,12 @@ from exeplan.planner.problem import Problem, replay_estimate
 from exeplan.planner.risk import ErrorLaw, compound, error_law
 
 _SEEDS = 8
-"""Replays of the winner: with fewer, Student's law asks for much more than the replays differ by."""
+"""Replays of the winner: with fewer, Student's law demands much more than the spread of the replays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Risk:
-    """The share of plans that may break a bound, and how replays err by quantity (`planner/risk.py`)."""
+    """The share of plans that may break a bound, and the error laws of replays by quantity (`planner/risk.py`)."""
 
     share: float
     laws: Mapping[str, ErrorLaw]
@@ -33,7 +33,7 @@ class Risk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margins:
-    """One margin a bound, 0 where it is no limit: the closed form times (1 + margin) has to keep it."""
+    """One margin for each bound, 0 for an infinite one: the closed form times (1 + margin) keeps the bound."""
 
     risk: float
     values: tuple[float, ...]
@@ -41,16 +41,16 @@ class Margins:
 
 
 def expected_margins(problem: Problem, risk: Risk) -> Margins:
-    """Before anything was replayed: measured errors alone."""
+    """Before any replay: from measured errors alone."""
     share = risk.share / _num_finite(problem)
     values = [0.0 if math.isinf(b.seconds) else risk.law(b).margin(share) for b in problem.bounds]
     return Margins(risk=risk.share, values=tuple(values), source=_sources([risk.law(b) for b in problem.bounds]))
 
 
 def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: int, seed: int) -> Margins:
-    """Of the schedule that was picked as the best of `num_compared`, on its placement."""
+    """Of the schedule that was selected as the best of `num_compared`, on its placement."""
     predicted = values_of(problem.bounds, problem.estimate(schedule))
-    # A trace is replayed as it was: other seeds say nothing new.
+    # A trace is replayed at its own times: other seeds give the same run.
     seeds = 1 if problem.arrivals and problem.arrivals.of_trace else _SEEDS
     runs = [replay_estimate(problem, schedule, seed=seed + 1 + number)[1] for number in range(seeds)]
     replayed = [values_of(problem.bounds, run) for run in runs]
@@ -69,7 +69,7 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: i
 
 
 def _ratio(replayed: float | None, predicted: float | None) -> float | None:
-    """None where there is nothing to compare."""
+    """Replay over prediction; None where one is missing or 0."""
     return replayed / predicted if replayed and predicted else None
 
 

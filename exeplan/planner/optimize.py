@@ -1,16 +1,16 @@
-"""From a profile, a workload and a bound to a plan: the closed form searches, the replay has the final word.
+"""From a planning problem to a plan: the closed form searches, the replay decides.
 
-Every policy is searched on its own; the highest throughput that keeps the bounds wins. If the winner's replay breaks
-a bound, the search is repeated under bounds tightened by the overshoot, so that what is promised has been replayed.
+Each policy is searched separately; the schedule with the highest throughput within the bounds wins. If its replay
+breaks a bound, the search is repeated under bounds tightened by the overshoot, so that every promise was replayed.
 
-Where requests come at a rate, the schedule wins that could take the highest one within the bounds: the most headroom.
+With an arrival rate, the winner is the schedule that sustains the highest rate within the bounds: the most headroom.
 With a stated risk the bounds are tightened by margins (`margins.py`).
 """
 
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from exeplan.core.bounds import binding, scaled, utilizations
 from exeplan.core.cluster import Cluster
-from exeplan.core.plan import Plan, estimate_json
+from exeplan.core.plan import Plan
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import Estimate, Placement, Schedule
 from exeplan.errors import Infeasible
@@ -34,17 +34,17 @@ from exeplan.units import show_bytes
 
 _RETRIES = 8
 _MISJUDGED, _GIVEN_UP = 1.1, 2
-"""Latency of a replay over the closed form's from which its variant is given up, so many at most."""
+"""Replay over closed form, in latency, from which a variant is given up; and how many are given up at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The best schedule of one policy and where it runs, or why it has none."""
+    """The best schedule of one policy and its placement, or why it has none."""
 
     policy: str
     schedule: Schedule | None
     placement: Placement | None
-    """Of the schedule, or of the gentlest one where none keeps the bound; None where the policy cannot be placed."""
+    """Of the schedule, or of the lowest-latency one where none keeps the bound; None where the policy does not fit."""
     estimate: Estimate | None
     search: Result | None
     """All of the policy's searches together; None where there was nothing to search."""
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The winner as a plan, the best of every policy, and what to know about the prediction."""
+    """The winner as a plan, the best schedule of every policy, and the winner's replay."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]
@@ -71,9 +71,9 @@ def optimize(
     risk: Risk | None = None,
     advise: bool = True,
 ) -> Optimum:
-    """The best plan under the bounds. Raises Infeasible saying what binds and the tightest bound that is possible.
+    """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
 
-    `advise` lets it search for the bounds under which a rate that is too high would be sustained.
+    With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
     """
     margin = expected_margins(problem, risk) if risk else None
     held = scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
@@ -105,10 +105,10 @@ def optimize(
             if again.schedule is not None:
                 given_up, candidates[winner.policy] = others, again
                 continue
-        # A margin that doubles ends this soon, whatever chance does to the few long requests of a replay.
+        # Slack that doubles ends this soon, whatever chance does to the few long requests of a replay.
         slack = 1 - 0.005 * 2**attempt
         limits[winner.policy] = scaled(limits[winner.policy], [slack / full if full > 1 else 1.0 for full in filled])
-        # What is left to gain on another placement is less than what a tighter bound costs.
+        # Another placement would gain less than the tighter bound costs.
         here = replace(placed, cluster=None)
         tightened = here.held_to(limits[winner.policy])
         candidates[winner.policy] = _candidate(tightened, winner.policy, method, winner.search, without=given_up)
@@ -118,12 +118,12 @@ def optimize(
 
 
 def _sustained(candidate: Candidate) -> float:
-    """Requests/s that a candidate's schedule takes with its batches full."""
+    """Requests/s of a candidate's schedule with its batches full."""
     return candidate.search.best.outcome.throughput if candidate.search and candidate.search.best else 0.0
 
 
 def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
-    """Whether the closed form is so far off that a tighter bound says little: there may be other placements."""
+    """Whether the closed form is so far off that another placement is worth more than a tighter bound."""
     assert winner.estimate is not None
     if problem.cluster is None or problem.arrivals:
         return False
@@ -132,7 +132,7 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
 
 
 def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
-    """How full each bound is: by the replay and, with a margin, by the closed form with it."""
+    """The utilization of each bound: by the replay and, with a margin, by the closed form plus margin."""
     assert winner.estimate is not None
     filled = utilizations(problem.bounds, replayed)
     if margin is None:
@@ -149,7 +149,7 @@ def _refuse_rate(
     *,
     advise: bool,
 ) -> None:
-    """Raises Infeasible for a rate that nothing sustains; returns where the bounds alone are what nothing keeps."""
+    """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach."""
     if problem.arrivals and replays:
         schedule, replayed = min(replays, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
         bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
@@ -176,17 +176,17 @@ def _last_resort(
     seed: int,
     margin: Margins | None,
 ) -> Optimum:
-    """The gentlest schedule of all, if it keeps the bounds; what it needs is the tightest bound that is possible."""
-    gentlest = {c.policy: c.search.lowest_latency for c in candidates.values() if c.search}
+    """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
+    lowest = {c.policy: c.search.lowest_latency for c in candidates.values() if c.search}
     fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
     if not fitting:
         refusals = "; ".join(c.refusal for c in candidates.values())
         raise Infeasible(f"no schedule fits {show_bytes(problem.memory)} of memory: {refusals}")
-    best = min(fitting, key=lambda c: gentlest[c.policy].outcome.latency)
+    best = min(fitting, key=lambda c: lowest[c.policy].outcome.latency)
     assert best.placement is not None
     placed = problem.at(best.placement)
-    schedule = problem.schedule(best.policy, gentlest[best.policy].point)
-    estimate = placed.estimate(schedule)  # Refuses a rate beyond it, which takes long to replay.
+    schedule = problem.schedule(best.policy, lowest[best.policy].point)
+    estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
     run, replayed = replay_estimate(placed, schedule, seed=seed)
     winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
     predicted = utilizations(problem.bounds, estimate)
@@ -211,7 +211,7 @@ def _optimum(
     schedule = winner.schedule
     assert schedule is not None
     model = problem.profile.model
-    everyone = tuple(candidates.values())
+    found = tuple(candidates.values())
     plan = Plan(
         model=str(model.directory or model.name),
         schedule=schedule,
@@ -238,10 +238,10 @@ def _optimum(
         drift_headroom=drift_headroom(problem, schedule),
         rate_headroom=rate_headroom(problem, schedule),
         promise=_promise(problem, margin),
-        search=search_summary(everyone, method),
+        search=search_summary(found, method),
     )
     steady = steady_state(schedule, problem.workload, problem.cost)
-    return Optimum(plan=plan, candidates=everyone, beyond=problem.cost.beyond(steady.cycle), run=run)
+    return Optimum(plan=plan, candidates=found, beyond=problem.cost.beyond(steady.cycle), run=run)
 
 
 def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
@@ -252,20 +252,19 @@ def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
 
 
 def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 24) -> Result:
-    """The candidate's search with its frontier filled in: the best points under bounds around the one asked for.
+    """The candidate's search with its frontier completed by searches under other bounds, on its placement.
 
-    A single search tries few points away from its bound, so on its own it shows little of the frontier. On a cluster it
-    stays on the candidate's placement.
+    A single search tries few points away from its bound.
     """
     assert candidate.search is not None
     assert candidate.placement is not None
-    gentlest = candidate.search.lowest_latency.outcome.latency
-    widest = min(3 * problem.limit, 100 * gentlest)
-    if widest <= gentlest:
+    lowest = candidate.search.lowest_latency.outcome.latency
+    widest = min(3 * problem.limit, 100 * lowest)
+    if widest <= lowest:
         return candidate.search
     placed = replace(problem.at(candidate.placement), cluster=None)
     trials = list(candidate.search.frontier)
-    for seconds in np.geomspace(gentlest, widest, num_bounds):
+    for seconds in np.geomspace(lowest, widest, num_bounds):
         looser = placed.limited_to(float(seconds))
         found = _candidate(looser, candidate.policy, "branch-and-bound").search
         trials += found.frontier if found else ()
@@ -273,9 +272,9 @@ def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 2
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
-    """`auto` is every policy of the package that the devices and the requests ask for; otherwise the one that is named.
+    """The named policy; for `auto` every policy of the package that applies.
 
-    On one device none that needs a second; without deadlines none that is made for them.
+    On one device that leaves out policies with separate stages, without deadlines those made for deadlines.
     """
     if text == "auto":
         policies = {name: load_policy(name) for name in policy_names()}
@@ -288,7 +287,7 @@ def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bo
 
 
 def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, Any]:
-    """What the search cost: `points` evaluated, `seconds`, and the largest `gap` left to an upper bound."""
+    """Cost and quality of the search: `points` evaluated, `seconds`, and the largest `gap` to an upper bound."""
     return {
         "method": method,
         "points": sum(c.search.num_points for c in candidates if c.search),
@@ -305,7 +304,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         {
             "policy": c.policy,
             "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
-            "estimate": estimate_json(asdict(c.estimate)) if c.estimate else None,
+            "estimate": c.estimate.to_dict() if c.estimate else None,
             "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
         }
@@ -315,7 +314,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
 
 
 def _candidates(problem: Problem, policies: tuple[str, ...], method: str) -> dict[str, Candidate]:
-    """Every policy's candidate; on a cluster the policies are searched side by side on the cores there are."""
+    """Every policy's candidate; on a cluster the policies are searched in parallel processes."""
     workers = min(len(policies), _num_workers())
     if problem.cluster is None or problem.cluster.num_gpus == 1 or workers < 2:
         return {policy: _candidate(problem, policy, method) for policy in policies}
@@ -325,14 +324,14 @@ def _candidates(problem: Problem, policies: tuple[str, ...], method: str) -> dic
 
 
 def _num_workers() -> int:
-    """Processes that may search at once; 1 on a system that cannot fork, as the problem comes with the fork."""
+    """Processes that may search at once; 1 on a system without fork, as the problem is passed by the fork."""
     if "fork" not in get_all_start_methods():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _shared: list[Problem] = []
-"""The problem of this worker process: it came with the fork, as curves and caches cannot be sent."""
+"""The problem of this worker process, inherited by the fork: curves and caches cannot be sent."""
 
 
 def _share(problem: Problem) -> None:
@@ -350,9 +349,9 @@ def _candidate(
     before: Result | None = None,
     without: Sequence[tuple[Placement, Schedule]] = (),
 ) -> Candidate:
-    """The best schedule of a policy under the bounds, not placed and filled as these are.
+    """The best schedule of a policy under the bounds, in none of the variants of the schedules `without`.
 
-    What a search `before` cost is added.
+    The cost of a search `before` is added.
     """
     found = search_variants(problem, policy, method=method, bound=problem.limit, without=without)
     if found is None:
@@ -367,13 +366,13 @@ def _candidate(
         return Candidate(
             policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=refusal
         )
-    # Without a cluster to choose from it is the problem's own placement, and the problem knows its links.
+    # Without a cluster the placement is the problem's own, with its links.
     placed = problem.at(placement) if problem.cluster else problem
     schedule = problem.schedule(policy, result.best.point)
     schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
         estimate = placed.estimate(schedule)
-    except Infeasible as refusal:  # The rate is all that it sustains: nothing is left for a queue to end.
+    except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
         return Candidate(
             policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=str(refusal)
         )

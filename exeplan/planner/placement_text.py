@@ -9,7 +9,7 @@ from itertools import groupby
 from exeplan.core.schedule import Placement, Stage
 
 _LISTED = 8
-"""Stages whose layers are listed one by one; of more, equal neighbours are counted."""
+"""Most stages whose layers are listed one by one; of more, equal neighbours are counted."""
 
 
 def show_placement(placement: Placement) -> str:
@@ -38,7 +38,7 @@ def _degree(size: int) -> str:
 
 
 def show_gpus(gpus: Sequence[int]) -> str:
-    """`GPU 3`, `GPUs 0-3`, `GPUs 0-1+4`: neighbours in a row."""
+    """`GPU 3`, `GPUs 0-3`, `GPUs 0-1+4`: neighbours as a range."""
     runs: list[list[int]] = []
     for gpu in gpus:
         if runs and gpu == runs[-1][-1] + 1:

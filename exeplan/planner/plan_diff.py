@@ -1,8 +1,8 @@
-"""What lies between two plans for one model: what changes, what it gains, and what moving costs.
+"""The difference of two plans for one model: what changes, what it gains, and what moving costs.
 
-Weights that a GPU does not hold yet are loaded anew, all GPUs at once; a tensor-parallel share counts as what of the
-layer it is. Keys and values go where their layers' shares go, over host memory, as far as the new cache has room; with
-other weights, numbers or machines the requests under way are prefilled again or finished first.
+Weights that a GPU does not hold yet are loaded, on all GPUs at once; a tensor-parallel shard counts as its part of the
+layer. Keys and values follow the shards of their layers, over host memory, as far as the new cache has room; with other
+weights, dtypes or machines the running requests are prefilled again or finished first.
 
 Not here: how it is shown (`plan_diff_text.py`), and how a running server swaps plans.
 """
@@ -24,7 +24,7 @@ DRAM_BYTES_PER_SECOND = 5e9
 SSD_BYTES_PER_SECOND = 0.93e9
 """The same from disk: 2.1, 7.1, 11.9 and 15.1 s, that is 2.3, 0.89, 0.92 and 0.94 GB/s a GPU."""
 _DTYPE = "float32"
-"""What the engine takes where a plan says nothing."""
+"""What the engine uses where a plan names no dtype."""
 
 _FINGERPRINTS = {"workload lengths", "profile rows"}
 _GAINS = ("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p99", "memory_bytes_per_gpu")
@@ -33,12 +33,12 @@ _GAINS = ("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_
 Share = tuple[str, int]
 """A part of the model: `decoder`, `encoder`, `embedding` or `head`, and which layer."""
 Held = dict[Share, tuple[float, float]]
-"""What a GPU holds: of each part the slice from a fraction to another."""
+"""What a GPU holds: of each part the slice from one fraction to another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A field of the plan; empty text where it has none."""
+    """A field that differs; empty text where a plan lacks it."""
 
     what: str
     old: str
@@ -47,40 +47,40 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """What it takes to go from one plan to the other. Bytes, seconds."""
+    """What it costs to move from one plan to the other. Bytes, seconds."""
 
     loaded_bytes: Mapping[int, float]
     """Weights that each GPU must load."""
     load_seconds: Mapping[str, float]
-    """Until the last GPU has loaded, by where from."""
+    """Until the last GPU has loaded, by source."""
     kv_share_kept: float
-    """Of the keys and values in use, those that are where the new plan needs them."""
+    """Share of the keys and values in use that the new plan needs where they are."""
     kv_carried: bool
-    """Whether the others can be brought there."""
+    """Whether the others can be moved."""
     kv_bytes_moved: float | None
-    """What the others weigh under the old plan's load; None where it has no estimate."""
+    """Bytes of the others under the old plan's load; None where it has no estimate."""
     recomputed_tokens: float | None
-    """Tokens of the requests under way that are prefilled again, unless those finish first; None as above."""
+    """Tokens of running requests that are prefilled again, unless those finish first; None as above."""
     finish_seconds: float | None
-    """In which 99 % of the requests under way finish, by the old plan's estimate."""
+    """Time in which 99 % of the running requests finish, by the old plan's estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """Everything between two plans."""
+    """The difference of two plans."""
 
     changes: tuple[Change, ...]
     old: Estimate | None
     new: Estimate | None
     same_load: bool
-    """Both estimates are for one workload and one profile, so that they can be compared."""
+    """Both estimates are for one workload and one profile, and so comparable."""
     moving: Moving
 
 
 def diff_plans(
     old: Plan, new: Plan, old_spec: ModelSpec, new_spec: ModelSpec, *, bytes_per_second: Mapping[str, float]
 ) -> PlanDiff:
-    """Everything between two plans; `bytes_per_second` says how fast one GPU loads weights, by where from.
+    """The difference of two plans; `bytes_per_second` is how fast one GPU loads weights, by source.
 
     Raises InputError for two models of different shape.
     """
@@ -99,15 +99,15 @@ def diff_plans(
 
 
 def _same(old: Plan, new: Plan, what: str) -> bool:
-    """Whether both have the same input: by its fingerprint, or by its name where one has none."""
+    """Whether both plans have the same input: by its fingerprint, or by its name where a fingerprint is missing."""
     prints = getattr(old, f"{what}_fingerprint"), getattr(new, f"{what}_fingerprint")
     return prints[0] == prints[1] if all(prints) else getattr(old, what) == getattr(new, what)
 
 
 def _changes(old: Plan, new: Plan) -> Iterable[Change]:
-    """Fields that differ, in the order in which one would look at them."""
+    """Fields that differ, the most important first."""
     before, after = _fields(old), _fields(new)
-    # A fingerprint says something only beside another.
+    # A single fingerprint tells nothing.
     alone = _FINGERPRINTS - (before.keys() & after.keys())
     for what in {**before, **after}:
         if what not in alone and before.get(what, "") != after.get(what, ""):
@@ -136,7 +136,7 @@ def _fields(plan: Plan) -> dict[str, str]:
 
 
 def _moving(old: Plan, new: Plan, spec: ModelSpec, bytes_per_second: Mapping[str, float]) -> Moving:
-    # Other weights, another number format or other machines: nothing can stay. A plan by hand may leave them open.
+    # With other weights, another dtype or other machines nothing can stay. A plan by hand may leave them out.
     given = [(getattr(old, what), getattr(new, what)) for what in ("model", "dtype", "cluster")]
     afresh = any(a and b and a != b for a, b in given)
     before, after = () if afresh else old.placement, new.placement

@@ -1,4 +1,4 @@
-"""The difference of two plans in words, and for programs; it adds nothing to `exeplan.planner.plan_diff`."""
+"""The difference of two plans as text and as JSON values (see `exeplan.planner.plan_diff`)."""
 
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +24,7 @@ def diff_text(diff: PlanDiff) -> str:
 def _gain_lines(diff: PlanDiff) -> list[str]:
     if diff.old is None or diff.new is None:
         which = "old" if diff.old is None else "new"
-        return [f"what it gains is open: the {which} plan has no estimate; `exeplan simulate PLAN -o PLAN` fills it in"]
+        return [f"the gain is unknown: the {which} plan has no estimate; `exeplan simulate PLAN -o PLAN` fills it in"]
     rows = [
         (
             _LABELS.get(name, name.replace("_", " ")),
@@ -36,7 +36,7 @@ def _gain_lines(diff: PlanDiff) -> list[str]:
     ]
     lines = [table(("estimate", "old", "new", "gain"), rows)]
     if not diff.same_load:
-        lines.append("the estimates are for different workloads or profiles: what they gain is not the plan's alone")
+        lines.append("the estimates are for different workloads or profiles: the gain is not due to the plan alone")
     return lines
 
 
@@ -53,7 +53,7 @@ def _moving_lines(moving: Moving) -> list[str]:
 def _load_line(moving: Moving) -> str:
     loaded = {gpu: size for gpu, size in moving.loaded_bytes.items() if size >= 1}
     if not loaded:
-        return "weights: every GPU holds already what it needs"
+        return "weights: every GPU already holds what it needs"
     least, most = show_bytes(min(loaded.values())), show_bytes(max(loaded.values()))
     each = least if least == most else f"{least} to {most}"
     times = ", ".join(f"{show_seconds(seconds)} {where}" for where, seconds in moving.load_seconds.items())
@@ -63,9 +63,9 @@ def _load_line(moving: Moving) -> str:
 def _request_line(moving: Moving) -> str:
     if moving.kv_share_kept == 1:
         if not moving.recomputed_tokens:
-            return "requests under way: all keys and values stay where they are, nothing is recomputed"
+            return "running requests: all keys and values stay where they are, nothing is recomputed"
         return (
-            f"requests under way: keys and values stay, but for {moving.recomputed_tokens:.0f} tokens of the newest "
+            f"running requests: keys and values stay, but for {moving.recomputed_tokens:.0f} tokens of the newest "
             "requests, for which the new KV cache has no room: those are recomputed"
         )
     lost = f"{100 * (1 - moving.kv_share_kept):.0f} % of the keys and values are on other GPUs"
@@ -74,11 +74,11 @@ def _request_line(moving: Moving) -> str:
         short = (
             f", but for {moving.recomputed_tokens:.0f} tokens that are recomputed" if moving.recomputed_tokens else ""
         )
-        return f"requests under way: {lost}, and move there over host memory{short}"
+        return f"running requests: {lost}, and move there over host memory{short}"
     if moving.recomputed_tokens is None or moving.kv_bytes_moved is None:
-        return f"requests under way: {lost}, so that all of them are recomputed, or finished first"
+        return f"running requests: {lost}, so that all of them are recomputed, or finished first"
     return (
-        f"requests under way: {lost} ({show_bytes(moving.kv_bytes_moved)}), so that all of them are recomputed, up to "
+        f"running requests: {lost} ({show_bytes(moving.kv_bytes_moved)}), so that all of them are recomputed, up to "
         f"{moving.recomputed_tokens:.0f} tokens, or finished first, which takes {show_seconds(moving.finish_seconds)}"
     )
 

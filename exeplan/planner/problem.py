@@ -1,4 +1,4 @@
-"""Problem: one model on one profiled device under one workload and bounds, and what a schedule does in it."""
+"""Problem: one planning problem (model, profiled device, workload, bounds), and what a schedule does in it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,42 +31,42 @@ KV_SLACK = 1.5
 """The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
 _REPLAY_REQUESTS = (300, 8000)
 _MOST_ARRIVING = 10_000
-"""Requests that come at a rate in a replay, at most; of a trace that is replayed at its own times the first so many."""
+"""Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
 _HEADROOM_LIMIT, _HEADROOM_STEPS = 4.0, 1024
 _BATCH_SIZES = 12
-"""Batch sizes at which the closed form looks at a schedule whose batches are not full."""
+"""Batch sizes at which the closed form evaluates a schedule with partly filled batches."""
 _LONG_REQUESTS = 4
-"""Requests of the 99th-percentile length that a replay should hold at least: it is their latency that is promised."""
+"""Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is optimized: one model on one profiled device, or on a cluster of it, under one workload and its bounds.
+    """One model on one profiled device, or on a cluster of it, under one workload and its bounds.
 
-    On a cluster the cost model stands for one of many placements (`at`, and `variants.py` for which).
+    On a cluster the cost model is that of one of many placements (see `at`, and `search_space.py` for the others).
     """
 
     profile: Profile
     workload: Workload
     bound: Bound
     more_bounds: tuple[Bound, ...] = ()
-    """Bounds that hold beside it (see `exeplan.core.bounds`)."""
+    """Further bounds that hold at the same time (see `exeplan.core.bounds`)."""
     arrivals: Arrivals | None = None
-    """When requests come, where waiting counts; None for a backlog."""
+    """When requests arrive; waiting then counts in the bounds. None for a backlog."""
     min_throughput: float = 0.0
-    """Requests a second that are wanted at least."""
+    """Requests/s that are required."""
     cost: CostModel
     cluster: Cluster | None = None
     memory: float
     """Bytes that weights, KV cache and workspace may take together on one device."""
     utilization: float | None = None
-    """The share of each GPU that this is, where it was stated as one."""
+    """The same as a share of each GPU, where it was given as one."""
     max_seqs: int
-    """Residents that the engine may hold at once."""
+    """Requests that may be resident at once."""
     order: str = "fcfs"
-    """Of the schedules that are planned (see `exeplan.core.queue_order`); the closed form is the same for all."""
+    """The queue order of planned schedules (see `exeplan.core.queue_order`); the closed form is the same for all."""
     across_nodes: bool = False
-    """A tensor-parallel group may lie in several nodes."""
+    """A tensor-parallel group may span nodes."""
 
     def __post_init__(self) -> None:
         check_together(self.bounds)
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def required(self) -> float:
-        """Requests a second that a schedule has to sustain."""
+        """Requests/s that a schedule has to sustain."""
         return max(self.min_throughput, self.arrivals.rate if self.arrivals else 0.0)
 
     def held_to(self, bounds: Sequence[Bound]) -> "Problem":
@@ -96,22 +96,22 @@ class Problem:
         return replace(self, bound=bounds[0], more_bounds=tuple(bounds[1:]))
 
     def limited_to(self, seconds: float) -> "Problem":
-        """The same with all bounds scaled so that `limit` is this; one where there was none."""
+        """The same with all bounds scaled so that `limit` is this; without bounds, with one on latency."""
         if math.isinf(self.limit):
             return replace(self, bound=replace(self.bound, seconds=seconds))
         factor = seconds / self.limit
         return self.held_to([replace(b, seconds=b.seconds * factor) for b in self.bounds])
 
     def schedule(self, policy: str, point: Mapping[str, int]) -> Schedule:
-        """The schedule of a point of a policy's search, in the order that is asked for."""
+        """The schedule of a point of a policy's search, in the requested queue order."""
         return replace(load_policy(policy).schedule(point, self.workload), order=self.order)
 
     def evaluate(self, schedule: Schedule) -> Outcome:
         """One point of the search: a schedule with its batches full.
 
-        `latency` stands for all bounds, the fullest one's share times `limit`; where requests come at a rate it is that
-        of the highest rate that fills these batches. `memory` is the share of the tighter of the two capacities, bytes
-        and residents.
+        `latency` stands for all bounds: the binding bound's utilization times `limit`. With an arrival rate it is the
+        latency at the highest rate, which fills these batches. `memory` is the utilization of the tighter of two
+        capacities, bytes and residents.
         """
         steady = steady_state(schedule, self.workload, self.cost)
         share = max(
@@ -130,7 +130,7 @@ class Problem:
     def estimate(self, schedule: Schedule) -> Estimate:
         """The closed form's Estimate of a schedule.
 
-        Where requests come at a rate, at the batch that reaches it. Raises Infeasible when none does.
+        With an arrival rate it is that of the batch size that reaches the rate. Raises Infeasible when none does.
         """
         full = steady_state(schedule, self.workload, self.cost)
         if self.arrivals is None:
@@ -140,7 +140,7 @@ class Problem:
         return estimate_at_rate([*self._smaller(schedule), full], self.arrivals, self.cost, self.bound.metric)
 
     def binding_bound(self, schedule: Schedule) -> Bound:
-        """The bound that a schedule with its batches full fills most."""
+        """The binding bound of a schedule with its batches full."""
         steady = steady_state(schedule, self.workload, self.cost)
         return max(self.bounds, key=lambda b: steady.bound_latency(b.metric, self._wait(steady)) / b.seconds)
 
@@ -148,7 +148,7 @@ class Problem:
         return Wait(admission_interval=steady.admission_interval) if self.arrivals else Wait()
 
     def keeps(self, schedule: Schedule) -> bool:
-        """Whether a schedule keeps all bounds and, where requests come at a rate, sustains it; by the closed form."""
+        """Whether a schedule keeps all bounds and sustains the arrival rate, if there is one; by the closed form."""
         if self.arrivals is None:
             return self.evaluate(schedule).latency <= self.limit
         try:
@@ -157,7 +157,7 @@ class Problem:
             return False
 
     def with_spare_places(self, schedule: Schedule) -> Schedule:
-        """A schedule with batches as large as bursts of arrivals may need, as far as memory and residents allow."""
+        """The schedule with room in its batches for bursts of arrivals, within the limits of memory and residents."""
         name = _batch_name(schedule, self.workload)
         batch = self._batch(schedule, name)
         high = with_spare_places(batch)
@@ -169,11 +169,11 @@ class Problem:
         return _with_batch(schedule, name, low, self.workload)
 
     def _batch(self, schedule: Schedule, name: str) -> int:
-        """The requests of full batches, where a plan by hand does not say."""
+        """The size of full batches, also for a plan by hand that leaves it out."""
         return schedule.variables.get(name) or round(steady_state(schedule, self.workload, self.cost).cycle.num_seqs)
 
     def _smaller(self, schedule: Schedule) -> list[SteadyState]:
-        """Steady states of a request alone, and of the schedule with smaller batches."""
+        """Steady states of one request alone and of smaller batches."""
         knobs = load_policy(schedule.policy).knobs(self.workload, 1)
         name = knobs[0].name
         sizes = np.unique(np.geomspace(1, self._batch(schedule, name), _BATCH_SIZES).astype(int))[:-1]
@@ -184,7 +184,7 @@ class Problem:
 
 
 def _batch_name(schedule: Schedule, workload: Workload) -> str:
-    """The variable that says how large batches may become: a policy's first knob, by `Policy.knobs`."""
+    """The control variable that limits the batch size: a policy's first knob, by `Policy.knobs`."""
     return load_policy(schedule.policy).knobs(workload, 1)[0].name
 
 
@@ -203,9 +203,9 @@ def make_problem(
     utilization: float | None = None,
     max_seqs: int | None = None,
 ) -> Problem:
-    """Checks that the model fits the device, or the cluster, and the workload the model's context.
+    """A Problem whose model fits the device or the cluster, and whose workload fits the model's context.
 
-    The plan may use `memory` bytes of each device, or that share of it.
+    The plan may use `memory` bytes of each device, or the share `utilization` of it. Raises InputError, Infeasible.
     """
     device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
     available = memory if memory is not None else device_memory * (utilization or MEMORY_UTILIZATION)
@@ -218,7 +218,7 @@ def make_problem(
     cost = CostModel(profile, cluster=cluster)
     measured = int(cost.timings.shard(min(profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1])
     if cluster is not None:
-        check_room(profile, cluster, available, longest)
+        check_cluster_memory(profile, cluster, available, longest)
         return Problem(
             profile=profile,
             workload=workload,
@@ -246,35 +246,48 @@ def make_problem(
     )
 
 
-def check_room(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
-    """Raises Infeasible when the model and one request cannot be shared out, naming the shortfall and what would do."""
+def check_cluster_memory(profile: Profile, cluster: Cluster, available: float, longest: int) -> None:
+    """Raises Infeasible unless the cluster can hold the model and one request; names the number of GPUs that can."""
     weights = float(profile.weight_bytes) + longest * profile.model.kv_bytes_per_token(profile.cache_dtype)
     room = available - profile.workspace_bytes
     if room * cluster.num_gpus >= weights:
         return
     short = weights / cluster.num_gpus + profile.workspace_bytes - available
-    enough = "no number of such GPUs would do"
+    enough = "no number of these GPUs suffices"
     if room > 0:
         number, per_node = math.ceil(weights / room), cluster.gpus_per_node
         number = number if number <= per_node else math.ceil(number / per_node) * per_node
-        enough = f"{number} such GPUs would do"
+        enough = f"{number} of these GPUs suffice"
     raise Infeasible(
         f"{profile.model.name} does not fit cluster {cluster.name}: each of its {cluster.num_gpus} GPUs lacks "
-        f"{show_bytes(short)} beside the {show_bytes(available)} it has for weights, workspace and one request of "
+        f"{show_bytes(short)} in addition to its {show_bytes(available)} for weights, workspace and one request of "
         f"{longest} tokens; {enough}"
     )
+
+
+def check_placement_memory(problem: Problem) -> None:
+    """Raises Infeasible unless every GPU of the placement holds its layers and the longest request."""
+    longest = int((problem.workload.inputs + problem.workload.outputs).max())
+    tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
+    needed = memory_bytes(problem.profile, problem.cost.placement, tokens, tokens)
+    if needed > problem.memory:
+        raise Infeasible(
+            f"one GPU of the plan needs {show_bytes(needed)} for weights, workspace and one request of {longest} "
+            f"tokens, {problem.profile.device.name} has {show_bytes(problem.memory)} for it; "
+            "place fewer layers on it"
+        )
 
 
 def replay_estimate(
     problem: Problem, schedule: Schedule, *, seed: int, num_requests: int | None = None, kv_tokens: int | None = None
 ) -> tuple[Run, Estimate]:
-    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` is the KV cache, if it is set.
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache.
 
-    Where requests come at a rate they do so here, and their waiting counts; a trace is replayed as it was.
+    With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
     """
     steady = steady_state(schedule, problem.workload, problem.cost)
     low, high = _REPLAY_REQUESTS
-    # Long enough that the longest of the planned requests live through it whole, several generations of them.
+    # Several generations of the longest planned requests.
     rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
     generations = 4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
     n = num_requests or int(min(max(low, generations), high))
@@ -310,7 +323,7 @@ def replay_estimate(
 
 
 def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
-    """Enough for the queue to find its length, which takes the longer the fuller the engine is."""
+    """Enough for the queue to reach its steady length, which takes longer near the engine's capacity."""
     if arrivals.of_trace:
         return _MOST_ARRIVING
     spare = max(1.0 - arrivals.rate / capacity, 1e-3)
@@ -318,7 +331,7 @@ def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
-    """Tokens of KV cache that the engine gets: what the plan needs with slack, within the memory there is."""
+    """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
     needed = (
         steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
     )
@@ -327,7 +340,7 @@ def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
 
 
 def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:
-    """The share by which the mean output may rise, all lengths in proportion, before a bound breaks.
+    """The share by which output lengths may rise, all in proportion, before a bound breaks.
 
     None without a finite bound; never more than 400 %.
     """
@@ -353,7 +366,7 @@ def rate_headroom(problem: Problem, schedule: Schedule) -> float | None:
 
 
 def _headroom(keeps: Callable[[float], bool]) -> float:
-    """The last of the steps up to the limit that is kept: the room is mostly little, so small steps come first."""
+    """The last kept step up to the limit; headroom is mostly small, so small steps come first."""
     low, high = 0, 1
     while high <= _HEADROOM_STEPS and keeps(_HEADROOM_LIMIT * high / _HEADROOM_STEPS):
         low, high = high, 2 * high

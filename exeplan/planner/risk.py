@@ -3,14 +3,14 @@
     error     measured / predicted, of a latency, a ttft or a tpot; laws are kept in logarithms, where errors multiply
     margin    the prediction times (1 + margin) is what the measurement exceeds with at most the stated risk
 
-With n errors at hand the margin is the larger of Student's prediction bound, mean + t(n - 1) s sqrt(1 + 1/n), which
-pays for a small sample, and of the sample's own quantile at rank (n + 1)(1 - risk), which needs no normal law. Whoever
-picks the best of k candidates tends to pick one that is predicted too well (the winner's curse); at a risk of share / k
-each, that pick too breaks the bound with at most the share, however the errors hang together (union bound). k counts
-the policies compared: schedules of one policy err alike, as the same passes are timed.
+From n errors the margin is the larger of Student's prediction bound, mean + t(n - 1) s sqrt(1 + 1/n), which accounts
+for a small sample, and the sample's own quantile at rank (n + 1)(1 - risk), which needs no normal law. The best of k
+candidates tends to be one that is predicted too well (the winner's curse); at a risk of share / k each, it too breaks
+the bound with at most the share, whatever the dependence between the errors (union bound). k counts the compared
+policies: schedules of one policy err alike, as the same passes are timed.
 
 Two sources are compounded: the closed form against replays of the winner with several seeds, and the replay against
-measurements. Not here: predicting (`simulator/`), and whether the world has changed since (drift).
+measurements. Not here: prediction (`simulator/`), and changes of the traffic since (`exeplan/drift`).
 """
 
 import json
@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from exeplan.errors import InputError
 from exeplan.files import read_text
 
 QUANTITIES = ("latency", "ttft", "tpot")
-"""What has an error law. Every bound on whole requests is about `latency`."""
+"""Quantities with an error law. Every bound on whole requests is on `latency`."""
 _DEMO_SOURCE = "18 runs of the demo model on one CPU device (benchmarks/records/fidelity-demo.json)"
 # Measured over replayed, case by case as in that record: three workloads, three policies, two runs each.
 _DEMO_RATIOS = {
@@ -34,6 +34,13 @@ _DEMO_RATIOS = {
     "ttft": "1.001 1.000 1.029 .991 .955 .945 1.011 1.025 .943 .992 .869 .869 .934 1.056 .978 .947 .913 1.008",
     "tpot": "1.033 1.034 .985 .969 1.007 1.006 1.029 1.069 1.021 1.045 .968 1.051 .960 1.093 1.020 1.005 .954 1.076",
 }
+
+
+class ErrorPair(TypedDict):
+    """An entry of an error file: seconds by quantity, null where there is no value."""
+
+    predicted: Mapping[str, float | None]
+    measured: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +52,11 @@ class ErrorLaw:
     spread: float
     """Their standard deviation."""
     count: float
-    """Independent errors that the spread was learnt from; after compounding, as many as would know it as well."""
+    """Independent errors behind the spread; after compounding, the equivalent number."""
     source: str
 
     def margin(self, risk: float, *, num_compared: int = 1) -> float:
-        """What to add to a prediction, relative, at a risk shared by so many candidates; never below 0."""
+        """What to add to a prediction, relative, at a risk shared by `num_compared` candidates; never below 0."""
         from scipy.special import stdtrit
 
         share = check_risk(risk) / num_compared
@@ -88,12 +95,12 @@ def compound(one: ErrorLaw, other: ErrorLaw) -> ErrorLaw:
 
 
 def default_laws() -> dict[str, ErrorLaw]:
-    """Replay against engine where nothing else was measured, by quantity."""
+    """Engine over replay where no other measurements are given, by quantity."""
     return {name: error_law([float(r) for r in text.split()], _DEMO_SOURCE) for name, text in _DEMO_RATIOS.items()}
 
 
 def load_errors(path: Path) -> dict[str, ErrorLaw]:
-    """The laws of a JSON file of predicted and measured values, by quantity; those it says nothing of are left out.
+    """The laws of a JSON file of predicted and measured values, by quantity; quantities without values are left out.
 
     A list of {"predicted": {"latency": 1.9, ...}, "measured": {"latency": 2.0, ...}}, in seconds, or a record of
     `benchmarks/fidelity/one_device.py`. Raises InputError naming what is wrong.
@@ -115,7 +122,7 @@ def load_errors(path: Path) -> dict[str, ErrorLaw]:
 
 
 def parse_risk(text: str) -> float:
-    """`1%` or `0.01`. Raises InputError for what is no share, or none to promise anything with."""
+    """`1%` or `0.01`. Raises InputError for other text, and for a share outside 0 to 50 %."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -125,7 +132,7 @@ def parse_risk(text: str) -> float:
     return value
 
 
-def _pairs(body: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+def _pairs(body: Any, path: Path) -> Iterator[ErrorPair]:
     if isinstance(body, Mapping) and isinstance(body.get("rows"), list):
         runs = [run for row in body["rows"] if isinstance(row, Mapping) for run in row.get("runs", ())]
         body = [
@@ -143,10 +150,10 @@ def _pairs(body: Any, path: Path) -> Iterator[Mapping[str, Any]]:
                 f'{path}: pair {number} is not of the form {{"predicted": {{"latency": 1.9}}, "measured": '
                 f'{{"latency": 2.0}}}}'
             )
-        yield pair
+        yield ErrorPair(predicted=pair["predicted"], measured=pair["measured"])
 
 
-def _ratio(pair: Mapping[str, Any], name: str, where: str) -> float | None:
+def _ratio(pair: ErrorPair, name: str, where: str) -> float | None:
     predicted, measured = pair["predicted"].get(name), pair["measured"].get(name)
     if predicted is None or measured is None:
         return None

@@ -1,7 +1,7 @@
-"""Variants: every placement and set of enumerated variables under which a policy's control variables are searched.
+"""Variants: every placement and enumerated variable of a policy; its other control variables are searched in each.
 
-Each variant is a grid of its own. A few points of each say how much it promises: those that cannot win are left out,
-the others are searched in turn, the most promising first, and what one has found is what the next has to beat.
+Each variant is a grid. A few points of each give an upper estimate: variants that cannot win are left out, the others
+are searched in the order of their estimates, each with the best throughput so far as the value to beat. The method
 'exhaustive' searches them all.
 """
 
@@ -21,7 +21,7 @@ from exeplan.search.line import reach
 from exeplan.search.search import Outcome, Result, Trial, search_grid
 
 _SLACK = 0.02
-"""A variant that misses a limit, or the best throughput, by less may still hold points that do not."""
+"""A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Variant:
         return same and placement == self.problem.cost.placement
 
     def grid(self, policy: Policy, knobs: Sequence[Knob], limits: Limits) -> Grid:
-        """Its grid, nothing of which has been tried."""
+        """Its grid, with no point evaluated."""
 
         def evaluate(point: Mapping[str, int]) -> Outcome:
             return self.problem.evaluate(policy.schedule({**point, **self.enumerated}, self.problem.workload))
@@ -48,7 +48,7 @@ class Variant:
 
 
 def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
-    """Every variant of a policy; none where the cluster is too small for it."""
+    """Every variant of a policy; none where the cluster is too small for the policy."""
     for placement in _placements(problem, policy):
         placed = problem.at(placement) if problem.cluster else problem
         for values in policy.enumerated(len(placed.cost.decode_stages)):
@@ -84,10 +84,9 @@ def search_variants(
     bound: float,
     without: Sequence[tuple[Placement, Schedule]] = (),
 ) -> tuple[Result, Placement] | None:
-    """The searches of all variants together, and the placement of their best point, or of their gentlest one.
+    """The merged searches of all variants, and the placement of their best point, or of their lowest-latency one.
 
-    Variants `without` which it has to do are those of these schedules on these placements. None where the policy cannot
-    be placed at all.
+    Variants that contain one of the placed schedules in `without` are left out. None where the policy cannot be placed.
     """
     began, module = time.perf_counter(), load_policy(policy)
     knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
@@ -118,11 +117,11 @@ def search_variants(
 
 
 def _most_promising_first(grids: Sequence[Grid]) -> dict[int, Result]:
-    """The results of those that may hold the best point, by their position; at least one."""
+    """The results of the variants that may contain the best point, by their position; at least one."""
     promises, one_knob = _promises(grids), len(grids[0].shape) == 1
     if not promises:
-        gentlest = min(range(len(grids)), key=lambda n: _harshness(grids[n]))
-        return {gentlest: search_grid(grids[gentlest])}
+        lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
+        return {lowest: search_grid(grids[lowest])}
     results: dict[int, Result] = {}
     while promises:
         number = max(promises, key=lambda n: promises[n])
@@ -138,19 +137,19 @@ def _most_promising_first(grids: Sequence[Grid]) -> dict[int, Result]:
 
 
 def _promises(grids: Sequence[Grid]) -> dict[int, float]:
-    """How much those promise that may hold the best point: on their first knob, through the best point so far."""
+    """Upper estimates of the variants that may contain the best point, along their first knob through it."""
     one_knob, promises = len(grids[0].shape) == 1, {}
     for number, grid in enumerate(grids):
         most, where = _lead(grids)
         promise = reach(grid, where, at_least=most, slack=_SLACK)
-        # A single knob says all there is, where something is to beat.
+        # With a single knob the estimate is complete, where there is a throughput to beat.
         if promise or (not (one_knob and most) and grid.fits(grid.bottom, _SLACK)):
             promises[number] = promise
     return promises
 
 
 def _may_win(grid: Grid, promise: float, most: float) -> bool:
-    """Whether dips as large as those seen may lift what a single knob promises to the most that there is."""
+    """Whether dips as large as those seen can lift the estimate along a single knob to the best throughput."""
     if promise * (1 + _SLACK) < most:
         return False
     dips = grid.dips()
@@ -158,18 +157,19 @@ def _may_win(grid: Grid, promise: float, most: float) -> bool:
 
 
 def _lead(grids: Sequence[Grid]) -> tuple[float, Index]:
-    """The most throughput within the limits so far, and where; before that 0, and the gentlest point."""
+    """The most throughput within the limits so far and its point; before that 0 and the lowest-latency corner."""
     best = min((grid.best for grid in grids if grid.best is not None), default=None)
     return (-best[0], best[2]) if best else (0.0, grids[0].bottom)
 
 
-def _harshness(grid: Grid) -> tuple[bool, float]:
-    gentlest = grid(grid.bottom)
-    return gentlest.memory > 1.0, gentlest.latency
+def _lowest(grid: Grid) -> tuple[bool, float]:
+    """Orders grids by the latency of their lowest-latency corner, those that fit the memory first."""
+    corner = grid(grid.bottom)
+    return corner.memory > 1.0, corner.latency
 
 
 def _chosen(results: Mapping[int, Result]) -> int:
-    """Where the best point is, or else the gentlest one."""
+    """The position of the best point, or else of the lowest-latency one."""
     won = {n: result.best.outcome for n, result in results.items() if result.best is not None}
     if won:
         return min(won, key=lambda n: (-won[n].throughput, won[n].latency, n))
@@ -177,7 +177,7 @@ def _chosen(results: Mapping[int, Result]) -> int:
 
 
 def _with_enumerated(result: Result, enumerated: Mapping[str, int]) -> Result:
-    """The enumerated variables in the best and the gentlest trial."""
+    """The enumerated variables in the best and the lowest-latency trial."""
 
     def full(trial: Trial) -> Trial:
         return replace(trial, point={**trial.point, **enumerated})
@@ -186,7 +186,7 @@ def _with_enumerated(result: Result, enumerated: Mapping[str, int]) -> Result:
 
 
 def pareto(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Those that no other beats in both latency and throughput, latency rising; their searches checked the memory."""
+    """The trials that no other beats in both latency and throughput, latency rising; all of them fit the memory."""
     kept: list[Trial] = []
     for trial in sorted(trials, key=lambda t: (t.outcome.latency, -t.outcome.throughput)):
         if not kept or trial.outcome.throughput > kept[-1].outcome.throughput:

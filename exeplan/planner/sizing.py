@@ -1,8 +1,8 @@
-"""Sizing: the fewest GPUs of a cluster that meet the bounds and the rate, and what one more would buy where none do.
+"""Sizing: the fewest GPUs of a cluster that meet the bounds and the rate, and what more GPUs gain where none do.
 
-Parts of a cluster are some GPUs of one node, or whole nodes. Sizes are doubled until one does, then those since the
-last failure are tried one by one, as three or five GPUs are not always better than two or four. Not here: how a part is
-used (`optimize.py`).
+Parts of a cluster are some GPUs of one node, or whole nodes. Sizes are doubled until one suffices, then the sizes since
+the last failure are tried one by one: three or five GPUs are not always better than two or four. Not here: how a part
+is used (`optimize.py`).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from exeplan.planner.tables import table
 from exeplan.units import show_seconds
 
 _SCANNED = 8
-"""Sizes left from which they are tried one by one; of more, half is left out at a time."""
+"""Number of remaining sizes from which all are tried; of more, half is ruled out at a time."""
 
 Solve = Callable[[Cluster], Optimum]
 """The best plan on some GPUs; raises Infeasible."""
@@ -24,7 +24,7 @@ Solve = Callable[[Cluster], Optimum]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A size that was tried, and its plan or why it has none."""
+    """A number of GPUs, and its plan or why it has none."""
 
     num_gpus: int
     optimum: Optimum | None
@@ -38,7 +38,7 @@ def sizes(cluster: Cluster) -> list[int]:
 
 
 def fewest_gpus(whole: Cluster, solve: Solve) -> tuple[Tried, tuple[Tried, ...]]:
-    """The smallest size with a plan, and all that were tried, rising. Raises Infeasible when not even all GPUs do."""
+    """The smallest size with a plan, and all tried sizes, rising. Raises Infeasible when all GPUs do not suffice."""
     known: dict[int, Tried] = {}
     steps = sizes(whole)
 
@@ -51,7 +51,7 @@ def fewest_gpus(whole: Cluster, solve: Solve) -> tuple[Tried, tuple[Tried, ...]]
     while not works(works_at):
         if works_at == len(steps) - 1:
             refusal = known[works_at].refusal
-            raise Infeasible(f"not even all {whole.num_gpus} GPUs of cluster {whole.name} do: {refusal}")
+            raise Infeasible(f"all {whole.num_gpus} GPUs of cluster {whole.name} do not suffice: {refusal}")
         fails, works_at = works_at, _doubled(steps, works_at)
     while works_at - fails > _SCANNED:
         middle = (fails + works_at) // 2
@@ -61,19 +61,19 @@ def fewest_gpus(whole: Cluster, solve: Solve) -> tuple[Tried, tuple[Tried, ...]]
 
 
 def with_more_gpus(error: Infeasible, cluster: Cluster, whole: Cluster, solve: Solve) -> Infeasible:
-    """The refusal, and what one more GPU of the cluster (or one more node) and twice as many would make of it."""
+    """The refusal, completed by what one more GPU (or node) of the cluster and twice as many would achieve."""
     sizes_of = {size.num_gpus: size for size in (larger(whole, cluster.num_gpus), _twice(whole, cluster.num_gpus))}
-    buys = []
+    gains = []
     for number, size in sizes_of.items():
         tried = _tried(size, solve)
         if tried.optimum is None:
-            buys.append(f"with {number} GPUs {tried.refusal}")
+            gains.append(f"with {number} GPUs {tried.refusal}")
             continue
         plan = tried.optimum.plan
         rate = f" at {plan.estimate.throughput:.3g} requests/s" if plan.estimate else ""
-        buys.append(f"{number} GPUs would do, by {plan.schedule}{rate}")
+        gains.append(f"{number} GPUs suffice, by {plan.schedule}{rate}")
         break
-    return Infeasible("; ".join([str(error), *buys]), nearest=error.nearest)
+    return Infeasible("; ".join([str(error), *gains]), nearest=error.nearest)
 
 
 def _doubled(steps: list[int], index: int) -> int:
@@ -82,14 +82,14 @@ def _doubled(steps: list[int], index: int) -> int:
 
 
 def _twice(whole: Cluster, num_gpus: int) -> Cluster:
-    """Twice as many GPUs: part of a node, or whole nodes, which may be more than the cluster has."""
+    """Twice as many GPUs: part of a node, or whole nodes, possibly more than the cluster has."""
     if 2 * num_gpus <= whole.gpus_per_node:
         return whole.part(2 * num_gpus)
     return replace(whole, num_nodes=-(-2 * num_gpus // whole.gpus_per_node))
 
 
 def sizes_table(tried: tuple[Tried, ...]) -> str:
-    """One row a size that was tried."""
+    """One row for each tried size."""
     rows = []
     for size in tried:
         if size.optimum is None or size.optimum.plan.estimate is None:

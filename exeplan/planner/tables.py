@@ -1,8 +1,9 @@
-"""Plain-text tables for people. Programs get `--json`."""
+"""Tables as plain text and for notebooks, and strict JSON."""
 
 import json
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 from exeplan.core.schedule import Estimate
@@ -18,7 +19,7 @@ ESTIMATE_ROWS = (
     "latency p99",
     "KV cache",
     "memory",
-    "met their deadline",
+    "deadlines met",
     "utility",
 )
 
@@ -57,15 +58,35 @@ def show_share(value: float | None) -> str:
 
 
 def side_by_side(**columns: Estimate | None) -> str:
-    """Estimates beside each other, one column each; columns that are None are left out."""
+    """Estimates side by side, one column each; columns that are None are left out."""
+    return table(*side_by_side_rows(**columns))
+
+
+def side_by_side_rows(**columns: Estimate | None) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Header and rows of `side_by_side`."""
     present = {name.replace("_", " "): estimate_cells(e) for name, e in columns.items() if e is not None}
     rows = list(zip(ESTIMATE_ROWS, *present.values(), strict=True))
     due = any(e.deadline_share is not None for e in columns.values() if e is not None)
-    return table(["", *present], rows if due else rows[:-2])
+    return ["", *present], rows if due else rows[:-2]
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same table for a notebook."""
+    lines = [_html_row("th", header), *(_html_row("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(cell: str, values: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{escape(value)}</{cell}>' for value in values)}</tr>"
+
+
+def html(*parts: str) -> str:
+    """Tables and lines of text, one below the other; empty parts are left out."""
+    return "".join(part if part.startswith("<table>") else f"<pre>{escape(part)}</pre>" for part in parts if part)
 
 
 def json_line(body: Any) -> str:
-    """One line of strict JSON: null for what is no finite number, such as a bound that is no limit."""
+    """One line of strict JSON: null for numbers that are not finite, such as an infinite bound."""
     return json.dumps(_finite(body), allow_nan=False, default=str)
 
 
@@ -78,14 +99,14 @@ def _finite(value: Any) -> Any:
 
 
 def error_percent(predicted: float | None, measured: float | None) -> str:
-    """How far the prediction is off, in percent of the measurement."""
+    """The error of the prediction in percent of the measurement."""
     if predicted is None or measured is None or measured == 0:
         return "-"
     return f"{100 * (predicted / measured - 1):+.1f} %"
 
 
 def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | None, measured: Estimate) -> str:
-    """Plan, replay of the very requests, and measurement, each prediction with its error in percent."""
+    """Plan, replay of the same requests, and measurement, each prediction with its error in percent."""
     present = [(name, e) for name, e in (("plan", predicted), ("replay", replay)) if e is not None]
     header = ["", *(cell for name, _ in present for cell in (name, "error")), "measured"]
     rows = []
@@ -109,8 +130,8 @@ _COMPARED = (
 )
 
 
-_DUE = (("met their deadline", "deadline_share"), ("utility", "utility"))
-"""Where requests had one."""
+_DUE = (("deadlines met", "deadline_share"), ("utility", "utility"))
+"""Where requests had deadlines."""
 
 
 def _show(key: str, value: float | None) -> str:

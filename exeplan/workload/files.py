@@ -18,6 +18,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ _LAW_FILE = ("source", "licence", "input", "output", "rank_correlation")
 
 def load_workload(text: str) -> Workload:
     """The workload that `text` means: see the module. Raises InputError naming file and row, or the part of a law."""
+    return replace(_load(text), reference=text)
+
+
+def _load(text: str) -> Workload:
     law = text.partition(":")[0]
     if law in _LAWS and ":" in text:
         return _from_mapping(text, _parse_law(text))

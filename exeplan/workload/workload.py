@@ -7,14 +7,19 @@ another (`exeplan.workload.files`). The steady state of a schedule follows from 
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from exeplan.arrays import Floats
 from exeplan.errors import InputError
+from exeplan.figures import axes_or_new
 from exeplan.workload.deadlines import Deadlines
 from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw, PaperLaw, added_up
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DENSE_CELLS = 1 << 22
 """Up to this many cells equal points are merged by counting, above it by sorting."""
@@ -30,7 +35,7 @@ class Trace:
     """Seconds, never falling; None where the source has no times."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Workload:
     """The joint histogram of input and output tokens. Make one with `Workload.of` or `load_workload`.
 
@@ -48,8 +53,28 @@ class Workload:
     """The requests themselves, where the workload is a trace."""
     deadlines: Deadlines | None = None
     """How long after its arrival a request's answer is of use; None for however late."""
+    reference: str | None = None
+    """What a plan names it by: a file, a shipped name or a law; None for one that was made in memory."""
     as_paper: bool = False
     """Steady states follow ExeGPT's formula instead of the exact one: to reproduce its figures."""
+
+    def __repr__(self) -> str:
+        lengths = (
+            f"{side}: mean {law.mean:.4g}, p50 {law.quantile(0.5)}, p99 {law.quantile(0.99)}, max {law.max} tokens"
+            for side, law in (("input", self.input_law), ("output", self.output_law))
+        )
+        return "\n  ".join([f"workload {self.name}", *lengths, *([self.source] if self.source else [])])
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draws the share of requests that are longer than each length, inputs and outputs, on these or new axes."""
+        axes = axes_or_new(ax)
+        for side, law in (("input", self.input_law), ("output", self.output_law)):
+            longer = 1.0 - np.concatenate([[0.0], law.cdf])
+            axes.step(np.concatenate([[0], law.tokens]), longer, where="post", label=f"{side}, mean {law.mean:.0f}")
+        axes.set(xlabel="tokens", ylabel="share of requests that are longer", title=self.name, ylim=(0, 1))
+        axes.grid(alpha=0.3)
+        axes.legend()
+        return axes
 
     @classmethod
     def of(

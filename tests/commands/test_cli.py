@@ -161,7 +161,7 @@ def test_a_replay_that_breaks_the_bound_ends_with_status_2(folder: Path, capsys:
         ({"latency_bound": "0"}, "--latency-bound must be above zero, found '0'"),
         ({"latency_bound": "nan"}, "--latency-bound must be above zero, found 'nan'"),
         ({"latency_bound": "soon"}, "--latency-bound must be a duration such as 2s, 500ms or 1m, found 'soon'"),
-        ({"latency_bound": "1ms"}, "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs"),
+        ({"latency_bound": "1ms"}, "latency bound 1 ms, but the lowest-latency schedule, orca(max_num_seqs=1), needs"),
         ({"policy": "best"}, f"no policy 'best'; there are {', '.join(policy_names())}"),
         ({"order": "best"}, "no order 'best'; there are fcfs, sjf, edf, das"),
         ({"method": "guess"}, "no search method 'guess'; there are branch-and-bound, exhaustive, bayesian"),

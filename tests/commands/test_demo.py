@@ -1,4 +1,4 @@
-"""`exeplan demo` does the whole job: profile, plan, serve, load, and predicted beside measured for every policy."""
+"""`exeplan demo` does the whole job: profile, plan, serve, load, and predicted against measured for every policy."""
 
 import subprocess
 import sys

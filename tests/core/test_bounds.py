@@ -131,7 +131,7 @@ def test_branch_and_bound_finds_the_exhaustive_optimum_under_several_bounds(poli
 
 
 def test_the_refusal_names_the_bound_that_binds(profile: Profile) -> None:
-    message = r"^ttft bound 100 us, but the gentlest schedule, .* for the first token: .* that is possible is (.*)"
+    message = r"^ttft bound 100 us, but the lowest-latency schedule, .* for the first token: .* possible bound is (.*)"
     with pytest.raises(Infeasible, match=message) as refusal:
         optimize(asked(profile, *bounds(1.0, ttft=1e-4, tpot=0.5)), policies=("orca",))
     assert "the tightest ttft bound would be " in refusal.value.nearest
@@ -189,7 +189,7 @@ def test_a_plan_keeps_all_its_bounds_in_its_file_and_simulate_checks_them(
     assert main(command("--latency-bound", "200ms", "--ttft", "20ms", "--tpot", "10ms", "-o", "plan.yaml")) == 0
     text = capsys.readouterr().out
     assert "bound 200 ms on p99-length, 20 ms ttft, 10 ms tpot: orca(" in text
-    assert "what binds most: " in text
+    assert "binding bound: " in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.more_bounds == bounds(0.2, ttft=0.02, tpot=0.01)[1:]
     assert main(["simulate", "plan.yaml", "--json"]) == 0
@@ -225,7 +225,7 @@ def test_any_percentile_of_requests_can_be_bounded(
         (["--latency-bound", "1s", "--tpot", "1s"], "tpot of 1 s contradicts the latency bound of 1 s"),
         (["--latency-bound", "1s", "--bound-on", "p0-requests"], "--bound-on must be p99-length or pNN-requests"),
         (["--latency-bound", "1s", "--bound-on", "ttft"], "--bound-on must be p99-length or pNN-requests"),
-        (["--tpot", "1us"], "tpot bound 1 us, but the gentlest schedule, orca(max_num_seqs=1), needs"),
+        (["--tpot", "1us"], "tpot bound 1 us, but the lowest-latency schedule, orca(max_num_seqs=1), needs"),
     ],
 )
 def test_a_wrong_bound_is_answered_with_one_sentence(

@@ -76,7 +76,7 @@ def test_both_sides_stay_correlated():
 
 
 def test_a_request_that_runs_is_longer_than_it_is_now():
-    """By hand: of four that started, two ended after 10, one runs at 5 and one at 20, so nobody is shorter than 10."""
+    """By hand: of four that started, two ended after 10, one runs at 5 and one at 20, so none is shorter than 10."""
     monitor = LengthMonitor(half_life=1e9)
     ended = [RequestLengths(0.0, 3, 10, True), RequestLengths(1.0, 3, 10, True)]
     monitor.note(ended, [RequestLengths(2.0, 3, 5, False), RequestLengths(3.0, 3, 20, False)])

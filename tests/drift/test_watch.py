@@ -10,7 +10,7 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.drift.best_plan import cautious, narrowest
+from exeplan.drift.best_plan import cautious, tightest
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.length_monitor import LengthMonitor
 from exeplan.drift.moving_cost import moving_seconds
@@ -75,7 +75,7 @@ def test_longer_outputs_break_the_bound_and_the_new_plan_keeps_it(plan, problem)
     looks, found = replans(plan, problem, joined(draw(1500, 1), draw(2500, 2, scale=1.6)))
     assert all(look.num_arrived > 1500 for look in found)
     first = found[0].adopted
-    assert "the bound would be filled" in first.reason
+    assert "% of the bound under the observed lengths" in first.reason
     assert first.old.latency > BOUND >= first.new.latency
     drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=1.6)))
     assert drifted.estimate(found[-1].adopted.plan.schedule).latency < BOUND * 1.02
@@ -102,7 +102,7 @@ def tight(problem):
     return tight, optimize(tight, policies=POLICIES).plan
 
 
-def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_one_does(tight):
+def test_where_no_plan_keeps_the_bound_the_lowest_latency_plan_takes_over_and_stays_until_one_does(tight):
     problem, plan = tight
     parts = [draw(1500, 1), draw(2000, 2, scale=2.5), draw(2000, 3)]
     looks, found = replans(plan, problem, joined(*parts), Rules(every=4.0, dwell=20.0))
@@ -111,8 +111,10 @@ def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_o
     bound = problem.bound.seconds
     assert first.old.latency > 1.03 * first.new.latency > bound
     assert first.new.latency <= missed * bound
-    assert f"no plan keeps {problem.bound} under the observed lengths; the narrowest that one keeps is" in first.reason
-    assert "The gentlest plan fills it to" in first.reason
+    assert (
+        f"no plan keeps {problem.bound} under the observed lengths; the tightest that a plan keeps is" in first.reason
+    )
+    assert "The lowest-latency plan uses" in first.reason
     assert first.plan.bound == problem.bound
     assert first.plan.drift_headroom == 0
     # Each move in the drifted part is clearly gentler, so there are few; afterwards one keeps the bound.
@@ -123,12 +125,12 @@ def test_where_no_plan_keeps_the_bound_the_gentlest_takes_over_and_stays_until_o
     assert looks[-1].state.missed is None
 
 
-def test_the_gentlest_plan_is_left_alone_while_the_law_stays(tight):
+def test_the_lowest_latency_plan_stays_while_the_law_stays(tight):
     problem, _ = tight
     drifted = replace(problem, workload=Workload.of_trace("after", draw(20_000, seed=98, scale=2.5)))
-    gentlest = narrowest(drifted, lambda wider: optimize(wider, policies=POLICIES).plan)
-    assert gentlest.missed > 1.3
-    active = replace(gentlest.plan, bound=problem.bound)
+    lowest = tightest(drifted, lambda wider: optimize(wider, policies=POLICIES).plan)
+    assert lowest.missed > 1.3
+    active = replace(lowest.plan, bound=problem.bound)
     looks, found = replans(active, problem, draw(600, 5, scale=2.5), Rules(every=15.0, dwell=4.0))
     assert found == []
     assert looks[-1].state.missed > 1.3
@@ -137,7 +139,7 @@ def test_the_gentlest_plan_is_left_alone_while_the_law_stays(tight):
 
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("needed", [1.0, 1.02, 1.5, 7.0])
-def test_the_narrowest_bounds_are_found_to_within_a_step(problem, plan, needed, told):
+def test_the_tightest_bounds_are_found_to_within_a_step(problem, plan, needed, told):
     tried = []
 
     def make(wider):
@@ -146,7 +148,7 @@ def test_the_narrowest_bounds_are_found_to_within_a_step(problem, plan, needed, 
             raise Infeasible("narrow", wider=needed / factor if told else None)
         return replace(plan, replay=replace(plan.replay, latency=BOUND * factor))
 
-    found = narrowest(problem, make)
+    found = tightest(problem, make)
     assert needed * (1 - 1e-9) <= found.missed <= needed * 1.031
     assert len(tried) <= (2 if told else 15)
 
@@ -156,7 +158,7 @@ def test_what_no_bounds_would_help_is_refused_as_it_was(problem):
         raise Infeasible(f"too much under {wider.bound.seconds:g}")
 
     with pytest.raises(Infeasible, match=f"too much under {BOUND:g}$"):
-        narrowest(problem, make)
+        tightest(problem, make)
 
 
 def test_two_replans_are_a_dwell_time_apart(plan, problem):
@@ -172,13 +174,13 @@ def test_a_gain_below_the_threshold_moves_nobody(plan, problem):
     trace = joined(draw(1500, 1), draw(2500, 2, scale=0.5))
     looks, found = replans(plan, problem, trace, Rules(every=4.0, gain=5.0))
     assert found == []
-    assert "less than it takes" in looks[-1].state.verdict
+    assert "less than the threshold" in looks[-1].state.verdict
     assert looks[-1].state.measure > 1
 
 
 def test_moving_that_takes_longer_than_the_law_may_last_is_not_worth_it(plan, problem, monkeypatch):
     monkeypatch.setattr("exeplan.drift.watch.moving_seconds", lambda problem, old, new: 1e6)
-    for scale, words in ((1.6, "the law may last"), (0.5, "does not bring back")):
+    for scale, words in ((1.6, "the law may last"), (0.5, "does not recover")):
         looks, found = replans(plan, problem, joined(draw(1500, 1), draw(1500, 2, scale=scale)))
         assert found == []
         assert words in looks[-1].state.verdict
@@ -317,7 +319,7 @@ def test_a_trace_is_scaled_as_the_planned_one_was(planned, capsys):
         (["planned.csv", "--every", "0s"], "--every must be above zero"),
         (["planned.csv", "--gain", "much"], "--gain must be a share such as 5% or 0.05, found 'much'"),
         (["planned.csv", "--rate", "-1"], "--rate must be a positive number"),
-        (["planned.csv", "--every", "60s", "-o", "x.yaml"], "nothing to write to x.yaml"),
+        (["planned.csv", "--every", "60s", "-o", "x.yaml"], "no plan to write to x.yaml"),
     ],
 )
 def test_what_the_command_cannot_do_it_says(planned, capsys, arguments, message):

@@ -66,7 +66,9 @@ def test_a_row_without_a_plan_says_what_would_do(folder: Path, capsys: pytest.Ca
     with (folder / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["policy"] for row in rows] == ["", "orca"]
-    assert rows[0]["refusal"].startswith("latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs")
+    assert rows[0]["refusal"].startswith(
+        "latency bound 1 ms, but the lowest-latency schedule, orca(max_num_seqs=1), needs"
+    )
     assert rows[0]["throughput"] == ""
     assert float(rows[1]["latency"]) <= float(rows[1]["bound_seconds"]) == 0.1
 

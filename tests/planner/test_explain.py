@@ -1,4 +1,4 @@
-"""--explain says what limits the winner, who comes next and by how much, and what a little more would buy."""
+"""--explain says what limits the winner, the runner-up and its distance, and what more GPUs or latency would gain."""
 
 import json
 from functools import partial
@@ -36,7 +36,7 @@ def problem(profile: Profile, seconds: float, *, gpus: int = 1, max_seqs: int = 
 
 def test_a_tight_bound_limits_and_more_latency_buys_throughput(profile: Profile) -> None:
     found = explained(problem(profile, 0.1), "orca")
-    assert found.limits[0].startswith("the bound 100 ms on p99-length: one step more of a control variable breaks it")
+    assert found.limits[0].startswith("the bound 100 ms on p99-length: one more step of a control variable breaks it")
     assert found.more_latency.change == "bound 110 ms on p99-length, 10 % more"
     assert found.more_latency.gain is not None
     assert found.more_latency.gain > 0
@@ -46,7 +46,7 @@ def test_a_tight_bound_limits_and_more_latency_buys_throughput(profile: Profile)
 
 def test_residents_limit_where_nothing_else_does(profile: Profile) -> None:
     found = explained(problem(profile, float("inf"), max_seqs=4), "orca")
-    assert found.limits[0] == "no limit: more requests at once bring no more throughput"
+    assert found.limits[0] == "no limit: a larger batch brings no more throughput"
     assert found.more_latency.note == "there is no bound"
     found = explained(problem(profile, 100.0, max_seqs=4), "rra")
     assert found.limits[0].startswith("the limit of 4 residents: ")
@@ -98,7 +98,7 @@ def test_the_command_prints_it_and_has_it_for_programs(
     text = capsys.readouterr().out
     assert "what limits orca: the bound 100 ms on p99-length" in text
     assert "runner-up: none, only orca was searched" in text
-    assert "one more GPU: name a --cluster to see what it buys" in text
+    assert "one more GPU: name a --cluster to see the gain" in text
     assert main([*argv, "--explain", "--json"]) == 0
     body = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["explanation"]
     assert set(body) == {

@@ -128,7 +128,7 @@ def test_simulate_says_what_does_not_go_together(
 def test_a_placement_without_room_names_the_shortfall(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "pair.yaml").write_text(CLUSTER.replace("8GiB", "8MiB"))
     message = refused(capsys, "simulate", "hand.yaml")
-    assert message.startswith("exeplan simulate: the plan's fullest GPU needs 12.3 MiB")
+    assert message.startswith("exeplan simulate: one GPU of the plan needs 12.3 MiB")
     assert " for weights, workspace and one request of 104 tokens, affine has 7.2 MiB for it; place fewer" in message
 
 

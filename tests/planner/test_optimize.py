@@ -1,5 +1,5 @@
 """optimize() finds what trying every schedule finds, at a fraction of the evaluations; what it promises its own replay
-keeps; and what cannot be promised it answers with what binds and the tightest bound that can."""
+keeps; what is infeasible is refused with the binding limit and the tightest possible bound."""
 
 import math
 import re
@@ -130,7 +130,7 @@ def test_the_tightest_bound_that_is_named_works(policy: str, about: str, law: st
     policies = resolve_policies(policy)
     with pytest.raises(Infeasible) as refusal:
         optimize(asked(profile, law, 1e-3, about=about), policies=policies)
-    tightest = re.fullmatch(r"latency bound 1 ms, but .* that is possible is (.*)", str(refusal.value))
+    tightest = re.fullmatch(r"latency bound 1 ms, but .* possible bound is (.*)", str(refusal.value))
     assert tightest is not None
     plan = optimize(asked(profile, law, seconds(tightest[1]), about=about), policies=policies).plan
     assert plan.replay is not None
@@ -143,9 +143,10 @@ def test_an_impossible_bound_is_answered_with_what_binds(profile: Profile) -> No
         best(asked(profile, "fixed:in=10;out=5", 1e-3), "orca")
     # A layer: 60 us and 8.25 us of attention to 12.5 tokens; around them: 5.1, 65 and 105 us.
     assert str(refusal.value) == (
-        "latency bound 1 ms, but the gentlest schedule, orca(max_num_seqs=1), needs 4.1 ms for an output of the "
-        "99th-percentile length (5 tokens): what binds is one row alone, 6 layers at 68.3 us and 175 us around them, "
-        "5 times; the tightest bound that is possible is 4.11 ms"
+        "latency bound 1 ms, but the lowest-latency schedule, orca(max_num_seqs=1), needs 4.1 ms for an output of the "
+        "99th-percentile length (5 tokens): the floor is one request alone, 6 layers at 68.3 us and 175 us around "
+        "them, "
+        "5 times; the tightest possible bound is 4.11 ms"
     )
 
 
@@ -202,7 +203,7 @@ def test_a_law_too_ragged_for_the_memory_is_refused(profile: Profile) -> None:
     rare = Workload.of("rare", inputs=[5, 400], outputs=[2, 400], weights=[0.99, 0.01])
     memory = (21 << 20) + 800 * profile.model.kv_bytes_per_token("float32")
     problem = make_problem(profile, rare, Bound(seconds=10.0), memory=memory)
-    with pytest.raises(Infeasible, match=r"no schedule fits 25.7 MiB of memory: orca needs .* MiB at its gentlest"):
+    with pytest.raises(Infeasible, match=r"no schedule fits 25.7 MiB of memory: orca needs at least .* MiB"):
         best(problem, "orca")
 
 

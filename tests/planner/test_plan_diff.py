@@ -140,13 +140,13 @@ def test_gains_are_relative_and_doubted_under_another_workload() -> None:
     assert gains(found)["throughput"] == pytest.approx(0.5)
     assert gains(found)["latency"] == pytest.approx(-0.5)
     assert not found.same_load
-    assert "what they gain is not the plan's alone" in diff_text(found)
+    assert "the gain is not due to the plan alone" in diff_text(found)
 
 
 def test_without_an_estimate_it_says_how_to_get_one() -> None:
     text = diff_text(diff(plan(pipeline(6), estimate=None), plan(PARALLEL)))
-    assert "what it gains is open: the old plan has no estimate; `exeplan simulate PLAN -o PLAN` fills it in" in text
-    assert "requests under way: 50 % of the keys and values are on other GPUs, and move there over host memory" in text
+    assert "the gain is unknown: the old plan has no estimate; `exeplan simulate PLAN -o PLAN` fills it in" in text
+    assert "running requests: 50 % of the keys and values are on other GPUs, and move there over host memory" in text
 
 
 def test_different_models_are_refused() -> None:

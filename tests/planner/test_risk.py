@@ -164,8 +164,8 @@ def test_a_plan_prints_and_stores_its_margin(folder: Path, capsys: pytest.Captur
     (folder / "errors.json").write_text(json.dumps(PAIRS))
     assert main(command("--risk", "5%", "--errors", "errors.json", "-o", "plan.yaml")) == 0
     text = capsys.readouterr().out
-    assert "on p99-length on top the closed form still keeps every bound" in text
-    assert "with a chance of 5 % at most" in text
+    assert "on p99-length added, so that a bound breaks" in text
+    assert "with a chance of at most 5 %" in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.promise["risk"] == 0.05
     assert "3 pairs in errors.json" in plan.promise["source"]

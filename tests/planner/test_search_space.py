@@ -107,7 +107,7 @@ def test_the_exhaustive_search_tries_every_point_of_every_variant(opt: Profile) 
 
 def test_a_model_too_large_names_the_shortfall_and_the_cluster_that_would_do() -> None:
     with pytest.raises(
-        Infeasible, match=r"gpt3-341b does not fit cluster a40: each of its 8 GPUs lacks 41\..* GiB .* 24 such GPUs"
+        Infeasible, match=r"gpt3-341b does not fit cluster a40: each of its 8 GPUs lacks 41\..* GiB .* 24 of these GPUs"
     ):
         asked(profile_of("gpt3-341b"), A40.part(8), 100.0)
 

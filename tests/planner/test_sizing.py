@@ -61,19 +61,19 @@ def test_no_smaller_part_would_do(load: list[str], folder: Path, capsys: pytest.
 def test_the_sizes_that_were_tried_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command("--gpus", "auto", "--latency-bound", "200ms", "--min-throughput", "200")) == 0
     text = capsys.readouterr().out
-    assert text.startswith("the fewest GPUs of cluster six.yaml that do: 2\n")
+    assert text.startswith("fewest GPUs of cluster six.yaml: 2\n")
     assert re.search(r"GPUs +best schedule +req/s +latency", text)
 
 
-def test_a_refusal_says_what_more_gpus_would_buy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_says_what_more_gpus_would_gain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--gpus", "1", "--latency-bound", "200ms", "--min-throughput", "200")
-    assert "200 requests/s are wanted, but the most that a schedule sustains within the bounds is " in message
-    assert re.search(r"; 2 GPUs would do, by orca\(.*\) at 2\d\d requests/s$", message)
+    assert "200 requests/s are required, but within the bounds the most is " in message
+    assert re.search(r"; 2 GPUs suffice, by orca\(.*\) at 2\d\d requests/s$", message)
 
 
 def test_a_bound_that_more_gpus_do_not_keep_either_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--gpus", "3", "--latency-bound", "1ms")
-    assert "the tightest bound that is possible is " in message
+    assert "the tightest possible bound is " in message
     assert re.search(r"; with 6 GPUs the tightest latency bound would be \d.*ms$", message)
 
 
@@ -85,7 +85,7 @@ def test_a_bound_that_more_gpus_do_not_keep_either_says_so(folder: Path, capsys:
         (["--gpus", "-2"], "--gpus must be a number of GPUs or auto, found '-2'"),
         (["--gpus", "0"], "cluster six has 6 GPUs, not 0"),
         (["--gpus", "5"], "5 GPUs of cluster six are neither part of a node nor whole nodes of 3"),
-        (["--gpus", "auto", "--min-throughput", "1e5"], "not even all 6 GPUs of cluster six do: "),
+        (["--gpus", "auto", "--min-throughput", "1e5"], "all 6 GPUs of cluster six do not suffice: "),
     ],
 )
 def test_wrong_sizes_are_answered_with_one_sentence(

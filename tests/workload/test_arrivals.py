@@ -188,9 +188,9 @@ def test_a_rate_that_nothing_sustains_is_answered_with_the_most_and_the_bounds_t
     with pytest.raises(Infeasible) as refusal:
         optimize(asked(profile, LAW, rate=1.1 * most.throughput, bound=0.1), policies=("orca",))
     message = str(refusal.value)
-    assert "requests/s (Poisson) come, but the most that a schedule sustains within the bounds is " in message
-    assert "what binds is bound 100 ms on p99-length; it would do under bound " in message
-    with pytest.raises(Infeasible, match="no bounds would do: without any it is "):
+    assert "requests/s (Poisson) arrive, but within the bounds the most is " in message
+    assert "the binding limit is bound 100 ms on p99-length; it is sustained under bound " in message
+    with pytest.raises(Infeasible, match="wider bounds do not help: without any the most is "):
         optimize(asked(profile, LAW, rate=1e5, bound=0.1), policies=("orca",))
 
 
@@ -250,7 +250,7 @@ def test_the_arrivals_of_a_trace_are_replayed_as_they_were(folder: Path, capsys:
         (["--arrivals", "trace"], "untimed.csv", "workload 'untimed.csv' has no arrival times"),
         (["--arrivals", "bursts"], LAW, "argument --arrivals: invalid choice: 'bursts'"),
         (["--arrivals", "trace", "--arrival-rate", "3"], "t.csv", "argument --arrival-rate: not allowed with"),
-        (["--arrival-rate", "100000"], LAW, "1e+05 requests/s (Poisson) come, but the most that a schedule sustains"),
+        (["--arrival-rate", "100000"], LAW, "1e+05 requests/s (Poisson) arrive, but within the bounds the most is "),
         (["--gpus", "auto"], LAW, "--gpus auto needs a --cluster"),
     ],
 )

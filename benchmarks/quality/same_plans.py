@@ -1,6 +1,6 @@
 """The same problems in two trees of exeplan: every plan, estimate, replay and refusal compared.
 
-    python benchmarks/same_plans.py OTHER_TREE [--cases 50] [--seed 0] [--quick]
+    python -m benchmarks.quality.same_plans OTHER_TREE [--cases 50] [--seed 0] [--quick]
 
 OTHER_TREE is a checkout of another commit. The problems: every model, device, cluster, workload and engine under plans/
 at least once, and every policy by its name; plans written by hand; tables of plans; traces that drift; and --cases
@@ -12,7 +12,7 @@ with --json every value that both trees print must agree, and a key that only on
 only the numbers are compared, because their words may change. `IGNORED` and `SENTENCES` name these fields and say why.
 Exit status 1 where anything differs. Writes records/same-plans.json; with --quick, a handful of problems, no record.
 
-Not here: tokens and timings (`engine_throughput.py`, `serving.py`).
+Not here: tokens and timings (`benchmarks/engine`, `benchmarks/service`).
 """
 
 import argparse
@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from record import write_record
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 _SHOWN, _FIELDS = 20, 3
@@ -734,6 +733,8 @@ def main() -> int:
     print(f"ours {ours.commit}, {ours.seconds:.0f} s; theirs {theirs.commit}, {theirs.seconds:.0f} s")
     print("\n".join(report.lines()))
     if not args.quick:
+        from benchmarks.lib.record import write_record  # Not in a tree's own process, whose benchmarks may be others.
+
         print(f"record: {write_record('same-plans', _figures(args, report, ours, theirs))}")
     return 1 if report.different else 0
 

@@ -1,18 +1,14 @@
-"""`benchmarks/same_plans.py` reports a plan that differs, forgives words alone, and has a problem for all of plans/."""
+"""`benchmarks.quality.same_plans` reports a plan that differs, forgives words alone, and tries all of plans/."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
 
 @pytest.fixture
-def same_plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("same_plans")
+def same_plans() -> ModuleType:
+    return importlib.import_module("benchmarks.quality.same_plans")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,398 @@
+"""What `import exeplan` offers: load inputs, `optimize`, `simulate`, `compare`. The command line calls these functions.
+
+A path may be a `str` or any `os.PathLike`; where a path is taken, so is the object that it would give. Options take
+text as on the command line (`"2s"`, `"30GiB"`, `"1%"`), and numbers: seconds, bytes, shares, requests/s.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from exeplan.core import cluster as clusters
+from exeplan.core import plan as plans
+from exeplan.core import profile as profiles
+from exeplan.core.bounds import Bound, check_together, deadline_bound, parse_bounds
+from exeplan.core.cluster import Cluster
+from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.plan import Plan, check_utilization
+from exeplan.core.profile import Profile
+from exeplan.errors import InputError
+from exeplan.extras import require
+from exeplan.planner.comparison import Comparison, compare_row, matched
+from exeplan.planner.load_problem import cluster_for, plan_request, profile_for, profiled_host, read_plan
+from exeplan.planner.margins import Risk
+from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.risk import default_laws, load_errors, parse_risk
+from exeplan.planner.simulation import Simulation, simulate_plan
+from exeplan.planner.solution import Solution, solve
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.units import num_bytes, seconds
+from exeplan.workload import files as workloads
+from exeplan.workload.arrivals import parse_arrivals, parse_rate
+from exeplan.workload.deadlines import Deadlines, parse_deadlines
+from exeplan.workload.laws import MAX_LENGTH
+from exeplan.workload.workload import Trace, Workload
+
+File = str | PathLike[str]
+Quantity = float | str
+"""A number in the base unit, or text with a unit."""
+MAX_SEQS = 65536
+"""Residents that a search considers at most: far beyond any device, and small enough to list."""
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def load_model(model: ModelSpec | File) -> ModelSpec:
+    """The sizes of a model: a shipped name, a Hugging Face model directory, or a `config.json`. Weights stay unread."""
+    return model if isinstance(model, ModelSpec) else load_model_spec(fspath(model))
+
+
+def load_profile(profile: Profile | File) -> Profile:
+    """A profile that `exeplan profile` or `save_profile` wrote."""
+    return profile if isinstance(profile, Profile) else profiles.load_profile(Path(profile))
+
+
+def save_profile(profile: Profile, path: File) -> None:
+    """Writes a profile as JSON."""
+    profiles.save_profile(profile, Path(path))
+
+
+def load_cluster(cluster: Cluster | File) -> Cluster:
+    """A cluster: a shipped name or a YAML file."""
+    return cluster if isinstance(cluster, Cluster) else clusters.load_cluster(fspath(cluster))
+
+
+def load_plan(path: File) -> Plan:
+    """A plan, the files that it names as seen from here."""
+    return read_plan(Path(path))
+
+
+def save_plan(plan: Plan, path: File) -> None:
+    """Writes a plan as YAML, its names of files as they are; `Solution.save` makes them relative to the plan."""
+    plans.save_plan(plan, Path(path))
+
+
+def load_workload(
+    source: Workload | File | Mapping[str, ArrayLike] | Any = None,
+    *,
+    input_tokens: ArrayLike | None = None,
+    output_tokens: ArrayLike | None = None,
+    arrival_s: ArrayLike | None = None,
+    name: str = "requests",
+) -> Workload:
+    """The lengths of requests, and when they arrive.
+
+    `source` is a trace file, a shipped name, a law such as `normal:in=128,81,256;out=128,68,320`, or a table with the
+    columns input_tokens, output_tokens and optionally arrival_s: a pandas DataFrame or a mapping of arrays. Or give
+    these as arrays, one entry a request. Raises InputError naming what is wrong.
+    """
+    if isinstance(source, Workload):
+        return source
+    if isinstance(source, str | PathLike):
+        return workloads.load_workload(fspath(source))
+    if source is not None:
+        return _workload_of_table(source, name)
+    if input_tokens is None or output_tokens is None:
+        raise InputError("a workload needs a file, a name, a law or a table, or input_tokens and output_tokens")
+    trace = _trace(input_tokens, output_tokens, arrival_s)
+    return Workload.of_trace(name, trace, source=f"{name}, {len(trace.inputs)} requests")
+
+
+def datasheet_profile(
+    model: ModelSpec | File,
+    device: File,
+    *,
+    cluster: Cluster | File | None = None,
+    dtype: str = "auto",
+    tensor_parallel_sizes: Sequence[int] | None = None,
+    constants: Mapping[str, Quantity] | None = None,
+) -> Profile:
+    """A profile without a device: times from a roofline of its datasheet (`plans/devices`, or a YAML file).
+
+    `cluster` gives the links, `constants` replaces constants of the datasheet, such as {"gemm_efficiency": 0.6}.
+    """
+    sheet = load_datasheet(fspath(device), {key: str(value) for key, value in (constants or {}).items()})
+    if cluster is not None:
+        sheet = with_links(sheet, load_cluster(cluster))
+    if dtype == "auto":
+        dtype = "bfloat16" if sheet.kind == "cuda" else "float32"
+    sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
+    return profile_from_datasheet(load_model(model), sheet, dtype=dtype, tensor_parallel_sizes=sizes)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def optimize(
+    profile: Profile | File,
+    workload: Workload | File | Mapping[str, ArrayLike] | Any,
+    *,
+    latency_bound: Bound | Quantity | None = None,
+    bound_on: str | None = None,
+    ttft: Quantity | None = None,
+    tpot: Quantity | None = None,
+    deadline: Quantity | None = None,
+    deadline_share: Quantity | None = None,
+    arrival_rate: Quantity | None = None,
+    arrivals: Literal["trace"] | None = None,
+    min_throughput: Quantity | None = None,
+    order: str | None = None,
+    risk: Quantity | None = None,
+    errors: File | None = None,
+    cluster: Cluster | File | None = None,
+    gpus: int | str | None = None,
+    across_nodes: bool = False,
+    policy: File = "auto",
+    method: str = "branch-and-bound",
+    fit_context: bool = False,
+    memory: Quantity | None = None,
+    gpu_memory_utilization: float | None = None,
+    max_num_seqs: int | None = None,
+    model: ModelSpec | File | None = None,
+) -> Solution:
+    """The plan with the most throughput within the bounds; options are those of `exeplan optimize`.
+
+    At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. Raises InputError
+    for wrong input, Infeasible where no schedule keeps the bounds.
+    """
+    if method == "bayesian":
+        require("--method bayesian", "optuna")
+    margin = _risk(risk, errors)
+    deadlines, due = _deadlines(deadline, deadline_share, arrives=arrival_rate is not None or arrivals is not None)
+    bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, due=due)
+    if max_num_seqs is not None and not 1 <= max_num_seqs <= MAX_SEQS:
+        raise InputError(f"--max-num-seqs must lie between 1 and {MAX_SEQS}, found {max_num_seqs}")
+    measured = _profile_of(load_profile(profile), model)
+    lengths = load_workload(workload)
+    bytes_of_each = num_bytes(str(memory), "--memory") if memory is not None else None
+    _check_utilization(gpu_memory_utilization, measured)
+    rate = parse_arrivals(_text(arrival_rate), lengths, of_trace=arrivals == "trace")
+    least = parse_rate(str(min_throughput), "--min-throughput") if min_throughput is not None else 0.0
+    part, whole = _gpus(measured, cluster, gpus)
+    if gpus == "auto" and rate is None and not least:
+        raise InputError("--gpus auto needs an --arrival-rate, --arrivals trace or --min-throughput to meet")
+    return solve(
+        PlanRequest(
+            profile=measured,
+            workload=lengths,
+            fit_context=fit_context,
+            bounds=bounds,
+            deadlines=deadlines,
+            arrivals=rate,
+            min_throughput=least,
+            cluster=part,
+            whole=whole,
+            fewest_gpus=gpus == "auto",
+            across_nodes=across_nodes,
+            policy=fspath(policy),
+            method=method,
+            order=order or ("das" if deadlines else "fcfs"),
+            risk=margin,
+            memory=bytes_of_each,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+        )
+    )
+
+
+def simulate(
+    plan: Plan | File,
+    *,
+    profile: Profile | File | None = None,
+    workload: Workload | File | Mapping[str, ArrayLike] | Any = None,
+    cluster: Cluster | File | None = None,
+    requests: int | None = None,
+    seed: int = 0,
+    steady_state: str = "comb",
+) -> Simulation:
+    """Replays a plan request by request; profile, workload and cluster replace the plan's own.
+
+    `requests` is how many are replayed (default: enough for a steady window). Raises InputError for wrong input.
+    """
+    found = plan if isinstance(plan, Plan) else load_plan(plan)
+    request = plan_request(
+        found,
+        profile=load_profile(profile) if profile is not None else None,
+        workload=load_workload(workload) if workload is not None else None,
+        cluster=load_cluster(cluster) if cluster is not None else None,
+    )
+    if cluster is not None:
+        found = replace(found, gpus=None)
+    return simulate_plan(found, request, num_requests=requests, seed=seed, steady_state=steady_state)
+
+
+def compare(
+    profiles: Iterable[Profile | File],
+    workloads: Iterable[Workload | File | Mapping[str, ArrayLike] | Any],
+    latency_bounds: Iterable[Quantity],
+    *,
+    bound_on: str = "p99-length",
+    clusters: Iterable[Cluster | File] = (),
+    gpus: Sequence[int] = (),
+    policy: File = "auto",
+    fit_context: bool = False,
+) -> Comparison:
+    """Optimizes every profile under every workload and bound, on one device or on every cluster of its device.
+
+    `gpus` are numbers of GPUs to take of each cluster. A row without a plan says why; wrong input raises InputError.
+    """
+    bounds = [Bound(seconds=seconds(str(value), "--latency-bound"), metric=bound_on) for value in latency_bounds]
+    check_together(bounds[:1])
+    policy = fspath(policy)
+    resolve_policies(policy)  # A wrong name is refused before anything is searched.
+    pairs = _pairs([load_profile(one) for one in profiles], [load_cluster(one) for one in clusters], gpus)
+    asked = product(pairs, [load_workload(one) for one in workloads], bounds)
+    return Comparison(
+        tuple(
+            compare_row(
+                PlanRequest(
+                    profile=profile,
+                    workload=workload,
+                    fit_context=fit_context,
+                    bounds=(bound,),
+                    cluster=cluster,
+                    policy=policy,
+                )
+            )
+            for (profile, cluster), workload, bound in asked
+        )
+    )
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def _bounds(
+    latency: Bound | Quantity | None,
+    bound_on: str | None,
+    *,
+    ttft: Quantity | None,
+    tpot: Quantity | None,
+    due: Bound | None,
+) -> tuple[Bound, ...]:
+    if isinstance(latency, Bound):
+        if bound_on is not None:
+            raise InputError(f"{latency} says what it is on; leave --bound-on out")
+        bound_on, latency = latency.metric, latency.seconds
+    return parse_bounds(_text(latency), bound_on or "p99-length", ttft=_text(ttft), tpot=_text(tpot), due=due)
+
+
+def _text(value: Quantity | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _deadlines(
+    deadline: Quantity | None, share: Quantity | None, *, arrives: bool
+) -> tuple[Deadlines | None, Bound | None]:
+    """The deadlines that were asked for, and the bound that they make."""
+    if deadline is None:
+        if share is not None:
+            raise InputError("--deadline-share needs a --deadline, such as 2s")
+        return None, None
+    if not arrives:
+        raise InputError("a deadline counts from the arrival; give --arrival-rate or --arrivals trace with --deadline")
+    deadlines = parse_deadlines(str(deadline))
+    return deadlines, deadline_bound(deadlines.mean, "99%" if share is None else str(share))
+
+
+def _risk(risk: Quantity | None, errors: File | None) -> Risk | None:
+    if risk is None:
+        if errors is not None:
+            raise InputError("--errors needs a --risk, such as 1%")
+        return None
+    share = parse_risk(str(risk))
+    return Risk(share=share, laws={**default_laws(), **(load_errors(Path(errors)) if errors is not None else {})})
+
+
+def _profile_of(profile: Profile, model: ModelSpec | File | None) -> Profile:
+    """The profile, its model where that is now."""
+    if model is None:
+        return profile
+    spec = load_model(model)
+    return replace(profile_for(spec, profile), model=spec)
+
+
+def _check_utilization(share: float | None, profile: Profile) -> None:
+    if share is None:
+        return
+    check_utilization(share, "--gpu-memory-utilization")
+    if profile.device.kind != "cuda":
+        raise InputError("--gpu-memory-utilization is for GPUs, the profile is of a CPU; use --memory")
+
+
+def _gpus(
+    profile: Profile, cluster: Cluster | File | None, gpus: int | str | None
+) -> tuple[Cluster | None, Cluster | None]:
+    """The GPUs that were asked for, all of them for `auto`, and the whole cluster."""
+    if gpus not in (None, "auto") and not str(gpus).isdecimal():
+        raise InputError(f"--gpus must be a number of GPUs or auto, found '{gpus}'")
+    if cluster is None:
+        if gpus == "auto":
+            raise InputError("--gpus auto needs a --cluster")
+        return (profiled_host(profile, int(gpus)) if gpus is not None else None), None
+    whole = cluster_for(profile, load_cluster(cluster))
+    return whole if gpus in (None, "auto") else whole.part(int(str(gpus))), whole
+
+
+def _pairs(
+    profiles: Sequence[Profile], clusters: Sequence[Cluster], counts: Sequence[int]
+) -> Sequence[tuple[Profile, Cluster | None]]:
+    """Every profile with the clusters of its device, or with that many GPUs of them."""
+    if not clusters:
+        if counts:
+            raise InputError("--gpus needs a --cluster")
+        return [(profile, None) for profile in profiles]
+    whole = matched(profiles, clusters)
+    return [(p, part) for p, cluster in whole for part in ([cluster.part(n) for n in counts] or [cluster])]
+
+
+# --- requests in memory -----------------------------------------------------------------------------------------------
+
+
+def _workload_of_table(table: Any, name: str) -> Workload:
+    columns = list(table.keys()) if hasattr(table, "keys") else []
+    if not {"input_tokens", "output_tokens"} <= set(columns):
+        found = ", ".join(map(str, columns)) or type(table).__name__
+        raise InputError(f"a table of requests needs the columns input_tokens and output_tokens; found {found}")
+    arrivals = table["arrival_s"] if "arrival_s" in columns else None
+    trace = _trace(table["input_tokens"], table["output_tokens"], arrivals)
+    return Workload.of_trace(name, trace, source=f"{name}, {len(trace.inputs)} requests")
+
+
+def _trace(inputs: ArrayLike, outputs: ArrayLike, arrivals: ArrayLike | None) -> Trace:
+    lengths = [_lengths("input_tokens", inputs), _lengths("output_tokens", outputs)]
+    if len(lengths[0]) != len(lengths[1]):
+        raise InputError(f"there are {len(lengths[0])} input_tokens and {len(lengths[1])} output_tokens")
+    if arrivals is None:
+        return Trace(lengths[0], lengths[1])
+    times = _numbers("arrival_s", arrivals)
+    if len(times) != len(lengths[0]):
+        raise InputError(f"there are {len(lengths[0])} requests and {len(times)} arrival_s")
+    if (times < 0).any() or (np.diff(times) < 0).any():
+        raise InputError("arrival_s must not be negative and must not fall; sort the requests by it")
+    return Trace(lengths[0], lengths[1], times)
+
+
+def _lengths(name: str, values: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
+    found = _numbers(name, values)
+    if wrong := found[(found < 1) | (found > MAX_LENGTH) | (found != np.floor(found))].tolist():
+        raise InputError(f"{name} must be whole numbers from 1 to {MAX_LENGTH:,}, found {wrong[0]:g}")
+    return found.astype(np.int64)
+
+
+def _numbers(name: str, values: ArrayLike) -> np.ndarray[Any, np.dtype[np.float64]]:
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} must be numbers, found {type(values).__name__}") from None
+    if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
+        raise InputError(f"{name} must be one finite number a request, and at least one")
+    return found

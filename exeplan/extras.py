@@ -1,0 +1,55 @@
+"""Packages that only some features need: which extra of `pip install 'exeplan[...]'` brings them.
+
+Planning and replaying need none of these. Lists of packages are in `pyproject.toml`.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from exeplan.errors import MissingPackage
+
+EXTRA_OF = {
+    **dict.fromkeys(("matplotlib", "optuna", "pandas"), "analysis"),
+    "pyarrow": "parquet",
+    **dict.fromkeys(
+        (
+            "aiohttp",
+            "fastapi",
+            "h11",
+            "jinja2",
+            "msgspec",
+            "prometheus_client",
+            "pydantic",
+            "safetensors",
+            "starlette",
+            "tokenizers",
+            "torch",
+            "uvicorn",
+        ),
+        "serve",
+    ),
+}
+"""The extra of each top-level module."""
+SERVING = ("torch", "safetensors", "tokenizers", "jinja2", "fastapi", "uvicorn")
+"""What a server cannot start without."""
+
+
+def require(purpose: str, *modules: str) -> None:
+    """Raises MissingPackage unless all of the modules are installed; `purpose` begins the sentence."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingPackage(missing(purpose, module))
+
+
+def missing(purpose: str, module: str) -> str:
+    """`serving needs torch, which is not installed: pip install 'exeplan[serve]'`."""
+    return f"{purpose} needs {module}, which is not installed: pip install 'exeplan[{EXTRA_OF[module]}]'"
+
+
+def frame(rows: Sequence[dict[str, Any]], *, index: str | None = None) -> Any:
+    """The rows as a pandas DataFrame, one of their columns as its index."""
+    require("to_frame()", "pandas")
+    found = import_module("pandas").DataFrame(list(rows))
+    return found if index is None else found.set_index(index)

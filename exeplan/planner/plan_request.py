@@ -1,0 +1,111 @@
+"""PlanRequest: everything that is asked of the planner, parsed once; the command line, Python and drift fill it.
+
+Not here: reading text and files (`exeplan.api`, `load_problem.py`), and the answer (`solution.py`).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import Cluster
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Placement
+from exeplan.planner.margins import Risk
+from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.problem import MEMORY_UTILIZATION, Problem, check_placement_memory, make_problem
+from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.deadlines import Deadlines
+from exeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """One planning problem and how to search it."""
+
+    profile: Profile
+    workload: Workload
+    """As given: neither fitted to the context nor with deadlines."""
+    fit_context: bool = False
+    """Scale the lengths to the model's context."""
+    bounds: tuple[Bound, ...]
+    """The first one on latency or deadlines, infinite where there is none."""
+    deadlines: Deadlines | None = None
+    arrivals: Arrivals | None = None
+    """None for a backlog."""
+    min_throughput: float = 0.0
+    """Requests/s that are required under a backlog."""
+    cluster: Cluster | None = None
+    """The GPUs to plan for; None for one device."""
+    whole: Cluster | None = None
+    """The cluster that these GPUs are a part of."""
+    fewest_gpus: bool = False
+    """Find the smallest part of the whole cluster that meets the bounds and the rate."""
+    across_nodes: bool = False
+    """A tensor-parallel group may span nodes."""
+    policy: str = "auto"
+    method: str = "branch-and-bound"
+    order: str = "fcfs"
+    risk: Risk | None = None
+    memory: float | None = None
+    """Bytes for weights, KV cache and workspace on each device."""
+    gpu_memory_utilization: float | None = None
+    """The same as a share of each GPU."""
+    max_num_seqs: int | None = None
+
+    @property
+    def requests(self) -> Workload:
+        """The workload as the model takes it, with its deadlines."""
+        lengths = self.workload
+        if self.fit_context:
+            lengths = lengths.fit_context(self.profile.model.max_context)
+        return replace(lengths, deadlines=self.deadlines) if self.deadlines else lengths
+
+    def policies(self, cluster: Cluster | None) -> tuple[str, ...]:
+        """The policies to search on these GPUs."""
+        return resolve_policies(self.policy, cluster, deadlines=self.deadlines is not None)
+
+    def problem(self, cluster: Cluster | None, *, memory: float | None = None) -> Problem:
+        """The problem on these GPUs; `memory` is what is there on each, instead of what was asked for.
+
+        Raises InputError for a request longer than the context, Infeasible when the model or a request does not fit.
+        """
+        problem = make_problem(
+            self.profile,
+            self.requests,
+            self.bounds[0],
+            cluster=cluster,
+            memory=memory or self.memory,
+            utilization=self.gpu_memory_utilization,
+            max_seqs=self.max_num_seqs,
+        )
+        return replace(
+            problem,
+            across_nodes=self.across_nodes,
+            order=self.order,
+            more_bounds=self.bounds[1:],
+            arrivals=self.arrivals,
+            min_throughput=self.min_throughput,
+        )
+
+    def problem_at(self, placement: Placement) -> Problem:
+        """The problem on this placement alone. Raises Infeasible when its memory does not suffice."""
+        if len(placement) == 1 and self.cluster is None and placement[0].tensor_parallel_size == 1:
+            return self.problem(None)
+        device = self.cluster.memory_bytes if self.cluster else self.profile.device.memory_bytes
+        memory = device * (self.gpu_memory_utilization or MEMORY_UTILIZATION)
+        # Whether the model fits one device or could fit the cluster says nothing about this placement.
+        problem = replace(self.problem(self.cluster, memory=math.inf), memory=memory).at(placement)
+        check_placement_memory(problem)
+        return problem
+
+    def named(self, plan: Plan) -> Plan:
+        """The plan with the names of this request's inputs, where they have any."""
+        gpus = self.whole or self.cluster
+        return replace(
+            plan,
+            workload=self.workload.reference,
+            profile=self.profile.reference,
+            cluster=gpus.reference if gpus else None,
+            fit_context=self.fit_context,
+        )

@@ -1,0 +1,150 @@
+"""An optimum in lines for people: the winner, where it runs, its estimates, what it promises, and every policy."""
+
+import math
+from collections.abc import Sequence
+
+from exeplan.core.bounds import Bound, binding, values_of
+from exeplan.core.plan import Plan
+from exeplan.planner.optimize import Optimum
+from exeplan.planner.placement_text import show_placement
+from exeplan.planner.problem import Problem
+from exeplan.planner.tables import side_by_side, table
+from exeplan.simulator.memory import weight_bytes
+from exeplan.units import show_bytes, show_seconds
+
+POLICY_COLUMNS = ("policy", "best schedule", "req/s", "latency", "points")
+
+
+def optimum_report(optimum: Optimum, problem: Problem) -> str:
+    """Everything that `exeplan optimize` prints but for what the search took."""
+    plan = optimum.plan
+    lines = [
+        *headline(optimum, problem),
+        "",
+        side_by_side(closed_form=plan.estimate, replay=plan.replay),
+        "",
+        *promise_report(problem, plan),
+        *remarks(optimum, problem),
+        "",
+        table(POLICY_COLUMNS, policy_rows(optimum)),
+    ]
+    return "\n".join(lines)
+
+
+def headline(optimum: Optimum, problem: Problem) -> list[str]:
+    """The model, the workload, the winner under its bounds and its placement."""
+    profile, workload = problem.profile, problem.workload
+    return [
+        f"{profile.model.name} on {profile.device.name} ({profile.dtype}), workload "
+        f"{workload.name}: mean {workload.mean_input:.0f} in, {workload.mean_output:.0f} out, "
+        f"p99 {workload.output_quantile(0.99)} out",
+        *([f"  {workload.source}"] if workload.source else []),
+        f"{show_bounds(problem.bounds)}: {optimum.plan.schedule}",
+        *_placement_lines(optimum, problem),
+    ]
+
+
+def remarks(optimum: Optimum, problem: Problem) -> list[str]:
+    """What makes the prediction less certain."""
+    unfinished = "the profile is unfinished: run `exeplan profile` on it again for a sharper prediction"
+    return [
+        *([] if problem.profile.complete else [unfinished]),
+        *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
+    ]
+
+
+def search_line(optimum: Optimum) -> str:
+    """The search method, the points it tried and its gap."""
+    search = optimum.plan.search
+    gap = "" if search["gap"] is None else f", gap {100 * search['gap']:.2g} %"
+    return f"{search['method']}: {search['points']} points in {show_seconds(search['seconds'])}{gap}"
+
+
+def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:
+    """Each policy's best schedule, or why it has none; the columns are `POLICY_COLUMNS`."""
+    rows: list[tuple[str, ...]] = []
+    for c in optimum.candidates:
+        points = str(c.search.num_points) if c.search else "0"
+        if c.schedule is None or c.estimate is None:
+            rows.append((c.policy, c.refusal, "-", "-", points))
+            continue
+        variables = ", ".join(f"{name}={value}" for name, value in c.schedule.variables.items())
+        rows.append((c.policy, variables, f"{c.estimate.throughput:.3g}", show_seconds(c.estimate.latency), points))
+    return rows
+
+
+def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
+    """Where the plan runs and what that takes of each GPU; nothing for one device without a cluster."""
+    plan = optimum.plan
+    if problem.cluster is None or plan.estimate is None:
+        return []
+    weights = [weight_bytes(problem.profile, plan.placement, number) for number in range(len(plan.placement))]
+    least, most = show_bytes(min(weights)), show_bytes(max(weights))
+    return [
+        f"{plan.gpus} GPU{'s' if plan.gpus != 1 else ''} of cluster {problem.cluster.name}, "
+        f"{show_placement(plan.placement)}",
+        f"memory per GPU: at most {show_bytes(plan.estimate.memory_bytes_per_gpu)} of {show_bytes(problem.memory)}; "
+        f"weights {least if least == most else f'{least} to {most}'}",
+    ]
+
+
+def show_bounds(bounds: Sequence[Bound]) -> str:
+    """`bound 5 s on p99-length, ttft 500 ms`."""
+    first, *others = bounds
+    shown = [str(bound) for bound in others]
+    return ", ".join([str(first) if math.isfinite(first.seconds) else "no latency bound", *shown])
+
+
+def promise_report(problem: Problem, plan: Plan) -> list[str]:
+    """The bounds, the rate, the headroom and the margin of a plan; empty where it promises none of them."""
+    return [
+        *_bound_lines(problem, plan),
+        *_rate_lines(problem, plan),
+        *_headroom_lines(problem, plan),
+        *_risk_lines(plan),
+    ]
+
+
+def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
+    """Several bounds one by one, and the binding one."""
+    if plan.estimate is None or plan.replay is None or not problem.more_bounds:
+        return []
+    predicted, replayed = values_of(problem.bounds, plan.estimate), values_of(problem.bounds, plan.replay)
+    rows = [
+        (bound.metric, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
+        for bound, one, two in zip(problem.bounds, predicted, replayed, strict=True)
+        if math.isfinite(bound.seconds)
+    ]
+    lines = [table(("bound on", "at most", "closed form", "replay"), rows)]
+    if full := binding(problem.bounds, plan.replay):
+        lines.append(f"binding bound: {full[0].metric}, {100 * full[1]:.0f} % used in the replay")
+    return [*lines, ""]
+
+
+def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
+    if problem.arrivals is None or plan.rate_headroom is None:
+        return []
+    more = 100 * plan.rate_headroom
+    return [
+        f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included",
+        f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
+        "headroom)",
+    ]
+
+
+def _headroom_lines(problem: Problem, plan: Plan) -> list[str]:
+    if plan.drift_headroom is None:
+        return []
+    hold = "bounds hold" if problem.more_bounds else "bound holds"
+    return [f"drift headroom: the {hold} until outputs are {100 * plan.drift_headroom:.0f} % longer"]
+
+
+def _risk_lines(plan: Plan) -> list[str]:
+    if not plan.promise:
+        return []
+    kept = ", ".join(f"{100 * value:.1f} % on {about}" for about, value in plan.promise["margin"].items())
+    return [
+        f"margin: the closed form keeps every bound with {kept} added, so that a bound breaks with a chance of at most "
+        f"{100 * plan.promise['risk']:g} %",
+        f"  from {plan.promise['source']}",
+    ]

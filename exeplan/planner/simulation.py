@@ -1,0 +1,169 @@
+"""Simulation: a plan replayed request by request, its figures filled in; for programs, notebooks, the command line."""
+
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exeplan.core.bounds import Bound, binding
+from exeplan.core.plan import Plan, save_plan
+from exeplan.core.schedule import Estimate
+from exeplan.errors import InputError
+from exeplan.extras import frame
+from exeplan.figures import axes_or_new
+from exeplan.planner.load_problem import with_relative_references
+from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
+from exeplan.planner.tables import html, html_table, side_by_side, side_by_side_rows
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.replay import Run
+from exeplan.simulator.timeline import draw_stages, write_timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+STEADY_STATES = ("comb", "paper")
+"""Exact, or by ExeGPT's formula."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Simulation:
+    """A plan with its estimate and replay, and the replay's passes and requests."""
+
+    plan: Plan
+    request: PlanRequest
+    """What the plan was replayed under."""
+    problem: Problem
+    run: Run
+    steady_state: str = "comb"
+
+    @property
+    def estimate(self) -> Estimate:
+        """The closed form's."""
+        assert self.plan.estimate is not None
+        return self.plan.estimate
+
+    @property
+    def replay(self) -> Estimate:
+        assert self.plan.replay is not None
+        return self.plan.replay
+
+    @property
+    def broken_bound(self) -> Bound | None:
+        """The binding bound, where the replay breaks it."""
+        found = binding(self.problem.bounds, self.replay)
+        return found[0] if found is not None and found[1] > 1 else None
+
+    @property
+    def extrapolated(self) -> tuple[str, ...]:
+        """Where the closed form left the measured range."""
+        cost = self.problem.cost
+        return cost.beyond(steady_state(self.plan.schedule, self.problem.workload, cost).cycle)
+
+    def save(self, path: str | PathLike[str]) -> Plan:
+        """Writes the plan with its figures as YAML. Returns it with the names of its inputs as a file there has them.
+
+        Raises InputError for a simulation by ExeGPT's formula.
+        """
+        check_saved(self.steady_state)
+        plan = with_relative_references(self.request.named(self.plan), Path(path))
+        save_plan(plan, Path(path))
+        return plan
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draws the passes in the middle of the replay on these axes, or on new ones: a lane for each stage."""
+        axes = axes_or_new(ax)
+        draw_stages(self.run, axes)
+        axes.set_title(self._title, fontsize="medium", loc="left", pad=22)  # Above the legend.
+        return axes
+
+    def write_timeline(self, path: str | PathLike[str]) -> None:
+        """Writes the passes for Perfetto (.json) or as a picture (.png, .svg, .pdf)."""
+        write_timeline(self.run, Path(path), title=self._title)
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with a row for the closed form and one for the replay."""
+        return self.plan.to_frame()
+
+    def requests(self) -> Any:
+        """A pandas DataFrame with one row a request of the replay; seconds from the start of the run."""
+        rows = [
+            {
+                "input_tokens": request.input_tokens,
+                "output_tokens": request.output_tokens,
+                "arrival": request.arrival,
+                "start": request.start,
+                "first_token": request.token_times[0] if request.token_times else None,
+                "end": request.token_times[-1] if request.token_times else None,
+            }
+            for request in self.run.requests
+        ]
+        return frame(rows)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.schedule} on {self.problem.workload.name}, predicted"
+
+    @property
+    def _headline(self) -> str:
+        requests, passes = len(self.run.requests), len(self.run.passes)
+        return f"{self.plan.schedule} on {self.problem.workload.name}, {requests} requests, {passes} passes"
+
+    @property
+    def _remark(self) -> str:
+        return f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
+
+    def __repr__(self) -> str:
+        figures = side_by_side(closed_form=self.plan.estimate, replay=self.plan.replay)
+        return "\n\n".join(part for part in (self._headline, figures, self._remark) if part)
+
+    def _repr_html_(self) -> str:
+        columns, rows = side_by_side_rows(closed_form=self.plan.estimate, replay=self.plan.replay)
+        return html(self._headline, html_table(columns, rows), self._remark)
+
+
+def check_saved(steady_state: str) -> None:
+    """Raises InputError for a steady state that no plan is written with."""
+    if steady_state == "paper":
+        raise InputError(
+            "--steady-state paper reproduces figures; plans are written with the exact steady state (comb)"
+        )
+
+
+def simulate_plan(
+    plan: Plan, request: PlanRequest, *, num_requests: int | None = None, seed: int = 0, steady_state: str = "comb"
+) -> Simulation:
+    """Replays a plan under the request that it answers, on its own placement.
+
+    Raises InputError for options out of range, Infeasible where the placement lacks memory.
+    """
+    if num_requests is not None and num_requests < 1:
+        raise InputError(f"--requests must be at least 1, found {num_requests}")
+    if seed < 0:
+        raise InputError(f"--seed must be at least 0, found {seed}")
+    if steady_state not in STEADY_STATES:
+        raise InputError(f"--steady-state must be {' or '.join(STEADY_STATES)}, found '{steady_state}'")
+    problem = request.problem_at(plan.placement)
+    if steady_state == "paper":
+        problem = replace(problem, workload=replace(problem.workload, as_paper=True))
+    schedule = plan.schedule
+    run, replayed = replay_estimate(
+        problem, schedule, seed=seed, num_requests=num_requests, kv_tokens=plan.kv_cache_tokens
+    )
+    profile = problem.profile
+    filled = replace(
+        plan,
+        estimate=problem.estimate(schedule),
+        replay=replayed,
+        drift_headroom=drift_headroom(problem, schedule),
+        rate_headroom=rate_headroom(problem, schedule),
+        kv_cache_tokens=plan.kv_cache_tokens or kv_cache_tokens(problem, schedule),
+        model_fingerprint=profile.model.fingerprint,
+        profile_fingerprint=profile.fingerprint,
+        workload_fingerprint=problem.workload.fingerprint,
+        dtype=plan.dtype or profile.dtype,
+        kv_dtype=plan.kv_dtype or profile.kv_dtype,
+        device=plan.device or profile.device.kind,
+        max_seqs=plan.max_seqs or problem.max_seqs,
+    )
+    return Simulation(plan=filled, request=request, problem=problem, run=run, steady_state=steady_state)

@@ -1,0 +1,125 @@
+"""Solution: the answer to a PlanRequest, for programs, notebooks and the command line.
+
+Not here: the search (`optimize.py`), and how a plan is replayed again (`simulation.py`).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exeplan.core.cluster import Cluster
+from exeplan.core.plan import Plan, save_plan
+from exeplan.errors import Infeasible
+from exeplan.extras import frame
+from exeplan.figures import axes_or_new
+from exeplan.planner.explain import Explanation, explain
+from exeplan.planner.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
+from exeplan.planner.load_problem import with_relative_references
+from exeplan.planner.optimize import Optimum, optimize, with_frontier
+from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.problem import Problem
+from exeplan.planner.report import POLICY_COLUMNS, headline, optimum_report, policy_rows, promise_report, remarks
+from exeplan.planner.sizing import Tried, fewest_gpus, with_more_gpus
+from exeplan.planner.tables import html, html_table, side_by_side_rows
+from exeplan.search.search import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Solution:
+    """The best plan of a request, the best schedule of every policy, and what the search knew."""
+
+    request: PlanRequest
+    problem: Problem
+    """The request on the GPUs of the plan."""
+    optimum: Optimum
+    tried: tuple[Tried, ...] = ()
+    """Numbers of GPUs that were tried, where the fewest were asked for."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with the names of its inputs, where they have any."""
+        return self.request.named(self.optimum.plan)
+
+    def save(self, path: str | PathLike[str]) -> Plan:
+        """Writes the plan as YAML. Returns it with the names of its inputs as a file there has them."""
+        plan = with_relative_references(self.plan, Path(path))
+        save_plan(plan, Path(path))
+        return plan
+
+    def explain(self) -> Explanation:
+        """Why the winner wins, and what more GPUs or latency would buy, which is searched again."""
+        policies = (self.optimum.plan.schedule.policy,)
+        again = partial(optimize, policies=policies, method=self.request.method, risk=self.request.risk)
+        return explain(self.problem, self.optimum, again=again, whole=self.request.whole)
+
+    def frontier(self) -> tuple[FrontierRow, ...]:
+        """The throughput/latency frontier of every policy."""
+        return tuple(frontier_rows(self._results()))
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draws the frontier of every policy on these axes, or on new ones."""
+        axes = axes_or_new(ax)
+        plot_frontier(self.frontier(), axes, bound=self.problem.limit)
+        return axes
+
+    def write_plot(self, path: str | PathLike[str]) -> None:
+        """Writes the frontier as PNG, SVG or PDF by the suffix of the path."""
+        draw_frontier(self._results(), Path(path), bound=self.problem.limit)
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with one row a policy: its best schedule and what the closed form says of it."""
+        rows: list[dict[str, Any]] = []
+        for candidate in self.optimum.candidates:
+            row = {"policy": candidate.policy, "schedule": str(candidate.schedule) if candidate.schedule else None}
+            values = candidate.estimate.to_dict() if candidate.estimate else {}
+            rows.append({**row, **values, "refusal": candidate.refusal or None})
+        return frame(rows, index="policy")
+
+    def _results(self) -> dict[str, Result]:
+        return {c.policy: with_frontier(self.problem, c) for c in self.optimum.candidates if c.search}
+
+    def __repr__(self) -> str:
+        return optimum_report(self.optimum, self.problem)
+
+    def _repr_html_(self) -> str:
+        columns, rows = side_by_side_rows(closed_form=self.optimum.plan.estimate, replay=self.optimum.plan.replay)
+        promises = "\n".join([*promise_report(self.problem, self.optimum.plan), *remarks(self.optimum, self.problem)])
+        return html(
+            "\n".join(headline(self.optimum, self.problem)),
+            html_table(columns, rows),
+            promises.strip(),
+            html_table(POLICY_COLUMNS, policy_rows(self.optimum)),
+        )
+
+
+def solve(request: PlanRequest) -> Solution:
+    """The best plan of a request. Raises InputError for wrong input, Infeasible saying what would be possible."""
+
+    def best(gpus: Cluster | None, *, advise: bool = False) -> Optimum:
+        return optimize(
+            request.problem(gpus),
+            policies=request.policies(gpus),
+            method=request.method,
+            risk=request.risk,
+            advise=advise,
+        )
+
+    if request.fewest_gpus:
+        assert request.whole is not None
+        found, tried = fewest_gpus(request.whole, best)
+        assert found.optimum is not None
+        problem = request.problem(request.whole.part(found.num_gpus))
+        return Solution(request=request, problem=problem, optimum=found.optimum, tried=tried)
+    try:
+        return Solution(
+            request=request, problem=request.problem(request.cluster), optimum=best(request.cluster, advise=True)
+        )
+    except Infeasible as error:
+        if request.cluster is None or request.whole is None:
+            raise
+        raise with_more_gpus(error, request.cluster, request.whole, best) from None

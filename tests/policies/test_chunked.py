@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
+from exeplan.core.metrics import summarize, window
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import chunked
@@ -15,8 +16,6 @@ from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.workload.workload import Workload
-
-from .deviations import check_deviations, deviation
 
 
 def made(max_num_seqs: int, max_num_batched_tokens: int, micro_batches: int = 1) -> Schedule:
@@ -196,7 +195,8 @@ def test_as_many_prompts_are_completed_a_pass_as_single_requests_complete() -> N
 
 
 def test_closed_form_agrees_with_the_replay(cost: CostModel) -> None:
-    found = []
+    """By its errors over random cases: throughput, and the latency of all requests at their own lengths."""
+    rates, times = [], []
     for seed in range(12):
         rng = np.random.default_rng(seed)
         outputs = lognormal(rng, rng.uniform(8, 60), 0.6, 300)
@@ -204,5 +204,15 @@ def test_closed_form_agrees_with_the_replay(cost: CostModel) -> None:
         budget = int(rng.choice([64, 128, 256, 512]))
         even = budget * workload.mean_output / (workload.mean_input + workload.mean_output)
         schedule = made(int(np.clip(rng.uniform(0.3, 2.5) * even, 1, budget)), budget)
-        found.append(deviation(schedule, workload, cost, seed=seed))
-    check_deviations(found)
+        steady = steady_state(schedule, workload, cost)
+        inputs, outputs = workload.sample(4000, seed=seed)
+        requests = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6).requests
+        opens, closes = window(requests, backlog=True)
+        inside = [request for request in requests if opens <= request.start < closes]
+        took = np.mean([request.token_times[-1] - request.start for request in inside])
+        predicted = steady.latency(np.array([float(request.output_tokens) for request in inside])).mean()
+        rates.append(abs(steady.throughput / summarize(requests, p99_output=1).throughput - 1))
+        times.append(abs(predicted / took - 1))
+    for off in (rates, times):
+        assert np.median(off) < 0.015, off
+        assert np.quantile(off, 0.95) < 0.05, off

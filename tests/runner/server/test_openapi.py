@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
@@ -10,9 +9,8 @@ from schemathesis import checks
 from exeplan.runner.openapi import describe
 
 from ..processes import PATIENCE, eventually
-from .conftest import is_idle
+from .conftest import KEY, is_idle
 
-KEY = "the key"
 SCHEMA = schemathesis.openapi.from_dict(describe(model="tiny", vocab_size=300, keyed=True))
 QUICK = settings(
     max_examples=25,
@@ -28,26 +26,20 @@ WANTED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def fuzzed(launch):
-    with launch(api_key=KEY, replan="off", max_queue=2000) as running:
-        yield running
-
-
-def test_the_description_is_served_and_asks_for_the_key(fuzzed):
-    assert json.loads(fuzzed.call("/openapi.json").text) == SCHEMA.raw_schema
-    assert fuzzed.call("/openapi.json", authorization="").status == 401
+def test_the_description_is_served_and_asks_for_the_key(keyed):
+    assert json.loads(keyed.call("/openapi.json").text) == SCHEMA.raw_schema
+    assert keyed.call("/openapi.json", authorization="").status == 401
 
 
 @SCHEMA.parametrize()
 @QUICK
-def test_answers_as_described(case, fuzzed):
+def test_answers_as_described(case, keyed):
     if isinstance(case.body, dict) and {"prompt", "messages"} & set(case.body):
         case.body["max_tokens"] = 2  # What is tested is the server, not how long a tiny model can go on.
     headers = {"authorization": f"Bearer {KEY}"}
-    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=WANTED, timeout=PATIENCE)
+    case.call_and_validate(base_url=keyed.url, headers=headers, checks=WANTED, timeout=PATIENCE)
 
 
-def test_nothing_is_left_of_it(fuzzed):
-    eventually(lambda: is_idle(fuzzed))
-    assert fuzzed.call("/ready").status == 200
+def test_nothing_is_left_of_it(keyed):
+    eventually(lambda: is_idle(keyed))
+    assert keyed.call("/ready").status == 200

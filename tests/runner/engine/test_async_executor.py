@@ -98,8 +98,10 @@ def is_clean(engine: Engine, runner: ModelRunner) -> bool:
 
 @every_policy
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 1000))
-def test_outputs_equal_those_without_async_scheduling(runner, paged, schedule, seed):
+@given(seed=st.integers(0, 1000), aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 8), max_size=6))
+def test_outputs_equal_those_without_async_scheduling_and_aborts_do_not_change_other_requests(
+    runner, paged, schedule, seed, aborts
+):
     waiting = Engine(InProcessExecutor(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     ahead = Engine(AsyncExecutor(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
     expected, found = (play(engine, requests(seed)) for engine in (waiting, ahead))
@@ -113,21 +115,14 @@ def test_outputs_equal_those_without_async_scheduling(runner, paged, schedule, s
                 [t.logprob for t in reference.logprobs], abs=1e-4
             )
 
-
-@every_policy
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 1000), aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 8), max_size=6))
-def test_aborts_at_any_time_do_not_change_other_requests(runner, paged, schedule, seed, aborts):
-    alone = play(Engine(InProcessExecutor(runner), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS), requests(seed))
-    engine = Engine(AsyncExecutor(paged), schedule, tokenizer=BYTES, num_blocks=NUM_BLOCKS)
-    found = play(engine, requests(seed), {step: str(number) for step, number in aborts.items()})
-    for name, outputs in found.items():
-        (tokens, reasons), (all_tokens, all_reasons) = delivered(outputs), delivered(alone[name])
+    left = play(ahead, requests(seed), {step: str(number) for step, number in aborts.items()})
+    for name, outputs in left.items():
+        (tokens, reasons), (all_tokens, all_reasons) = delivered(outputs), delivered(expected[name])
         if int(name) in aborts.values():
             assert tokens == all_tokens[: len(tokens)]
         else:
             assert (tokens, reasons) == (all_tokens, all_reasons)
-    assert is_clean(engine, paged)
+    assert is_clean(ahead, paged)
 
 
 def test_the_next_batch_is_started_before_the_tokens_of_the_running_one_are_read(paged):

@@ -12,30 +12,40 @@ from safetensors.torch import load_file
 
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
-RANK = """
-import json, sys, torch, torch.distributed as dist
+RANKS = """
+import json, os, sys, torch, torch.distributed as dist
 from safetensors.torch import save_file
 from exeplan.runner.ipc.collectives import DistributedGroup, SharedMemoryGroup, group_bytes
 
-messages, way, rank, size, place, output = json.loads(sys.argv[1])
-torch.set_num_threads(1)
-if way == "shared":
-    group = SharedMemoryGroup(place, rank, size, 120.0)
-else:
-    dist.init_process_group("gloo", store=dist.FileStore(place, size), rank=rank, world_size=size)
-    group = DistributedGroup()
-assert (group.rank, group.size) == (rank, size)
-found = {}
-with torch.inference_mode():
-    for round in range(200):  # Both slots in turn, at whatever pace.
-        total = group.all_reduce(torch.full((1000,), float(rank + round)))
-        assert (total == sum(range(size)) + size * round).all(), round
-    for name, (shape, dtype) in messages.items():
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
-        found[f"{name} sum"] = group.all_reduce(x.clone())
-        found[f"{name} gathered"] = group.all_gather(x)
-        found[f"{name} strided"] = group.all_reduce(x.t()).contiguous()
-save_file(found, output)
+def run(way, rank, size, place, output):
+    torch.set_num_threads(1)
+    if way == "shared":
+        group = SharedMemoryGroup(place, rank, size, 120.0)
+    else:
+        dist.init_process_group("gloo", store=dist.FileStore(place, size), rank=rank, world_size=size)
+        group = DistributedGroup()
+    assert (group.rank, group.size) == (rank, size)
+    found = {}
+    with torch.inference_mode():
+        for round in range(200):  # Both slots in turn, at whatever pace.
+            total = group.all_reduce(torch.full((1000,), float(rank + round)))
+            assert (total == sum(range(size)) + size * round).all(), round
+        for name, (shape, dtype) in messages.items():
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
+            found[f"{name} sum"] = group.all_reduce(x.clone())
+            found[f"{name} gathered"] = group.all_gather(x)
+            found[f"{name} strided"] = group.all_reduce(x.t()).contiguous()
+    save_file(found, output)
+
+messages, groups = json.loads(sys.argv[1])
+for way, place, outputs in groups:
+    ranks = []
+    for rank, output in enumerate(outputs):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            run(way, rank, len(outputs), place, output)
+            os._exit(0)
+    assert [os.waitpid(pid, 0)[1] for pid in ranks] == [0] * len(ranks), way
 """
 MESSAGES = {
     "small": ((3, 7), "float32"),
@@ -45,24 +55,29 @@ MESSAGES = {
 }
 
 
-@pytest.fixture(scope="module", params=[("shared", 2), ("shared", 3), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}")
-def found(request, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
-    """What each rank received from the others."""
-    way, size = request.param
-    folder = tmp_path_factory.mktemp(way)
-    buffer = SharedBuffer(group_bytes(size))
-    place = buffer.path if way == "shared" else str(folder / "store")
-    outputs = [str(folder / f"{rank}.safetensors") for rank in range(size)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, json.dumps([MESSAGES, way, rank, size, place, output])],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    assert [process.wait() for process in running] == [0] * size
-    buffer.close()
-    return [load_file(output) for output in outputs]
+GROUPS = {"shared-2": ("shared", 2), "shared-3": ("shared", 3), "gloo-2": ("gloo", 2)}
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """What each rank of each group got from the others; their process imports torch once and forks them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    buffers = {name: SharedBuffer(group_bytes(size)) for name, (_, size) in GROUPS.items()}
+    outputs = {name: [str(folder / f"{name}-{rank}") for rank in range(size)] for name, (_, size) in GROUPS.items()}
+    places = {
+        name: buffers[name].path if way == "shared" else str(folder / "store") for name, (way, _) in GROUPS.items()
+    }
+    groups = [(way, places[name], outputs[name]) for name, (way, _) in GROUPS.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, "-c", RANKS, json.dumps([MESSAGES, groups])], env=environment, check=True)
+    for buffer in buffers.values():
+        buffer.close()
+    return {name: [load_file(output) for output in files] for name, files in outputs.items()}
+
+
+@pytest.fixture(params=GROUPS)
+def found(request, gathered) -> list[dict[str, torch.Tensor]]:
+    return gathered[request.param]
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -70,10 +70,13 @@ class _Released:
         self.close = lambda: client.release(job)
 
 
-def serving(plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None]], **options) -> list[tuple]:
+def serving(
+    plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None]], *, pause: float = 0.0, **options
+) -> list[tuple]:
     """Serves short answers until `what` is done; every answer must equal the first one to that prompt.
 
-    Returns the events.
+    Each of six clients rests for `pause` seconds between two requests: what waits for the advisor, which yields to the
+    engine, waits less where that is not always busy. Returns the events.
     """
     events: list[tuple] = []
 
@@ -88,6 +91,7 @@ def serving(plan: Plan, what: Callable[[EngineClient, Replanner], Awaitable[None
                 found = await ask(client, number)
                 assert found == first.setdefault(number % 5, found)
                 assert len(found) == 3 + number % 5
+                await asyncio.sleep(pause)
 
         asking = [asyncio.create_task(load(start)) for start in range(6)]
         replanner.start()
@@ -128,7 +132,7 @@ def test_a_better_plan_is_adopted_written_and_logged_as_a_diff(plan, tmp_path, c
         assert state.observed.outputs.mean < 10
         assert state.proposed is None
 
-    events = serving(plan, wait, mode="auto", file=file)
+    events = serving(plan, wait, pause=0.2, mode="auto", file=file)
     assert [kind for kind, _ in events][:2] == ["proposed", "adopted"]
     assert load_plan(file).schedule.policy in read_plan(file).schedule.policy
     assert "re-plan 1 is active (drift" in caplog.text
@@ -147,7 +151,7 @@ def test_advice_waits_and_can_be_vetoed(plan, tmp_path):
         assert await replanner.accept() is None
         assert replanner.state.plan.schedule == SLOW
 
-    events = serving(plan, wait, mode="advise", file=tmp_path / "new.yaml")
+    events = serving(plan, wait, pause=0.5, mode="advise", file=tmp_path / "new.yaml")
     assert [kind for kind, _ in events][:2] == ["proposed", "vetoed"]
 
 

@@ -20,8 +20,10 @@ from ..processes import PATIENCE, descendants, eventually
 
 CONTEXT = 4096
 ONE_DEVICE = "[{devices: [0], layers: [0, 2]}]"
+TWO_STAGES = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
+ORCA = "policy: orca, max_num_seqs: 6, micro_batches: 2"
 KV_TOKENS = 16384
-API_KEY = "correct horse"
+KEY = "the key"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -223,6 +225,20 @@ def _listening(log: Path | None) -> str:
 def server(launch: Callable[..., Any]) -> Iterator[Running]:
     """The server that most tests share."""
     with launch() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def keyed(launch: Callable[..., Any]) -> Iterator[Running]:
+    """One that asks for `KEY`, lets many wait, and keeps its plan."""
+    with launch(api_key=KEY, replan="off", max_queue=2000) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def pipeline(launch: Callable[..., Any]) -> Iterator[Running]:
+    """One of two stages, whose workers may be killed: it has others soon."""
+    with launch(ORCA, TWO_STAGES) as running:
         yield running
 
 

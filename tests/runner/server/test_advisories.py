@@ -46,7 +46,6 @@ SOURCES = [
     for name in names
     if name.endswith(".py")
 ]
-TWO_STAGES = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
 
 
 @pytest.mark.parametrize(
@@ -81,12 +80,11 @@ def listening(pids):
     return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
-def test_all_processes_listen_on_loopback_only(launch):
-    with launch("policy: orca, max_num_seqs: 4, micro_batches: 2", TWO_STAGES) as server:
-        found = listening([server.process.pid, *descendants(server.process.pid)])
-        assert f"0100007F:{server.port:04X}" in found
-        loopback = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-        assert [address for address in found if address.partition(":")[0] not in loopback] == []
+def test_all_processes_listen_on_loopback_only(pipeline):
+    found = listening([pipeline.process.pid, *descendants(pipeline.process.pid)])
+    assert f"0100007F:{pipeline.port:04X}" in found
+    loopback = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+    assert [address for address in found if address.partition(":")[0] not in loopback] == []
 
 
 @pytest.mark.parametrize(
@@ -152,18 +150,17 @@ def test_the_key_is_compared_in_constant_time(monkeypatch):
     assert compared == [(32, 32)] * 4  # Of digests: even the length of the key stays secret.
 
 
-def test_no_route_is_open_by_accident(launch):
+def test_no_route_is_open_by_accident(keyed):
     """Whatever the method and however the path is written."""
     paths = ["/v1/models", "/v1/models/tiny", "/metrics", "/plan", "/dashboard", "/openapi.json", "/docs", "/x"]
     paths += ["//health", "/health/", "/health/../plan", "/health%2f..%2fplan", "/HEALTH", "/health;/plan"]
     paths += ["/v1/../plan"]
-    with launch(api_key="the key") as server:
-        for path in paths:
-            for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "QUERY"):
-                status = server.call(path, b"{}" if method != "GET" else None, method=method, authorization="").status
-                assert status == 401, (method, path)
-        for path in OPEN_PATHS:
-            assert server.call(path, authorization="").status == 200
+    for path in paths:
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "TRACE", "QUERY"):
+            status = keyed.call(path, b"{}" if method != "GET" else None, method=method, authorization="").status
+            assert status == 401, (method, path)
+    for path in OPEN_PATHS:
+        assert keyed.call(path, authorization="").status == 200
 
 
 def test_errors_tell_nothing_of_the_machine(server, checkpoint):

@@ -9,9 +9,7 @@ import socket
 import pytest
 
 from ..processes import PATIENCE, descendants, eventually, is_alive
-
-TWO_STAGES = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
-FOUR_AT_ONCE = "policy: orca, max_num_seqs: 4, micro_batches: 2"
+from .conftest import ORCA, TWO_STAGES
 
 
 @pytest.fixture
@@ -106,7 +104,7 @@ def test_it_can_be_ended_before_it_is_ready(launch, log, number):
 
 
 def test_workers_that_load_end_with_the_server(launch, log):
-    with launch(FOUR_AT_ONCE, TWO_STAGES, loading=True, log=log) as server:
+    with launch(ORCA, TWO_STAGES, loading=True, log=log) as server:
         eventually(lambda: len(server.worker_pids) == 2)
         family = descendants(server.process.pid)
         server.process.send_signal(signal.SIGTERM)

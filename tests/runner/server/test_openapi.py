@@ -13,9 +13,8 @@ from exeplan.runner.server.routes import route_views
 from exeplan.runner.server.views.description import describe
 
 from ..processes import PATIENCE, eventually
-from .conftest import is_idle
+from .conftest import KEY, is_idle
 
-KEY = "the key"
 DESCRIPTION = describe(route_views(), model="tiny", vocab_size=300, has_key=True)
 SCHEMA = schemathesis.openapi.from_dict(DESCRIPTION)
 REQUESTS = {"CompletionRequest": CompletionRequest, "ChatRequest": ChatRequest}
@@ -34,15 +33,9 @@ WANTED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def fuzzed(launch):
-    with launch(api_key=KEY, replan="off", max_queue=2000) as running:
-        yield running
-
-
-def test_the_description_is_served_and_asks_for_the_key(fuzzed):
-    assert json.loads(fuzzed.call("/openapi.json").text) == SCHEMA.raw_schema
-    assert fuzzed.call("/openapi.json", authorization="").status == 401
+def test_the_description_is_served_and_asks_for_the_key(keyed):
+    assert json.loads(keyed.call("/openapi.json").text) == SCHEMA.raw_schema
+    assert keyed.call("/openapi.json", authorization="").status == 401
 
 
 def test_every_operation_asks_for_the_key_unless_its_path_is_open():
@@ -78,13 +71,13 @@ def test_the_limits_described_are_the_limits_checked(name):
 
 @SCHEMA.parametrize()
 @QUICK
-def test_answers_as_described(case, fuzzed):
+def test_answers_as_described(case, keyed):
     if isinstance(case.body, dict) and {"prompt", "messages"} & set(case.body):
         case.body["max_tokens"] = 2  # What is tested is the server, not how long a tiny model can go on.
     headers = {"authorization": f"Bearer {KEY}"}
-    case.call_and_validate(base_url=fuzzed.url, headers=headers, checks=WANTED, timeout=PATIENCE)
+    case.call_and_validate(base_url=keyed.url, headers=headers, checks=WANTED, timeout=PATIENCE)
 
 
-def test_nothing_is_left_of_it(fuzzed):
-    eventually(lambda: is_idle(fuzzed))
-    assert fuzzed.call("/ready").status == 200
+def test_nothing_is_left_of_it(keyed):
+    eventually(lambda: is_idle(keyed))
+    assert keyed.call("/ready").status == 200

@@ -90,7 +90,9 @@ def contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_it_asks_for_the_key_where_there_is_one(launch):
+def test_it_asks_for_the_key_where_there_is_one_and_a_users_names_are_text_and_nothing_else(launch):
+    name = "<img src=x onerror=alert(1)>"
+
     async def look(page):
         await page.until("!document.getElementById('ask').hidden")
         assert await page.value("document.getElementById('main').hidden")
@@ -100,9 +102,11 @@ def test_it_asks_for_the_key_where_there_is_one(launch):
             )
             expected = SHOWN if key == KEY else "document.getElementById('wrong').textContent !== ''"
             await page.until(expected)
+        assert await page.value("document.querySelectorAll('img').length") == 0
+        assert await page.value("document.getElementById('title').textContent") == name
         return await page.value("document.getElementById('main').hidden"), await page.value("location.search")
 
-    with launch(api_key=KEY) as server:
+    with launch(api_key=KEY, served_model_name=name) as server:
         hidden, search = browse(f"{server.url}/", look)
         assert (hidden, search) == (False, "")
 
@@ -126,37 +130,28 @@ def test_the_page_may_run_nothing_but_its_own_script(busy):
     assert browse(f"{busy.url}/", look) == (None, "EvalError", "refused")
 
 
-def test_names_of_a_user_are_text_and_nothing_else(launch):
-    name = "<img src=x onerror=alert(1)>"
-
-    async def look(page):
-        await page.until(SHOWN)
-        return await page.value("document.querySelectorAll('img').length"), await page.value(
-            "document.getElementById('title').textContent"
-        )
-
-    with launch(served_model_name=name) as server:
-        assert browse(f"{server.url}/", look) == (0, name)
-
-
-@pytest.mark.parametrize("width", [1280, 400])
-def test_it_says_that_the_model_is_being_loaded_and_goes_on_by_itself(launch, tmp_path, width):
+def test_it_says_that_the_model_is_being_loaded_and_goes_on_by_itself(launch, tmp_path):
     async def look(page):
         await page.until("document.getElementById('status').textContent === 'loading …'")
-        seen = await page.value(
-            """({
-            wide: document.documentElement.scrollWidth,
-            sections: [...document.querySelectorAll('section')].filter((s) => s.offsetParent).map((s) => s.id),
-            stage: document.getElementById('stage').textContent,
-        })"""
-        )
+        seen = []
+        for width in (1280, 400):
+            await page.resize(width, 900)
+            seen.append(
+                await page.value(
+                    """({
+                    wide: document.documentElement.scrollWidth,
+                    sections: [...document.querySelectorAll('section')].filter((s) => s.offsetParent).map((s) => s.id),
+                    stage: document.getElementById('stage').textContent,
+                })"""
+                )
+            )
         os.kill(server.engine_pid, signal.SIGCONT)
         await page.until("document.getElementById('status').textContent === 'ok'")
         await page.until(SHOWN)
         return seen, await page.value("document.getElementById('loading').hidden"), page.complaints()
 
     with held_up(launch, tmp_path / "log") as server:
-        seen, hidden, complaints = browse(f"{server.url}/", look, width=width)
+        seen, hidden, complaints = browse(f"{server.url}/", look)
     stage = "starting the engine; requests get 503 until it is done"
-    assert seen == {"wide": width, "sections": ["loading"], "stage": stage}
+    assert seen == [{"wide": width, "sections": ["loading"], "stage": stage} for width in (1280, 400)]
     assert (hidden, complaints) == (True, [])

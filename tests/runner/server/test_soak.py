@@ -12,7 +12,7 @@ import pytest
 from exeplan.planner.load_problem import read_plan
 from exeplan.runner.load import Load
 
-KEY = "the key"
+from .conftest import KEY
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,9 @@ def test_broken_http_is_answered_with_4xx_or_not_at_all(benchmark, server, targe
     assert server.complete({"prompt": "a", "max_tokens": 1}).status == 200
 
 
-def test_the_fuzzer_finds_nothing(benchmark, launch):
-    with launch(api_key=KEY, max_queue=2000, replan="off") as server:
-        target = benchmark("serving").Server(server.process, server.url, KEY)
-        found = benchmark("fuzz").storm(target, seconds=4, rate=60, clients=1, begin=0)
+def test_the_fuzzer_finds_nothing(benchmark, keyed):
+    target = benchmark("serving").Server(keyed.process, keyed.url, KEY)
+    found = benchmark("fuzz").storm(target, seconds=4, rate=60, clients=1, begin=0)
     assert (found["5xx"], found["not as described"]) == (0, {})
     assert "0 failed" in found["normal load"]
     assert found["all free again"]

@@ -8,19 +8,13 @@ import threading
 import pytest
 
 from ..processes import PATIENCE, descendants, eventually, is_alive
+from .conftest import ORCA, TWO_STAGES
+from .test_lifecycle import streaming
 
-TWO_STAGES = "[{devices: [0], layers: [0, 1]}, {devices: [1], layers: [1, 2]}]"
-ORCA = "policy: orca, max_num_seqs: 6, micro_batches: 2"
 BODIES = [
     {"prompt": [3 + n, 5, 7 * n % 100 + 1], "max_tokens": 300 + 40 * n, "ignore_eos": True, "temperature": 0}
     for n in range(8)
 ]
-
-
-@pytest.fixture(scope="module")
-def pipeline(launch):
-    with launch(ORCA, TWO_STAGES) as running:
-        yield running
 
 
 def answers(server, bodies):
@@ -52,9 +46,8 @@ def undisturbed(pipeline):
     return [tokens(reply) for reply in answers(pipeline, BODIES)()]
 
 
-def test_a_pipeline_gives_the_tokens_of_one_device(launch, undisturbed):
-    with launch("policy: orca, max_num_seqs: 6") as single:
-        assert [tokens(reply) for reply in answers(single, BODIES)()] == undisturbed
+def test_a_pipeline_gives_the_tokens_of_one_device(server, undisturbed):
+    assert [tokens(reply) for reply in answers(server, BODIES)()] == undisturbed
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -104,7 +97,7 @@ def test_a_worker_that_hangs_is_detected_by_the_deadline(launch, undisturbed, tm
 
 @pytest.mark.parametrize("killed", ["server", "engine"])
 def test_no_process_outlives_its_supervisor(launch, killed):
-    with launch(ORCA, TWO_STAGES) as server:
+    with launch(ORCA, TWO_STAGES) as server, streaming(server):
         family = descendants(server.process.pid)
         assert len(family) >= 4
         os.kill(server.engine_pid if killed == "engine" else server.process.pid, signal.SIGKILL)

@@ -82,11 +82,13 @@ def search_variants(
     *,
     method: str,
     bound: float,
+    at_least: float = 0.0,
     without: Sequence[tuple[Placement, Schedule]] = (),
 ) -> tuple[Result, Placement] | None:
     """The merged searches of all variants, and the placement of their best point, or of their lowest-latency one.
 
-    Variants that contain one of the placed schedules in `without` are left out. None where the policy cannot be placed.
+    A best point of less throughput than `at_least` need not be found. Variants that contain one of the placed schedules
+    in `without` are left out. None where the policy cannot be placed.
     """
     began, module = time.perf_counter(), load_policy(policy)
     knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
@@ -95,7 +97,7 @@ def search_variants(
         return None
     grids = [variant.grid(module, knobs, limits) for variant in found]
     if method == "branch-and-bound":
-        results = _most_promising_first(grids)
+        results = _most_promising_first(grids, at_least)
     else:
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
@@ -116,31 +118,32 @@ def search_variants(
     return result, found[number].problem.cost.placement
 
 
-def _most_promising_first(grids: Sequence[Grid]) -> dict[int, Result]:
+def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, Result]:
     """The results of the variants that may contain the best point, by their position; at least one."""
-    promises, one_knob = _promises(grids), len(grids[0].shape) == 1
+    promises, one_knob = _promises(grids, at_least), len(grids[0].shape) == 1
     if not promises:
         lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
+        grids[lowest].at_least = at_least
         return {lowest: search_grid(grids[lowest])}
     results: dict[int, Result] = {}
     while promises:
         number = max(promises, key=lambda n: promises[n])
-        grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids)
+        grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids, at_least)
         if one_knob and not _may_win(grid, promise, most):
             continue
         grid.at_least = most
         results[number] = search_grid(grid)
-        more, where = _lead(grids)
+        more, where = _lead(grids, at_least)
         if more > most and not one_knob:
             promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
     return results
 
 
-def _promises(grids: Sequence[Grid]) -> dict[int, float]:
+def _promises(grids: Sequence[Grid], at_least: float) -> dict[int, float]:
     """Upper estimates of the variants that may contain the best point, along their first knob through it."""
     one_knob, promises = len(grids[0].shape) == 1, {}
     for number, grid in enumerate(grids):
-        most, where = _lead(grids)
+        most, where = _lead(grids, at_least)
         promise = reach(grid, where, at_least=most, slack=_SLACK)
         # With a single knob the estimate is complete, where there is a throughput to beat.
         if promise or (not (one_knob and most) and grid.fits(grid.bottom, _SLACK)):
@@ -156,10 +159,10 @@ def _may_win(grid: Grid, promise: float, most: float) -> bool:
     return promise * (1 + dips.throughput + dips.load) >= most
 
 
-def _lead(grids: Sequence[Grid]) -> tuple[float, Index]:
-    """The most throughput within the limits so far and its point; before that 0 and the lowest-latency corner."""
+def _lead(grids: Sequence[Grid], at_least: float) -> tuple[float, Index]:
+    """The throughput to beat, and the best point so far; before there is one, the lowest-latency corner."""
     best = min((grid.best for grid in grids if grid.best is not None), default=None)
-    return (-best[0], best[2]) if best else (0.0, grids[0].bottom)
+    return (max(at_least, -best[0]), best[2]) if best else (at_least, grids[0].bottom)
 
 
 def _lowest(grid: Grid) -> tuple[bool, float]:

@@ -79,8 +79,8 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(policy: str, bound: float
 def test_a_system_that_cannot_fork_finds_the_same_plan(opt: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = asked(opt, A40.part(2), 2.0, max_seqs=16)
     side_by_side = optimize(problem, policies=("orca", "static")).plan
-    monkeypatch.setattr("exeplan.planner.optimize.get_all_start_methods", lambda: ["spawn"])
-    monkeypatch.setattr("exeplan.planner.optimize.ProcessPoolExecutor", None)  # Not even tried.
+    monkeypatch.setattr("exeplan.planner.candidates.get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr("exeplan.planner.candidates.ProcessPoolExecutor", None)  # Not even tried.
     one_by_one = optimize(problem, policies=("orca", "static")).plan
     assert replace(one_by_one, search={}) == replace(side_by_side, search={})
 

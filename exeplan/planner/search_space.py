@@ -121,10 +121,6 @@ def search_variants(
 def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, Result]:
     """The results of the variants that may contain the best point, by their position; at least one."""
     promises, one_knob = _promises(grids, at_least), len(grids[0].shape) == 1
-    if not promises:
-        lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
-        grids[lowest].at_least = at_least
-        return {lowest: search_grid(grids[lowest])}
     results: dict[int, Result] = {}
     while promises:
         number = max(promises, key=lambda n: promises[n])
@@ -136,6 +132,10 @@ def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, R
         more, where = _lead(grids, at_least)
         if more > most and not one_knob:
             promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
+    if not results:
+        lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
+        grids[lowest].at_least = at_least
+        results[lowest] = search_grid(grids[lowest])
     return results
 
 

@@ -31,6 +31,7 @@ from exeplan.planner.load_problem import plan_from, plan_model, read_plan
 from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
 from exeplan.planner.plan_diff_text import diff_text
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REPLIES,
@@ -62,7 +63,7 @@ class Replanner:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineClient | ReplicaSet,
         plan: Plan,
         spec: ModelSpec,
         *,

@@ -1,7 +1,7 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
-Two processes: this one speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected
-by a pair of sockets. The responses are in `views`, the start and the end in `lifecycle`.
+This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
+of sockets, each replica of a plan in a child of its own. The responses are in `views`, the start and the end in `lifecycle`.
 Not here: TLS and several models; put a proxy in front.
 """
 
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import partial
 
 from exeplan.core.model import ModelSpec
-from exeplan.core.plan import Plan
+from exeplan.core.plan import Plan, single_plans
 from exeplan.drift.state import Rules
 from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
@@ -49,7 +50,7 @@ def serve(
 
         async def run() -> int:
             setup = partial(_setup, spec=spec, options=options)
-            engine = await EngineClient.launch(setup(plan))
+            engine = await _launch(plan, setup)
             service = Service(
                 engine,
                 tokenizer,
@@ -64,7 +65,7 @@ def serve(
                 engine,
                 plan,
                 spec,
-                setup=setup,
+                setup=lambda other: setup(single_plans(other)[0]),
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
@@ -101,6 +102,15 @@ def serve(
         except EngineError as error:  # The engine process has logged its traceback.
             log.error("%s", error)
             return 1
+
+
+async def _launch(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
+    """Starts the engine process of a plan, or one for each replica."""
+    if plan.num_replicas == 1:
+        return await EngineClient.launch(setup(plan))
+    assert plan.router is not None
+    firsts = [first for group in plan.groups for first in group.first_devices]
+    return await ReplicaSet.launch([setup(one) for one in single_plans(plan)], firsts, plan.router)
 
 
 def _announce(line: str, options: ServeOptions) -> None:

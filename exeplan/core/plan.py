@@ -134,7 +134,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, with policy, order and control variables."""
     body = asdict(plan)
     body["schedule"] = schedule_json(plan.schedule)
-    body["replicas"] = list(plan.replicas) if plan.num_replicas > 1 else []
+    body["replicas"] = list(plan.replicas) if plan.num_replicas > 1 else None
     body["more_replicas"] = [_group_json(group) for group in plan.more_replicas]
     for name in ("estimate", "replay"):
         if (found := getattr(plan, name)) is not None:

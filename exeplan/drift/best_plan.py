@@ -110,7 +110,8 @@ def _attempt(problem: Problem, make: Callable[[Problem], Plan], number: int) -> 
         plan = make(problem.held_to(scaled(problem.bounds, [factor] * len(problem.bounds))))
     except Infeasible as refusal:
         return refusal
-    own = max(utilizations(problem.bounds, plan.replay)) if plan.replay else factor
+    figures = [one for one in (plan.estimate, plan.replay) if one]
+    own = max((share for one in figures for share in utilizations(problem.bounds, one)), default=factor)
     return Found(plan=plan, missed=max(1.0, min(factor, own)))
 
 

@@ -1,7 +1,8 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
 This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
-of sockets, each replica of a plan in a child of its own. The responses are in `views`, the start and the end in `lifecycle`.
+of sockets, each replica of a plan in a child of its own. The responses are in `views`, the start and the end in
+`lifecycle`.
 Not here: TLS and several models; put a proxy in front.
 """
 
@@ -9,6 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace as with_fields
 
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, single_plans
@@ -110,7 +114,16 @@ async def _launch(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineCli
         return await EngineClient.launch(setup(plan))
     assert plan.router is not None
     firsts = [first for group in plan.groups for first in group.first_devices]
-    return await ReplicaSet.launch([setup(one) for one in single_plans(plan)], firsts, plan.router)
+    setups = [_own_timeline(setup(one), number) for number, one in enumerate(single_plans(plan))]
+    return await ReplicaSet.launch(setups, firsts, plan.router)
+
+
+def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
+    """A replica's setup with a timeline of its own: `run.json` becomes `run-0.json`."""
+    if setup.timeline is None:
+        return setup
+    path = Path(setup.timeline)
+    return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
 
 
 def _announce(line: str, options: ServeOptions) -> None:

@@ -109,8 +109,8 @@ def candidates(
     if problem.cluster is None or problem.cluster.num_gpus == 1 or workers < 2:
         found = [_of_policy(problem, parts, policy, method) for policy in policies]
     else:
-        shared = {"mp_context": get_context("fork"), "initializer": _share, "initargs": (problem, parts)}
-        with ProcessPoolExecutor(workers, **shared) as pool:  # type: ignore[arg-type] # they are of several types
+        context = get_context("fork")
+        with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts)) as pool:
             found = list(pool.map(_shared_candidates, policies, [method] * len(policies)))
     return {key: one for of_policy in found for key, one in of_policy.items()}
 

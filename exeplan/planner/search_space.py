@@ -1,8 +1,9 @@
 """Variants: every placement and enumerated variable of a policy; its other control variables are searched in each.
 
 Each variant is a grid. A few points of each give an upper estimate: variants that cannot win are left out, the others
-are searched in the order of their estimates, each with the best throughput so far as the value to beat. The method
-'exhaustive' searches them all.
+are searched in the order of their estimates, each with the best throughput so far as the value to beat. Then values of
+the enumerated variables between those of the best variant and its neighbours are tried, ever closer to the best. The
+method 'exhaustive' searches all variants that a policy lists, and no others.
 """
 
 import math
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.schedule import Placement, Schedule
+from exeplan.errors import InputError
 from exeplan.planner.balance_stages import Balance
 from exeplan.planner.layouts import layouts
 from exeplan.planner.problem import Problem
@@ -20,6 +22,8 @@ from exeplan.search.grid import Grid, Index, Limits
 from exeplan.search.line import reach
 from exeplan.search.search import Outcome, Result, Trial, search_grid
 
+_FINEST = 1 / 16
+"""Two values of an enumerated variable that are less apart, relative, have none between them tried."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
 
@@ -98,6 +102,12 @@ def search_variants(
     grids = [variant.grid(module, knobs, limits) for variant in found]
     if method == "branch-and-bound":
         results = _most_promising_first(grids, at_least)
+        for variant in _between(found, grids, results, module):
+            grid = variant.grid(module, knobs, limits)
+            grid.at_least = _lead(grids, at_least)[0]
+            found.append(variant)
+            grids.append(grid)
+            results[len(grids) - 1] = search_grid(grid)
     else:
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
@@ -116,6 +126,46 @@ def search_variants(
         gap=max(gaps, default=None),
     )
     return result, found[number].problem.cost.placement
+
+
+def _between(
+    found: Sequence[Variant], grids: Sequence[Grid], results: Mapping[int, Result], policy: Policy
+) -> Iterator[Variant]:
+    """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to `_FINEST`.
+
+    The caller adds each variant, its grid and its result before it asks for the next.
+    """
+    while results[number := _chosen(results)].best is not None:
+        best, knobs = found[number], grids[number].point(grids[number].bottom)
+        alike = [v.enumerated for v in found if v.problem.cost.placement == best.problem.cost.placement]
+        made = [
+            {**best.enumerated, name: value}
+            for name in best.enumerated
+            for value in _halfway(best.enumerated, alike, name)
+        ]
+        for enumerated in made:
+            if _is_valid(policy, {**knobs, **enumerated}, best.problem):
+                yield Variant(problem=best.problem, enumerated=enumerated)
+        if not made:
+            return
+
+
+def _halfway(best: Mapping[str, int], tried: Sequence[Mapping[str, int]], name: str) -> list[int]:
+    """Values of a variable halfway to the next ones tried on both sides, the others being equal; none in between."""
+    others = {key: value for key, value in best.items() if key != name}
+    values = sorted({v[name] for v in tried if name in v and {k: v[k] for k in v if k != name} == others})
+    at = values.index(best[name])
+    sides = [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
+    return [(side + best[name]) // 2 for side in sides if abs(side - best[name]) > max(1, _FINEST * best[name])]
+
+
+def _is_valid(policy: Policy, point: Mapping[str, int], problem: Problem) -> bool:
+    """Whether the policy accepts these values together."""
+    try:
+        policy.check(policy.schedule(point, problem.workload))
+    except InputError:
+        return False
+    return True
 
 
 def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, Result]:

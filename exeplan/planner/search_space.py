@@ -24,6 +24,8 @@ from exeplan.search.search import Outcome, Result, Trial, search_grid
 
 _FINEST = 1 / 16
 """Two values of an enumerated variable that are less apart, relative, have none between them tried."""
+_WORTH = 1e-3
+"""The least gain for which a value that no policy lists is taken."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
 
@@ -104,10 +106,12 @@ def search_variants(
         results = _most_promising_first(grids, at_least)
         for variant in _between(found, grids, results, module):
             grid = variant.grid(module, knobs, limits)
-            grid.at_least = _lead(grids, at_least)[0]
+            grid.at_least = (1 + _WORTH) * _lead(grids, at_least)[0]
+            refined = search_grid(grid)
             found.append(variant)
             grids.append(grid)
-            results[len(grids) - 1] = search_grid(grid)
+            if refined.best and refined.best.outcome.throughput >= grid.at_least:
+                results[len(grids) - 1] = refined
     else:
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
@@ -133,7 +137,7 @@ def _between(
 ) -> Iterator[Variant]:
     """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to `_FINEST`.
 
-    The caller adds each variant, its grid and its result before it asks for the next.
+    The caller adds each variant, its grid and, where it gains, its result before it asks for the next.
     """
     while results[number := _chosen(results)].best is not None:
         best, knobs = found[number], grids[number].point(grids[number].bottom)

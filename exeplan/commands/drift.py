@@ -123,8 +123,8 @@ def _as_json(plan: "Plan", looks: "list[TraceLook]") -> dict[str, Any]:
             "requests": look.num_arrived,
             "reason": found.reason,
             "plan": as_json(found.plan),
-            "old": asdict(found.old) if found.old else None,
-            "new": asdict(found.new),
+            "old": found.old.to_dict() if found.old else None,
+            "new": found.new.to_dict(),
             "gain": found.new.throughput / found.old.throughput - 1 if found.old else None,
             "moving_seconds": found.moving_seconds,
         }

@@ -233,7 +233,7 @@ def _optimum(
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
-        estimate=winner.estimate,
+        estimate=problem.estimate(schedule),  # The search's own may be held to tighter bounds.
         replay=replayed,
         drift_headroom=drift_headroom(problem, schedule),
         rate_headroom=rate_headroom(problem, schedule),

@@ -7,7 +7,7 @@
     latency  the one at its output length, with what its own ttft and tpot differ by
     at a rate  each request meets the batch and the queue at random, as arrivals see them, and stays in that batch
 
-The sample is the same for all schedules, so that a search compares like with like. Rough: prompts that are cut, the
+The sample is the same for all schedules, so that a search compares like with like. Rough: batches of alike prompts, the
 first cycles of a request, queues behind bursts; the replay has the last word.
 """
 
@@ -115,11 +115,12 @@ def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Flo
     if point.steady.first is not None:
         return np.asarray(point.steady.first(inputs, other))
     together = load_policy(point.schedule.policy).starts_together(point.schedule)
+    prompts = min(one * together, point.ttft)  # On a pipeline micro-batches share the time.
     if point.cycle.padded:
         law = point.cycle.prompt_law
-        more = one * together * (law.quantiles(other) / law.mean - 1.0)
+        more = prompts * (law.quantiles(other) / law.mean - 1.0)
     else:
-        more = one * np.sqrt(together) * (inputs / point.workload.mean_input - 1.0)
+        more = prompts / np.sqrt(together) * (inputs / point.workload.mean_input - 1.0)
     if _mixed(point):
         expected = point.throughput * point.tpot / point.schedule.num_micro_batches / _widening(point)
         more = more + one * _widening(point) * (_number(other, expected) - expected)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
 from exeplan.core.request_times import RequestTimes
-from exeplan.core.schedule import BOUND_FIGURES, Estimate
+from exeplan.core.schedule import Estimate
 from exeplan.workload.deadlines import EXPIRED
 
 _SAME_START = 5e-3
@@ -155,16 +155,22 @@ def _nothing(
     records: Sequence[RequestRecord], metric: str, bounds: Sequence[Bound], *, kv_tokens: float, memory_bytes: float
 ) -> Estimate:
     """The Estimate of a run in which every request expired."""
-    times = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency_p50", "latency_p99"), 0.0)
     share = share_of_requests(metric)
+    kept = 0.0 if targets_of(bounds) else None
     return Estimate(
-        **times,
+        throughput=0.0,
+        token_throughput=0.0,
+        ttft=0.0,
+        tpot=0.0,
         latency=_deadline_latency(records, share) if share is not None and is_deadline(metric) else None,
+        latency_p50=0.0,
+        latency_p99=0.0,
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=0.0,
         utility=0.0,
-        **(dict.fromkeys(BOUND_FIGURES, 0.0) if targets_of(bounds) else {}),
+        attainment=kept,
+        goodput=kept,
     )
 
 

@@ -149,9 +149,9 @@ class _Sample:
         return self._part(0, last)
 
     def _part(self, first: int, last: int) -> "_Sample":
-        columns = (column[first:last] for column in (self.starts, self.inputs, self.outputs, self.complete))
-        orders = (order[(order >= first) & (order < last)] - first for order in (self.by_input, self.by_output))
-        return _Sample(*columns, *orders)
+        rows = slice(first, last)
+        orders = [order[(order >= first) & (order < last)] - first for order in (self.by_input, self.by_output)]
+        return _Sample(self.starts[rows], self.inputs[rows], self.outputs[rows], self.complete[rows], *orders)
 
 
 def _dependence(sample: _Sample) -> float | None:

@@ -32,14 +32,14 @@ from .machine import CLUSTER, with_tensor_parallel
 LAYERS = 8
 CASES = 8
 PERCENTILES = {
-    "p50-ttft": {"median": 9.0, "most": 9.0, "worst": 9.0},
-    "p90-ttft": {"median": 9.0, "most": 9.0, "worst": 9.0},
-    "p99-ttft": {"median": 9.0, "most": 9.0, "worst": 9.0},
-    "p50-tpot": {"median": 9.0, "most": 9.0, "worst": 9.0},
-    "p95-tpot": {"median": 9.0, "most": 9.0, "worst": 9.0},
-    "p99-tpot": {"median": 9.0, "most": 9.0, "worst": 9.0},
+    "p50-ttft": {"median": 0.03, "most": 0.35, "worst": 0.6},
+    "p90-ttft": {"median": 0.05, "most": 0.35, "worst": 0.6},
+    "p99-ttft": {"median": 0.1, "most": 0.25, "worst": 0.5},
+    "p50-tpot": {"median": 0.02, "most": 0.1, "worst": 0.3},
+    "p95-tpot": {"median": 0.08, "most": 0.25, "worst": 0.6},
+    "p99-tpot": {"median": 0.12, "most": 0.35, "worst": 0.9},
 }
-"""Limits of their errors. Tails of ttft are rough where prompts are padded."""
+"""Limits of their errors; `turbo`, whose batches hold prompts of one length, has no closed form of the spread."""
 """Of each policy."""
 PASSES = 3500
 """How many a replay takes, about."""
@@ -169,7 +169,8 @@ def percentile_errors(steady: SteadyState, cost: CostModel, replayed: Sequence[R
     """Of the closed form over the replay's, by metric."""
     predicted, found = times_under_backlog(steady, cost), request_times(replayed, steady.workload.output_quantile(0.99))
     pairs = {m: [t.value(Bound(seconds=1.0, metric=m)) for t in (predicted, found)] for m in PERCENTILES}
-    return {metric: closed / real - 1 for metric, (closed, real) in pairs.items() if real > 0}
+    known = steady.schedule.policy != "turbo"
+    return {metric: closed / real - 1 for metric, (closed, real) in pairs.items() if known and real > 0}
 
 
 def check(what: str, errors: Sequence[float], *, median: float = 0.02, most: float = 0.06, worst: float = 0.1) -> None:
@@ -202,13 +203,3 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
         check(metric, [e.percentiles[metric] for e in every if metric in e.percentiles], **limits)
     room = [error.kv_room for error in every]
     assert 0.0 <= np.median(room) <= 0.05, f"KV cache beyond the peak: median {np.median(room):+.1%}"
-
-
-def test_zz_print(profile):
-    for name in policy_names():
-        errors = errors_of(name, profile, range(24))
-        for m in PERCENTILES:
-            v = np.array([e.percentiles[m] for e in errors if m in e.percentiles])
-            print(
-                f"{name:8s} {m} n={len(v)} median {100 * np.median(abs(v)):.1f} % p95 {100 * np.quantile(abs(v), 0.95):.1f} % bias {100 * np.median(v):+.1f} %"
-            )

@@ -24,6 +24,7 @@ from exeplan.workload.workload import Workload
 
 LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 """Shares at whose quantiles two laws are compared: of inputs, of outputs."""
+_LEVELS = np.array(LEVELS)
 _NUM_BLOCKS, _LEAST_BLOCK = 20, 8
 _CERTAIN = 1e5
 """Most requests that a law counts as known from: an event that it has never had may still happen once."""
@@ -76,22 +77,18 @@ def evidence(one: Known | Sides, other: Known | Sides, *, false_alarm: float) ->
     """The distance of two laws over what chance alone exceeds with at most the probability `false_alarm`."""
     both = [known.sides if isinstance(known, Known) else known for known in (one, other)]
     inputs = _lengths([known.input_law for known in both])
-    sizes = [np.full(len(inputs), min(known.size, _CERTAIN)) for known in both]
-    most = _most([known.input_law for known in both], inputs, sizes)
     outputs = _lengths([known.output_law for known in both])
-    sizes = [known.output_sizes(outputs) for known in both]
-    most = max(most, _most([known.output_law for known in both], outputs, sizes))
-    return most / math.log(2 * 2 * len(LEVELS) / false_alarm)
+    p, q = (np.concatenate([above(k.input_law, inputs), above(k.output_law, outputs)]) for k in both)
+    n, m = (np.concatenate([np.full(len(inputs), min(k.size, _CERTAIN)), k.output_sizes(outputs)]) for k in both)
+    return _most(p, q, n, m) / math.log(2 * 2 * len(LEVELS) / false_alarm)
 
 
 def _lengths(laws: Sequence[LengthLaw]) -> Ints:
-    return np.unique(np.concatenate([law.quantiles(LEVELS) for law in laws]))
+    return np.unique(np.concatenate([law.quantiles(_LEVELS) for law in laws]))
 
 
-def _most(laws: Sequence[LengthLaw], lengths: Ints, sizes: Sequence[Floats]) -> float:
-    """The largest G over these lengths."""
-    p, q = (above(law, lengths) for law in laws)
-    n, m = sizes
+def _most(p: Floats, q: Floats, n: Floats, m: Floats) -> float:
+    """The largest G of shares p of n and q of m requests."""
     both = (n > 0) & (m > 0)
     p, q, n, m = p[both], q[both], n[both], m[both]
     pooled = np.clip((n * p + m * q) / (n + m), np.minimum(p, q), np.maximum(p, q))

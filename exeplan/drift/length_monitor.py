@@ -61,6 +61,8 @@ class LengthMonitor:
         self._most_kept = most_kept
         self._alike = 1.0
         """The factor on the sample size for dependence between successive requests, as last estimated."""
+        self._last: tuple[Floats, Observed] | None = None
+        """The rows of the last look that forgot nothing, and their law."""
         self.num_noted = 0
         """Requests that have ended in total."""
 
@@ -88,13 +90,17 @@ class LengthMonitor:
         rows = rows[np.lexsort(rows.T[::-1])][-self._most_kept :]
         if not rows[:, 3].any():
             return None
+        if self._last and np.array_equal(self._last[0], rows):
+            return self._last[1]
         sample = _Sample.of(rows)
         # Before the cut: a part that was selected because it differs would look dependent.
         self._alike = _dependence(sample) or self._alike
         if first := self._changed_at(sample):
-            self._since = sample.starts[first]
-            sample = sample.after(first)
-        return _observed(sample, self._half_life, self._alike, name)
+            self._since, self._last = sample.starts[first], None
+            return _observed(sample.after(first), self._half_life, self._alike, name)
+        found = _observed(sample, self._half_life, self._alike, name)
+        self._last = rows, found
+        return found
 
     def _changed_at(self, sample: "_Sample") -> int:
         """The first request of the recent part, if it differs from the earlier part; else 0."""
@@ -203,11 +209,12 @@ def _points(sample: _Sample, weights: Floats) -> tuple[Ints, Ints, Floats]:
     if sample.complete.all():
         return sample.inputs, sample.outputs, weights
     bands = int(np.clip(np.count_nonzero(sample.complete) // _BAND_REQUESTS, 1, _MOST_BANDS))
-    edges = np.quantile(sample.inputs, np.linspace(0, 1, bands + 1)[1:-1])
+    places = np.linspace(0, 1, bands + 1)[1:-1] * (len(sample.inputs) - 1)
+    edges = np.interp(places, np.arange(len(sample.inputs)), sample.inputs[sample.by_input])
     band = np.searchsorted(edges, sample.inputs, side="left")
     done = sample.complete
     inputs, outputs, masses = [sample.inputs[done]], [sample.outputs[done]], [weights[done]]
-    for number in np.unique(band[~done]):
+    for number in sorted(set(band[~done].tolist())):
         here = band == number
         order = np.lexsort((~done[here], sample.outputs[here]))
         curve = _Curve.of(sample.outputs[here], done[here], weights[here], order)

@@ -143,13 +143,13 @@ class Watch:
             size = observed.size if observed else 0.0
             return DriftState(seconds=now, num_requests=size, verdict="too few requests are known"), None
         self.observed = observed.workload
-        problem = self.problem
         far = self._far(observed, self._planned)
-        proposal = None
+        kept, share, proposal = None, None, None
         asks = self._asks(observed, far, now)
-        kept, share = _consequence(problem, self.plan) if predict or asks else (None, None)
-        if asks:
-            proposal = self._search(observed, problem, kept, share, now)
+        if predict or asks:
+            problem = self.problem
+            kept, share = _consequence(problem, self.plan)
+            proposal = self._search(observed, problem, kept, share, now) if asks else None
         state = DriftState(
             seconds=now,
             num_requests=observed.size,

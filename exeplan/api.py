@@ -139,6 +139,7 @@ def optimize(
     bound_on: str | None = None,
     ttft: Quantity | None = None,
     tpot: Quantity | None = None,
+    attainment: Quantity | None = None,
     deadline: Quantity | None = None,
     deadline_share: Quantity | None = None,
     arrival_rate: Quantity | None = None,
@@ -161,14 +162,15 @@ def optimize(
 ) -> Solution:
     """The plan with the most throughput within the bounds; options are those of `exeplan optimize`.
 
-    At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. Raises InputError
+    At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. `ttft="p99:500ms"`
+    bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. Raises InputError
     for wrong input, Infeasible where no schedule keeps the bounds.
     """
     if method == "bayesian":
         require("--method bayesian", "optuna")
     margin = _risk(risk, errors)
     deadlines, due = _deadlines(deadline, deadline_share, arrives=arrival_rate is not None or arrivals is not None)
-    bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, due=due)
+    bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, attainment=attainment, due=due)
     if max_num_seqs is not None and not 1 <= max_num_seqs <= MAX_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {MAX_SEQS}, found {max_num_seqs}")
     measured = _profile_of(load_profile(profile), model)
@@ -278,13 +280,21 @@ def _bounds(
     *,
     ttft: Quantity | None,
     tpot: Quantity | None,
+    attainment: Quantity | None,
     due: Bound | None,
 ) -> tuple[Bound, ...]:
     if isinstance(latency, Bound):
         if bound_on is not None:
             raise InputError(f"{latency} says what it is on; leave --bound-on out")
         bound_on, latency = latency.metric, latency.seconds
-    return parse_bounds(_text(latency), bound_on or "p99-length", ttft=_text(ttft), tpot=_text(tpot), due=due)
+    return parse_bounds(
+        _text(latency),
+        bound_on or "p99-length",
+        ttft=_text(ttft),
+        tpot=_text(tpot),
+        attainment=_text(attainment),
+        due=due,
+    )
 
 
 def _text(value: Quantity | None) -> str | None:

@@ -1,10 +1,15 @@
 """Progress on standard error: a bar with the time left on a terminal, plain lines elsewhere."""
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
+from typing import TypeVar
 
+Item = TypeVar("Item")
 _WIDTH = 24
+_QUIET_SECONDS, _LINE_SECONDS = 2.0, 10.0
+"""Work that takes less is not shown; seconds between two lines where there is no terminal."""
 OnProgress = Callable[[str, float], None]
 """Called with the title of the work and the share of it that is done."""
 
@@ -55,3 +60,20 @@ class Progress:
         if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._drawn = False
+
+
+def followed(
+    items: Iterable[Item], title: str, *, count: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Item]:
+    """The items, of which there are `count`; after two seconds with a bar and the time that the rest will take."""
+    began = shown = clock()
+    with Progress(title, shown=True) as bar:
+        for number, item in enumerate(items, 1):
+            yield item
+            if (now := clock()) - began < _QUIET_SECONDS:
+                continue
+            left = (now - began) * (count - number) / number
+            bar.update(number / count, left, f"{number} of {count}")
+            if now - shown >= _LINE_SECONDS or shown == began:
+                shown = now
+                bar.round(f"{number} of {count}, about {left:.0f} s left")

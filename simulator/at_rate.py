@@ -11,6 +11,7 @@ is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batch
     sharing     replicas that share a stream by the shortest queue hold alike many: n of them are one chain of n times
                 the sizes and throughputs, and a request joins a replica of the fewest
     queue       mean number beyond full batches / rate, times (1 + squared coefficient of variation of the gaps) / 2
+    percentiles as `request_times.py` has them, over the numbers that an arriving request meets
 
 Not here: bursts longer than a few gaps. The replay with arrivals has the final word.
 """
@@ -21,10 +22,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.bounds import share_of_requests
+from exeplan.core.bounds import Bound, share_of_requests, targets_of
 from exeplan.core.schedule import Estimate
 from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
+from exeplan.simulator.request_times import times_at_rate, with_bounds
 from exeplan.workload.arrivals import Arrivals, residents
 
 _ALIKE = np.ones(1)
@@ -44,12 +46,17 @@ class _Mix:
     """Probability of arriving while each batch runs and so waiting for the next admission; the rest finds no batch."""
     queue: float
     """Mean seconds in the queue beyond full batches."""
+    queues: tuple[Floats, Floats]
+    """These seconds by the number met, rising, and the chance of at most each."""
 
 
-def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, metric: str) -> Estimate:
+def estimate_at_rate(
+    points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, metric: str, *, bounds: Sequence[Bound] = ()
+) -> Estimate:
     """The Estimate of a schedule under arrivals; `points` are its steady states with rising batches, the last one full.
 
-    Its throughput must exceed the rate. KV cache and memory are those of full batches.
+    Its throughput must exceed the rate. KV cache and memory are those of full batches. Percentiles, attainment and
+    goodput are those of `bounds`.
     """
     full = points[-1]
     mix = _mix(points, arrivals)
@@ -60,7 +67,7 @@ def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: Co
     length = np.array([float(full.workload.output_quantile(0.99))])
     at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + waiting
     share = share_of_requests(metric)
-    return replace(
+    at_rate = replace(
         estimate(full, cost, metric),
         throughput=arrivals.rate,
         token_throughput=arrivals.rate * full.workload.mean_output,
@@ -72,6 +79,11 @@ def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: Co
         latency_p50=_quantile(points, mix, 0.5),
         latency_p99=_quantile(points, mix, 0.99),
     )
+    if not targets_of(bounds):
+        return at_rate
+    empty = 1.0 - float(mix.waiting.sum())
+    times = times_at_rate(points, cost, aboard=mix.aboard, queue=mix.queues, empty=empty)
+    return with_bounds(at_rate, times, bounds)
 
 
 def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
@@ -85,11 +97,14 @@ def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
     after = np.stack([np.interp(np.floor(served) + 1, sizes, row) for row in np.eye(len(points))])
     aboard = nearest @ (served * chance)
     beyond = float((number - served) @ chance)
+    longer = (1 + arrivals.variability) / 2
+    seconds = np.maximum(number + 1 - sizes[-1], 0.0) / throughputs[-1] * longer
     return _Mix(
         aboard=aboard / aboard.sum(),
         joining=after @ chance,
         waiting=nearest[:, 1:] @ chance[1:],
-        queue=beyond / arrivals.rate * (1 + arrivals.variability) / 2,
+        queue=beyond / arrivals.rate * longer,
+        queues=(seconds, np.cumsum(chance)),
     )
 
 

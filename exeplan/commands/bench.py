@@ -71,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bench_plan(args: argparse.Namespace) -> int:
+    import math
+
+    from exeplan.core.bounds import Bound
     from exeplan.core.metrics import summarize
     from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
@@ -81,12 +84,12 @@ def _bench_plan(args: argparse.Namespace) -> int:
     load = _load(args, workload, plan)
     prediction = _prediction(args, plan, load)
     records, shared = _play(args, plan, spec, load)
-    about = plan.bound.metric if plan.bound else "p99-length"
+    bounds = (plan.bound or Bound(seconds=math.inf), *plan.more_bounds)
     p99 = workload.output_quantile(0.99)
-    measured = summarize(records, p99_output=p99, bound_metric=about, backlog=load.backlog)
+    measured = summarize(records, p99_output=p99, bounds=bounds, backlog=load.backlog)
     replayed = None
     if prediction is not None:
-        replayed = summarize(prediction.requests, p99_output=p99, bound_metric=about, backlog=load.backlog)
+        replayed = summarize(prediction.requests, p99_output=p99, bounds=bounds, backlog=load.backlog)
         if args.timeline:
             from exeplan.simulator.timeline import write_timeline
 
@@ -94,7 +97,7 @@ def _bench_plan(args: argparse.Namespace) -> int:
     on_cpu_clock = None
     if shared is not None:
         quiet = shared.on_cpu_clock()
-        on_cpu_clock = summarize(quiet, p99_output=p99, bound_metric=about, backlog=load.backlog)
+        on_cpu_clock = summarize(quiet, p99_output=p99, bounds=bounds, backlog=load.backlog)
     _print(args, plan, workload, load, measured=measured, replayed=replayed, on_cpu_clock=on_cpu_clock)
     return 0
 

@@ -36,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan.drift.save_proposal import save_proposal
-    from exeplan.drift.trace import arrivals_of, play_trace
+    from exeplan.drift.trace import arrivals_of, look_times, play_trace
     from exeplan.drift.watch import Watch
     from exeplan.errors import InputError
     from exeplan.planner.load_problem import plan_problem, read_plan
     from exeplan.planner.optimize import resolve_policies
     from exeplan.planner.tables import json_line
+    from exeplan.progress import followed
     from exeplan.workload.arrivals import parse_rate
     from exeplan.workload.files import load_workload
 
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     arrivals = arrivals_of(workload.trace, problem, plan, rate)
     policies = None if args.policy == "auto" else resolve_policies(args.policy, problem.cluster)
     watch = Watch(plan, problem, rules=_rules(args), policies=policies)
-    looks = list(play_trace(watch, problem, workload.trace, arrivals))
+    played = play_trace(watch, problem, workload.trace, arrivals, predict=args.json)
+    looks = list(followed(played, "drift", count=len(look_times(watch, arrivals))))
     adopted = [look for look in looks if look.adopted]
     if args.output:
         if not adopted:
@@ -121,8 +123,8 @@ def _as_json(plan: "Plan", looks: "list[TraceLook]") -> dict[str, Any]:
             "requests": look.num_arrived,
             "reason": found.reason,
             "plan": as_json(found.plan),
-            "old": asdict(found.old) if found.old else None,
-            "new": asdict(found.new),
+            "old": found.old.to_dict() if found.old else None,
+            "new": found.new.to_dict(),
             "gain": found.new.throughput / found.old.throughput - 1 if found.old else None,
             "moving_seconds": found.moving_seconds,
         }

@@ -27,6 +27,7 @@ _OPTIONS = (
     "order",
     "ttft",
     "tpot",
+    "attainment",
     "arrival_rate",
     "arrivals",
     "min_throughput",
@@ -68,8 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORDER",
         help="queue order: fcfs, sjf, edf, das (default: das with --deadline, else fcfs)",
     )
-    parser.add_argument("--ttft", metavar="TIME", help="further bound: mean time to the first token")
-    parser.add_argument("--tpot", metavar="TIME", help="further bound: mean time per later token")
+    parser.add_argument(
+        "--ttft",
+        metavar="BOUND",
+        help="further bound on the time to the first token: p99:500ms for a percentile over requests, 500ms for the "
+        "mean; several after commas",
+    )
+    parser.add_argument("--tpot", metavar="BOUND", help="the same of the time per later token, such as p95:50ms")
+    parser.add_argument(
+        "--attainment",
+        metavar="SHARE",
+        help="share of the requests, such as 99%%, each of which must keep --ttft, --tpot and --latency-bound together",
+    )
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--arrival-rate", metavar="R", help="requests/s that arrive, Poisson; waiting then counts in all bounds"

@@ -8,6 +8,8 @@
     throughput   requests/s: output tokens a second over the mean output length
     deadline_share   share of the requests that arrived in the window whose last token came by their deadline
     utility      worth of these requests a second, weight / input tokens each
+    attainment   share of the requests that keep every bound, an expired one none (`request_times.py`)
+    goodput      throughput times the same share of the requests that did not expire
 
 For pNN-deadline latency is the time from arrival to the last token, scaled by the request's own deadline to the mean
 one; a request that expired counts as one that took twice its deadline.
@@ -30,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.bounds import is_deadline, share_of_requests
+from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
+from exeplan.core.request_times import RequestTimes
 from exeplan.core.schedule import Estimate
 from exeplan.workload.deadlines import EXPIRED
 
@@ -72,17 +75,19 @@ def summarize(
     *,
     p99_output: int,
     bound_metric: str = "p99-length",
+    bounds: Sequence[Bound] = (),
     backlog: bool = True,
     waiting: bool = False,
     kv_tokens: float = 0.0,
     memory_bytes: float = 0.0,
 ) -> Estimate:
     """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window;
-    `waiting` that they came at their own times and the wait counts."""
-    all_records = records
+    `waiting` that they came at their own times and the wait counts. `bounds` are those that its percentiles, attainment
+    and goodput are of; the first one replaces `bound_metric`."""
+    all_records, bound_metric = records, bounds[0].metric if bounds else bound_metric
     records = [r for r in all_records if not r.expired]
     if not records:
-        return _nothing(all_records, bound_metric, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
+        return _nothing(all_records, bound_metric, bounds, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
     if waiting:
         records = [replace(r, start=r.arrival) for r in records]
     opens, closes = _arrival_window(records) if waiting else window(records, backlog)
@@ -98,8 +103,10 @@ def summarize(
         latency = _length_latency(records, p99_output, opens, math.inf if waiting else closes)
     else:
         latency = float(np.quantile(e2e, share))
+    times, throughput = request_times(inside, p99_output), float(rate / np.mean([r.output_tokens for r in records]))
+    kept = times.attainment(bounds)
     return Estimate(
-        throughput=float(rate / np.mean([r.output_tokens for r in records])),
+        throughput=throughput,
         token_throughput=rate,
         ttft=float(np.mean([r.token_times[0] - r.start for r in inside])),
         tpot=_tpot(inside),
@@ -110,20 +117,60 @@ def summarize(
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=_deadline_share(came),
         utility=_utility(came, closes - opens),
+        attainment=None if kept is None else kept * _served_share(came),
+        goodput=None if kept is None else kept * throughput,
+        percentiles=times.percentiles(bounds),
     )
 
 
-def _nothing(records: Sequence[RequestRecord], metric: str, *, kv_tokens: float, memory_bytes: float) -> Estimate:
+def request_times(records: Sequence[RequestRecord], p99_output: int) -> RequestTimes:
+    """The times of requests that did not expire, from their start; those of deadlines count from the arrival."""
+    later = np.array([r.output_tokens - 1 for r in records])
+    planned = np.minimum(later, p99_output - 1).tolist()
+    rows = [
+        (r.start, r.arrival, r.token_times[0], r.token_times[-1], r.token_times[number])
+        for r, number in zip(records, planned, strict=True)
+    ]
+    starts, arrivals, firsts, lasts, until = np.array(rows).T
+    due = None
+    if all(r.deadline is not None for r in records):
+        patience = np.array([r.deadline for r in records], float) - arrivals
+        due = (lasts - arrivals) / patience * patience.mean()
+    return RequestTimes(
+        ttft=firsts - starts,
+        tpot=np.where(later > 0, (lasts - firsts) / np.maximum(later, 1), 0.0),
+        latency=lasts - starts,
+        length=until - starts,
+        due=due,
+        single=later == 0,
+    )
+
+
+def _served_share(records: Sequence[RequestRecord]) -> float:
+    """The share that did not expire; 1 of no requests."""
+    return sum(not r.expired for r in records) / len(records) if records else 1.0
+
+
+def _nothing(
+    records: Sequence[RequestRecord], metric: str, bounds: Sequence[Bound], *, kv_tokens: float, memory_bytes: float
+) -> Estimate:
     """The Estimate of a run in which every request expired."""
-    times = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency_p50", "latency_p99"), 0.0)
     share = share_of_requests(metric)
+    kept = 0.0 if targets_of(bounds) else None
     return Estimate(
-        **times,
+        throughput=0.0,
+        token_throughput=0.0,
+        ttft=0.0,
+        tpot=0.0,
         latency=_deadline_latency(records, share) if share is not None and is_deadline(metric) else None,
+        latency_p50=0.0,
+        latency_p99=0.0,
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=0.0,
         utility=0.0,
+        attainment=kept,
+        goodput=kept,
     )
 
 

@@ -11,10 +11,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.bounds import Bound, check_together, is_deadline
+from exeplan.core.bounds import Bound, check_together, is_deadline, percentile
 from exeplan.core.contract import check_types, is_number
 from exeplan.core.model import DTYPE_BYTES
-from exeplan.core.schedule import DEADLINE_FIGURES, ROUTERS, Estimate, Placement, ReplicaGroup, Schedule, Stage
+from exeplan.core.schedule import (
+    BOUND_FIGURES,
+    DEADLINE_FIGURES,
+    ROUTERS,
+    Estimate,
+    Placement,
+    ReplicaGroup,
+    Schedule,
+    Stage,
+)
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.files import write_text
@@ -162,7 +171,8 @@ def _group_json(group: ReplicaGroup) -> dict[str, Any]:
 
 def bound_json(bound: Bound) -> dict[str, Any]:
     """A bound as plain values; its metric is called `about` in files."""
-    return {"seconds": bound.seconds, "about": bound.metric}
+    body: dict[str, Any] = {"seconds": bound.seconds, "about": bound.metric}
+    return {**body, "targets": dict(bound.scaled_targets)} if bound.targets else body
 
 
 def stage_json(stage: Stage) -> dict[str, Any]:
@@ -313,9 +323,18 @@ def _counts(values: Any) -> bool:
 
 
 def _bound(body: Any) -> Bound:
-    if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about"}:
+    if not isinstance(body, Mapping) or not {"seconds"} <= set(body) <= {"seconds", "about", "targets"}:
         raise InputError(f"a bound has seconds and about, found {body!r}")
-    return Bound(seconds=body["seconds"], metric=body.get("about", "p99-length"))
+    targets = body.get("targets", {})
+    if not isinstance(targets, Mapping):
+        raise InputError(f"the targets of a bound are seconds by name, such as {{ttft: 0.5}}, found {targets!r}")
+    found = Bound(seconds=body["seconds"], metric=body.get("about", "p99-length"), targets=tuple(targets.items()))
+    if found.targets and not math.isclose(found.seconds, found.targets[0][1]):
+        raise InputError(
+            f"the seconds of a bound on {found.metric} are those of its first target, {found.targets[0][1]}, found "
+            f"{found.seconds}"
+        )
+    return found
 
 
 def _check_deadline_bound(bound: Bound | None, body: Mapping[str, Any]) -> None:
@@ -333,10 +352,13 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 
 
 def _estimate(name: str, body: Any) -> Estimate:
-    names = [f.name for f in fields(Estimate) if f.name not in DEADLINE_FIGURES]
-    if not isinstance(body, Mapping) or set(body) - set(DEADLINE_FIGURES) != set(names):
+    optional = {*BOUND_FIGURES, *DEADLINE_FIGURES}
+    names = [f.name for f in fields(Estimate) if f.name not in (*optional, "percentiles")]
+    percentiles = {key for key in body if percentile(key)} if isinstance(body, Mapping) else set()
+    if not isinstance(body, Mapping) or set(body) - optional - percentiles != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")
     for key, value in body.items():
         if not is_number(value) and not (key == "latency" and value is None):
             raise InputError(f"{name}: {key} must be a number, found {value!r}")
-    return Estimate(**body)
+    figures = {key: value for key, value in body.items() if key not in percentiles}
+    return Estimate(**figures, percentiles={key: body[key] for key in body if key in percentiles})

@@ -4,7 +4,7 @@ Not here: the file that holds them (`plan.py`), and how they are found (`exeplan
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,10 @@ def num_devices(placement: Placement) -> int:
     return sum(stage.tensor_parallel_size for stage in placement)
 
 
+BOUND_FIGURES = ("attainment", "goodput")
+"""Figures of an Estimate that it has only where something is bounded."""
 DEADLINE_FIGURES = ("deadline_share", "utility")
-"""Figures of an Estimate that it has only where requests have deadlines."""
+"""Those that it has only where requests have deadlines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +145,20 @@ class Estimate:
     """Share of the requests whose whole answer comes by their deadline; None without deadlines, and by closed form."""
     utility: float | None = None
     """Worth of these requests a second, weight / input tokens each."""
+    attainment: float | None = None
+    """Share of the requests that keep every bound (`core/request_times.py`); None without bounds."""
+    goodput: float | None = None
+    """Such requests a second."""
+    percentiles: Mapping[str, float] = field(default_factory=dict)
+    """By metric, such as p99-ttft: the values of the bounds on percentiles of ttft, of tpot and of all together."""
 
     def to_dict(self) -> dict[str, float | None]:
-        """Its figures by name, without those on deadlines where requests have none."""
+        """Its figures by name, percentiles by metric; without those on bounds or deadlines where there are none."""
         values = asdict(self)
-        return {name: value for name, value in values.items() if value is not None or name not in DEADLINE_FIGURES}
+        percentiles = values.pop("percentiles")
+        optional = (*BOUND_FIGURES, *DEADLINE_FIGURES)
+        found = {name: value for name, value in values.items() if value is not None or name not in optional}
+        return {**found, **percentiles}
 
     def to_frame(self) -> Any:
         """A pandas DataFrame of one row."""

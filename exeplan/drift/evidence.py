@@ -24,6 +24,7 @@ from exeplan.workload.workload import Workload
 
 LEVELS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 """Shares at whose quantiles two laws are compared: of inputs, of outputs."""
+_LEVELS = np.array(LEVELS)
 _NUM_BLOCKS, _LEAST_BLOCK = 20, 8
 _CERTAIN = 1e5
 """Most requests that a law counts as known from: an event that it has never had may still happen once."""
@@ -39,12 +40,13 @@ def divergence(p: Floats | float, r: Floats | float) -> Floats:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Known:
-    """A law, and the number of independent requests behind it; infinite for a law that is certain."""
+class Sides:
+    """The laws of inputs and of outputs, and the number of independent requests behind them."""
 
-    workload: Workload
+    input_law: LengthLaw
+    output_law: LengthLaw
     size: float
-    """For its inputs, and for its outputs where the next two are None."""
+    """Of the inputs, and of the outputs where the next two are None."""
     lengths: Ints | None = None
     """Rising; `sizes` are the numbers of requests behind the share of longer outputs, where some requests still run."""
     sizes: Floats | None = None
@@ -57,25 +59,36 @@ class Known:
         return np.asarray(sizes[np.searchsorted(self.lengths, lengths, side="right")])
 
 
-def evidence(one: Known, other: Known, *, false_alarm: float) -> float:
+@dataclass(frozen=True, eq=False, slots=True)
+class Known:
+    """A law, and the number of independent requests behind it as in `Sides`; infinite for a law that is certain."""
+
+    workload: Workload
+    size: float
+    lengths: Ints | None = None
+    sizes: Floats | None = None
+
+    @property
+    def sides(self) -> Sides:
+        return Sides(self.workload.input_law, self.workload.output_law, self.size, self.lengths, self.sizes)
+
+
+def evidence(one: Known | Sides, other: Known | Sides, *, false_alarm: float) -> float:
     """The distance of two laws over what chance alone exceeds with at most the probability `false_alarm`."""
-    inputs = _lengths(one.workload.input_law, other.workload.input_law)
-    sizes = [np.full(len(inputs), min(known.size, _CERTAIN)) for known in (one, other)]
-    most = _most(one.workload.input_law, other.workload.input_law, inputs, sizes)
-    outputs = _lengths(one.workload.output_law, other.workload.output_law)
-    sizes = [known.output_sizes(outputs) for known in (one, other)]
-    most = max(most, _most(one.workload.output_law, other.workload.output_law, outputs, sizes))
-    return most / math.log(2 * 2 * len(LEVELS) / false_alarm)
+    both = [known.sides if isinstance(known, Known) else known for known in (one, other)]
+    inputs = _lengths([known.input_law for known in both])
+    outputs = _lengths([known.output_law for known in both])
+    p, q = (np.concatenate([above(k.input_law, inputs), above(k.output_law, outputs)]) for k in both)
+    n, m = (np.concatenate([np.full(len(inputs), min(k.size, _CERTAIN)), k.output_sizes(outputs)]) for k in both)
+    return _most(p, q, n, m) / math.log(2 * 2 * len(LEVELS) / false_alarm)
 
 
-def _lengths(one: LengthLaw, other: LengthLaw) -> Ints:
-    return np.array(sorted({law.quantile(level) for law in (one, other) for level in LEVELS}))
+def _lengths(laws: Sequence[LengthLaw]) -> Ints:
+    return np.unique(np.concatenate([law.quantiles(_LEVELS) for law in laws]))
 
 
-def _most(one: LengthLaw, other: LengthLaw, lengths: Ints, sizes: Sequence[Floats]) -> float:
-    """The largest G over these lengths."""
-    p, q = above(one, lengths), above(other, lengths)
-    n, m = sizes
+def _most(p: Floats, q: Floats, n: Floats, m: Floats) -> float:
+    """The largest G of shares p of n and q of m requests."""
     both = (n > 0) & (m > 0)
     p, q, n, m = p[both], q[both], n[both], m[both]
     pooled = np.clip((n * p + m * q) / (n + m), np.minimum(p, q), np.maximum(p, q))

@@ -10,16 +10,15 @@ ones are forgotten at once (as in ADWIN, Bifet and Gavalda 2007): a law of half 
 Not here: what follows from the law (`watch.py`).
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.drift.evidence import Known, dependence, evidence
+from exeplan.drift.evidence import Known, Sides, dependence, evidence
 from exeplan.drift.state import RequestLengths
-from exeplan.workload.length_law import Ints
+from exeplan.workload.length_law import Ints, LengthLaw
 from exeplan.workload.workload import Workload
 
 HALF_LIFE = 1000
@@ -57,43 +56,51 @@ class LengthMonitor:
 
     def __init__(self, *, half_life: float = HALF_LIFE, most_kept: int = MOST_KEPT) -> None:
         self._half_life = half_life
-        self._ended: deque[RequestLengths] = deque(maxlen=most_kept)
-        self._running: tuple[RequestLengths, ...] = ()
+        self._ended = self._running = _table(())
         self._since = -np.inf
         self._most_kept = most_kept
         self._alike = 1.0
         """The factor on the sample size for dependence between successive requests, as last estimated."""
+        self._last: tuple[Floats, Observed] | None = None
+        """The rows of the last look that forgot nothing, and their law."""
         self.num_noted = 0
         """Requests that have ended in total."""
 
     def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
         """Adds the requests that have ended since the last call, and replaces the running ones."""
-        before = tuple(ended)
-        self._ended.extend(before)
+        before = _table(tuple(ended))
+        self._ended = np.concatenate([self._ended, before])[-self._most_kept :]
         self.num_noted += len(before)
-        self._running = tuple(running)
+        self._running = _table(running)
 
     @property
     def num_complete(self) -> int:
         """Complete requests in the sample; forgotten ones do not count."""
-        return sum(seen.complete and seen.start >= self._since for seen in self._ended)
+        return sum(seen.complete for seen in self.recent())
 
     def recent(self) -> tuple[RequestLengths, ...]:
         """Ended requests in the sample."""
-        return tuple(seen for seen in self._ended if seen.start >= self._since)
+        rows = self._ended[self._ended[:, 0] >= self._since].tolist()
+        return tuple(RequestLengths(start, int(i), int(o), bool(done), took) for start, i, o, done, took in rows)
 
     def observe(self, name: str = "observed") -> Observed | None:
         """The law now; None while no request is complete. Forgets requests that differ from recent ones."""
-        rows = sorted(seen for seen in (*self._ended, *self._running) if seen.start >= self._since)[-self._most_kept :]
-        if not any(row.complete for row in rows):
+        rows = np.concatenate([self._ended, self._running])
+        rows = rows[rows[:, 0] >= self._since]
+        rows = rows[np.lexsort(rows.T[::-1])][-self._most_kept :]
+        if not rows[:, 3].any():
             return None
+        if self._last and np.array_equal(self._last[0], rows):
+            return self._last[1]
         sample = _Sample.of(rows)
         # Before the cut: a part that was selected because it differs would look dependent.
         self._alike = _dependence(sample) or self._alike
         if first := self._changed_at(sample):
-            self._since = sample.starts[first]
-            sample = sample.after(first)
-        return _observed(sample, self._half_life, self._alike, name)
+            self._since, self._last = sample.starts[first], None
+            return _observed(sample.after(first), self._half_life, self._alike, name)
+        found = _observed(sample, self._half_life, self._alike, name)
+        self._last = rows, found
+        return found
 
     def _changed_at(self, sample: "_Sample") -> int:
         """The first request of the recent part, if it differs from the earlier part; else 0."""
@@ -106,11 +113,19 @@ class LengthMonitor:
             recent *= 2
             if not early.complete.any():
                 continue
-            one, other = (_observed(part, np.inf, self._alike, "part").known for part in (late, early))
+            one, other = (_sides(part, self._alike) for part in (late, early))
+            if evidence(one, other, false_alarm=_FALSE_CUT) <= most:
+                continue  # Evidence rises with the sizes, and those of all lengths are no larger.
+            one, other = (_with_sizes(sides, part, self._alike) for sides, part in ((one, late), (other, early)))
             far = evidence(one, other, false_alarm=_FALSE_CUT)
             if far > most:
                 found, most = first, far
         return found
+
+
+def _table(rows: Sequence[RequestLengths]) -> Floats:
+    """One row a request, its fields as columns."""
+    return np.array(rows, float).reshape(-1, len(RequestLengths._fields))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -121,18 +136,28 @@ class _Sample:
     inputs: Ints
     outputs: Ints
     complete: np.ndarray
+    by_input: Ints
+    """Their numbers by rising input."""
+    by_output: Ints
+    """By rising output, complete ones first."""
 
     @classmethod
-    def of(cls, rows: Sequence[RequestLengths]) -> "_Sample":
-        starts, inputs, outputs, complete, _ = zip(*rows, strict=True)
-        lengths = np.array([inputs, outputs], np.int64)
-        return cls(np.array(starts, float), lengths[0], lengths[1], np.array(complete, bool))
+    def of(cls, rows: Floats) -> "_Sample":
+        starts, inputs, outputs, complete, _ = rows.T
+        lengths, complete = np.array([inputs, outputs], np.int64), complete.astype(bool)
+        by_input, by_output = np.argsort(lengths[0], kind="stable"), np.lexsort((~complete, lengths[1]))
+        return cls(starts, lengths[0], lengths[1], complete, by_input, by_output)
 
     def after(self, first: int) -> "_Sample":
-        return _Sample(self.starts[first:], self.inputs[first:], self.outputs[first:], self.complete[first:])
+        return self._part(first, len(self.starts))
 
     def before(self, last: int) -> "_Sample":
-        return _Sample(self.starts[:last], self.inputs[:last], self.outputs[:last], self.complete[:last])
+        return self._part(0, last)
+
+    def _part(self, first: int, last: int) -> "_Sample":
+        rows = slice(first, last)
+        orders = [order[(order >= first) & (order < last)] - first for order in (self.by_input, self.by_output)]
+        return _Sample(self.starts[rows], self.inputs[rows], self.outputs[rows], self.complete[rows], *orders)
 
 
 def _dependence(sample: _Sample) -> float | None:
@@ -146,15 +171,33 @@ def _observed(sample: _Sample, half_life: float, alike: float, name: str) -> Obs
     inputs, outputs, masses = _points(sample, weights)
     workload = Workload.of(name, inputs=inputs, outputs=outputs, weights=masses, source=f"{len(weights)} requests")
     size = float(weights.sum() ** 2 / np.square(weights).sum()) / alike
-    curve = _Curve.of(sample.outputs, sample.complete, weights)
+    curve = _Curve.of(sample.outputs, sample.complete, weights, sample.by_output)
     known = Known(workload, size, curve.lengths, np.minimum(curve.sizes / alike, size))
     tail = np.array([workload.output_quantile(_TAIL) - 1])
     return Observed(
         known=known,
-        size=float(known.output_sizes(tail)[0]),
+        size=float(known.sides.output_sizes(tail)[0]),
         since=float(sample.starts[0]),
         num_censored=int(np.count_nonzero(~sample.complete)),
     )
+
+
+def _sides(sample: _Sample, alike: float) -> Sides:
+    """The laws of inputs and of outputs of requests of equal weight, every length known from all of them."""
+    weights = np.ones(len(sample.starts))
+    outputs, masses = sample.outputs[sample.by_output], weights
+    if not sample.complete.all():
+        _, outputs, masses = _points(sample, weights)
+        order = np.argsort(outputs, kind="stable")
+        outputs, masses = outputs[order], masses[order]
+    inputs = LengthLaw(sample.inputs[sample.by_input], weights / len(weights))
+    return Sides(inputs, LengthLaw(outputs, masses / len(weights)), len(weights) / alike)
+
+
+def _with_sizes(sides: Sides, sample: _Sample, alike: float) -> Sides:
+    """These laws with the number of requests behind each length of the outputs."""
+    curve = _Curve.of(sample.outputs, sample.complete, np.ones(len(sample.starts)), sample.by_output)
+    return replace(sides, lengths=curve.lengths, sizes=np.minimum(curve.sizes / alike, sides.size))
 
 
 def _points(sample: _Sample, weights: Floats) -> tuple[Ints, Ints, Floats]:
@@ -166,13 +209,15 @@ def _points(sample: _Sample, weights: Floats) -> tuple[Ints, Ints, Floats]:
     if sample.complete.all():
         return sample.inputs, sample.outputs, weights
     bands = int(np.clip(np.count_nonzero(sample.complete) // _BAND_REQUESTS, 1, _MOST_BANDS))
-    edges = np.quantile(sample.inputs, np.linspace(0, 1, bands + 1)[1:-1])
+    places = np.linspace(0, 1, bands + 1)[1:-1] * (len(sample.inputs) - 1)
+    edges = np.interp(places, np.arange(len(sample.inputs)), sample.inputs[sample.by_input])
     band = np.searchsorted(edges, sample.inputs, side="left")
     done = sample.complete
     inputs, outputs, masses = [sample.inputs[done]], [sample.outputs[done]], [weights[done]]
-    for number in np.unique(band[~done]):
+    for number in sorted(set(band[~done].tolist())):
         here = band == number
-        curve = _Curve.of(sample.outputs[here], done[here], weights[here])
+        order = np.lexsort((~done[here], sample.outputs[here]))
+        curve = _Curve.of(sample.outputs[here], done[here], weights[here], order)
         censored = here & ~done
         inputs.append(np.repeat(sample.inputs[censored], _DRAWS))
         outputs.append(curve.beyond(sample.outputs[censored]))
@@ -192,9 +237,9 @@ class _Curve:
     """The length of requests beyond the longest known one: one token more."""
 
     @classmethod
-    def of(cls, outputs: Ints, complete: np.ndarray, weights: Floats) -> "_Curve":
-        """An incomplete request was at risk at its length, so complete outputs of the same length come first."""
-        order = np.lexsort((~complete, outputs))
+    def of(cls, outputs: Ints, complete: np.ndarray, weights: Floats, order: Ints) -> "_Curve":
+        """`order` is by rising output; an incomplete request was at risk at its length, so complete outputs of the
+        same length come first."""
         weight, complete = weights[order], complete[order]
         at_risk, squares = (np.cumsum(values[::-1])[::-1] for values in (weight, weight**2))
         hazard = np.where(complete, weight / at_risk, 0.0)
@@ -206,8 +251,9 @@ class _Curve:
         sizes = np.minimum(
             sizes, known / (np.cumsum(np.where(complete, weight**2, 0.0)) + squares - weight**2 + 1e-300)
         )
-        lengths, first = np.unique(outputs[order], return_index=True)
-        ends = np.concatenate([first[1:], [len(order)]]) - 1  # The last of each length.
+        rising = outputs[order]
+        ends = np.append(np.flatnonzero(np.diff(rising)), len(order) - 1)  # The last of each length.
+        lengths = rising[ends]
         sizes, survival = sizes[ends], survival[ends]
         if survival[-1] > _NEGLIGIBLE:
             sizes[-1] = 0.0

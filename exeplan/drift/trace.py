@@ -43,29 +43,39 @@ def arrivals_of(trace: Trace, problem: Problem, plan: Plan, rate: float | None =
     return times if rate is None else times * (count - 1) / (rate * times[-1])
 
 
-def play_trace(watch: Watch, problem: Problem, trace: Trace, arrivals: Floats) -> Iterator[TraceLook]:
-    """Every look of the service; a proposal is adopted at once."""
-    ends = np.full(len(arrivals), np.inf)
+def play_trace(
+    watch: Watch, problem: Problem, trace: Trace, arrivals: Floats, *, predict: bool = True
+) -> Iterator[TraceLook]:
+    """Every look of the service; a proposal is adopted at once. Each request is told to the watch once, when it ends.
+
+    Without `predict` the looks lack what the active plan would do (`Watch.look`), which takes a third of the time.
+    """
+    ends, told = np.full(len(arrivals), np.inf), np.zeros(len(arrivals), bool)
     begun = 0
-    every = watch.rules.every
-    for now in np.arange(every, arrivals[-1] + every, every):
+    curve = _seconds(watch, problem, int(trace.outputs.max()))
+    for now in look_times(watch, arrivals).tolist():
         latest = int(np.searchsorted(arrivals, now, side="right"))
-        curve = _seconds(watch, problem, int(trace.outputs.max()))
         ends[begun:latest] = arrivals[begun:latest] + curve[trace.outputs[begun:latest] - 1]
         begun = latest
-        done = np.flatnonzero(ends[:begun] <= now)
-        open_ = np.flatnonzero((ends[:begun] > now) & np.isfinite(ends[:begun]))
+        done = np.flatnonzero((ends[:begun] <= now) & ~told[:begun])
+        open_ = np.flatnonzero(ends[:begun] > now)
         # All get their tokens at one pace, whatever their final length: else the pace would reveal it.
         tokens = np.minimum(np.searchsorted(curve, now - arrivals[open_], side="right"), trace.outputs[open_] - 1)
         ended = [_seen(trace, arrivals, n, int(trace.outputs[n]), True) for n in done.tolist()]
         known = zip(open_.tolist(), tokens.tolist(), strict=True)
         running = [_seen(trace, arrivals, n, count, False) for n, count in known]
-        ends[done] = -np.inf  # Noted once.
+        told[done] = True
         watch.note(ended, running)
-        state, proposal = watch.look(float(now))
+        state, proposal = watch.look(now, predict=predict)
         if proposal:
-            watch.adopted(proposal, now=float(now))
+            watch.adopted(proposal, now=now)
+            curve = _seconds(watch, problem, int(trace.outputs.max()))
         yield TraceLook(state=state, num_arrived=begun, adopted=proposal)
+
+
+def look_times(watch: Watch, arrivals: Floats) -> Floats:
+    """Seconds from the first request at which the service looks; the last look is not before the last arrival."""
+    return np.arange(watch.rules.every, arrivals[-1] + watch.rules.every, watch.rules.every)
 
 
 def _seconds(watch: Watch, problem: Problem, longest: int) -> Floats:

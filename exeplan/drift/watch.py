@@ -133,19 +133,23 @@ class Watch:
         """The last proposal was vetoed: there is no other for a dwell time."""
         self._last_replan, self._agreeing = now, 0
 
-    def look(self, now: float) -> tuple[DriftState, Proposal | None]:
-        """The state now, and a better plan where a search is due and finds one."""
+    def look(self, now: float, *, predict: bool = True) -> tuple[DriftState, Proposal | None]:
+        """The state now, and a better plan where a search is due and finds one.
+
+        Without `predict` the state lacks `predicted` and `bound_share` at a look that does not search.
+        """
         observed = self.monitor.observe()
         if observed is None or observed.size < self.rules.least_requests:
             size = observed.size if observed else 0.0
             return DriftState(seconds=now, num_requests=size, verdict="too few requests are known"), None
         self.observed = observed.workload
-        problem = self.problem
-        kept, share = _consequence(problem, self.plan)
         far = self._far(observed, self._planned)
-        proposal = None
-        if self._asks(observed, now):
-            proposal = self._search(observed, problem, kept, share, now)
+        kept, share, proposal = None, None, None
+        asks = self._asks(observed, far, now)
+        if predict or asks:
+            problem = self.problem
+            kept, share = _consequence(problem, self.plan)
+            proposal = self._search(observed, problem, kept, share, now) if asks else None
         state = DriftState(
             seconds=now,
             num_requests=observed.size,
@@ -161,10 +165,11 @@ class Watch:
     def _far(self, observed: Observed, basis: _Basis) -> float:
         return evidence(observed.known, basis.known, false_alarm=self.rules.false_alarm)
 
-    def _asks(self, observed: Observed, now: float) -> bool:
-        """Whether a search is due and a re-plan allowed."""
+    def _asks(self, observed: Observed, far: float, now: float) -> bool:
+        """Whether a search is due and a re-plan allowed; `far` is the law's distance from the planned one."""
         grown = not self._basis.planned and observed.size >= 2 * self._basis.size
-        differs = grown or self._far(observed, self._basis) > 1
+        far = far if self._basis is self._planned else self._far(observed, self._basis)
+        differs = grown or far > 1
         fresh, self._told = self.monitor.num_noted > self._told, self.monitor.num_noted
         self._agreeing = self._agreeing + fresh if differs else 0  # Only new requests count.
         enough = observed.size >= self.rules.least_for_search

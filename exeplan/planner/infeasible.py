@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from exeplan.core.bounds import Bound, is_deadline
+from exeplan.core.bounds import Bound, is_deadline, percentile, quantities
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.problem import Problem
@@ -100,18 +100,25 @@ def _meaning(bound: Bound, length: int) -> str:
         return f"{bound.metric.removeprefix('p').removesuffix('-deadline')} % of requests by their deadline"
     if bound.on_latency:
         return f"{bound.metric.removeprefix('p').removesuffix('-requests')} % of requests"
-    return "the first token" if bound.metric == "ttft" else "each further token"
+    if (found := percentile(bound.metric)) is None:
+        return "the first token" if bound.metric == "ttft" else "each further token"
+    share = bound.metric[1:].partition("-")[0]
+    if bound.targets:
+        each = " and ".join(f"{name} {show_seconds(value)}" for name, value in bound.scaled_targets)
+        return f"{share} % of requests to keep {each}, all scaled alike"
+    return f"the {'first token' if found[0] == 'ttft' else 'pace of the further tokens'} of {share} % of requests"
 
 
 def _floor(problem: Problem, bound: Bound, length: int) -> str:
     """Where the time of the lowest-latency schedule goes: one request through all layers, once a token."""
     cost, layers = problem.cost, problem.profile.model.num_layers
-    if bound.metric == "ttft":
+    on = quantities(bound)
+    if on[0] == "ttft":
         return f"the floor is the prefill of a single request, {problem.workload.mean_input:.0f} tokens on average"
     shard = cost.shards[min(cost.shards)]
     layer = float(shard.rest["decode"](1.0) + shard.decode_attention(1.0, problem.workload.mean_input + length / 2))
     around = float(shard.embed(1.0) + shard.head(1.0) + cost.overhead(1.0))
-    times = "" if bound.metric == "tpot" else f", {length} times"
+    times = "" if on[0] == "tpot" else f", {length} times"
     return (
         f"the floor is one request alone, {layers} layers at {show_seconds(layer)} and {show_seconds(around)} around "
         f"them{times}"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from exeplan.core.bounds import Bound, values_of
+from exeplan.core.bounds import Bound, quantities, values_of
 from exeplan.core.schedule import Schedule
 from exeplan.planner.problem import Problem, replay_estimate
 from exeplan.planner.risk import ErrorLaw, compound, error_law
@@ -28,7 +28,8 @@ class Risk:
     laws: Mapping[str, ErrorLaw]
 
     def law(self, bound: Bound) -> ErrorLaw:
-        return self.laws["latency" if bound.on_latency else bound.metric]
+        """Of the bound's quantity; of several together the law with the widest spread."""
+        return max((self.laws[quantity] for quantity in quantities(bound)), key=lambda law: law.spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,13 +206,14 @@ class _Pipelines:
         first, proof = keys[0], self.proofs[keys[0]]
         placed = _at(self.parts[first[0]], groups[0].placement)
         counts = [group.num_replicas for group in groups]
-        estimates = [self.found[key].estimate for key in keys]
-        assert all(estimate is not None for estimate in estimates)
+        # The search's own estimates may be held to tighter bounds.
+        pairs = zip(keys, groups, strict=True)
+        estimates = [_at(self.parts[size], group.placement).estimate(group.schedule) for (size, _), group in pairs]
         plan = _plan(self.problem, placed, groups, proof.margin)
         found = tuple(self._candidate(policy) for policy in self.policies)
         plan = replace(
             plan,
-            estimate=together([e for e in estimates if e is not None], counts),
+            estimate=together(estimates, counts),
             replay=together([self.proofs[key].replayed for key in keys], counts),
             search=search_summary([one.search for one in self.found.values() if one.search], self.method),
         )
@@ -373,7 +374,9 @@ def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:
     def worst(name: str) -> Any:
         return max((v for one in estimates if (v := getattr(one, name)) is not None), default=None)
 
-    one_share = [one.deadline_share for one in estimates]
+    def shared(name: str) -> float | None:
+        return None if any(getattr(one, name) is None for one in estimates) else mean(name)
+
     return Estimate(
         throughput=added("throughput"),
         token_throughput=added("token_throughput"),
@@ -384,8 +387,11 @@ def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:
         latency_p99=worst("latency_p99"),
         kv_tokens=added("kv_tokens"),
         memory_bytes_per_gpu=worst("memory_bytes_per_gpu"),
-        deadline_share=None if None in one_share else min(share for share in one_share if share is not None),
+        deadline_share=shared("deadline_share"),
         utility=None if any(one.utility is None for one in estimates) else added("utility"),
+        attainment=shared("attainment"),
+        goodput=None if any(one.goodput is None for one in estimates) else added("goodput"),
+        percentiles={name: max(one.percentiles[name] for one in estimates) for name in estimates[0].percentiles},
     )
 
 

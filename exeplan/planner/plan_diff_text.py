@@ -87,8 +87,8 @@ def as_json(diff: PlanDiff) -> dict[str, Any]:
     """The difference for programs: bytes, seconds, tokens; gains relative."""
     return {
         "changes": [asdict(change) for change in diff.changes],
-        "old": asdict(diff.old) if diff.old else None,
-        "new": asdict(diff.new) if diff.new else None,
+        "old": diff.old.to_dict() if diff.old else None,
+        "new": diff.new.to_dict() if diff.new else None,
         "gains": gains(diff),
         "same_load": diff.same_load,
         "moving": asdict(diff.moving),

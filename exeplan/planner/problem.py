@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
-from exeplan.core.bounds import Bound, check_together, limit, utilizations, worst
+from exeplan.core.bounds import Bound, check_together, limit, percentile, targets_of, utilizations, worst
 from exeplan.core.cluster import Cluster
 from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
@@ -21,6 +21,7 @@ from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.request_times import times_under_backlog, with_bounds
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
 from exeplan.workload.workload import Workload
@@ -164,10 +165,7 @@ class Problem:
         # An infinite bound limits nothing, whatever its value; the first one stands for all where none is finite.
         unbounded = math.isinf(self.limit)
         asked = [math.isfinite(b.seconds) or (unbounded and b is self.bound) for b in self.bounds]
-        values = [
-            steady.bound_latency(b.metric, self._wait(steady)) if needed else 0.0
-            for b, needed in zip(self.bounds, asked, strict=True)
-        ]
+        values = self._values(steady, asked)
         return Outcome(throughput=steady.throughput, latency=worst(self.bounds, values), memory=share)
 
     def estimate(self, schedule: Schedule) -> Estimate:
@@ -177,15 +175,34 @@ class Problem:
         """
         full = steady_state(schedule, self.workload, self.cost)
         if self.arrivals is None:
-            return estimate(full, self.cost, self.bound.metric)
+            found = estimate(full, self.cost, self.bound.metric)
+            if not targets_of(self.bounds):
+                return found
+            return with_bounds(found, times_under_backlog(full, self.cost), self.bounds)
         if full.throughput <= self.arrivals.rate:
             raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {self.arrivals} come")
-        return estimate_at_rate([*self._smaller(schedule), full], self.arrivals, self.cost, self.bound.metric)
+        points = [*self._smaller(schedule), full]
+        return estimate_at_rate(points, self.arrivals, self.cost, self.bound.metric, bounds=self.bounds)
 
     def binding_bound(self, schedule: Schedule) -> Bound:
         """The binding bound of a schedule with its batches full."""
         steady = steady_state(schedule, self.workload, self.cost)
-        return max(self.bounds, key=lambda b: steady.bound_latency(b.metric, self._wait(steady)) / b.seconds)
+        values = self._values(steady, [True] * len(self.bounds))
+        return max(zip(self.bounds, values, strict=True), key=lambda pair: pair[1] / pair[0].seconds)[0]
+
+    def _values(self, steady: SteadyState, asked: Sequence[bool]) -> list[float]:
+        """What the bounds limit, with batches full; 0 for those that are not asked for."""
+        wait = self._wait(steady)
+        further = any(percentile(b.metric) and needed for b, needed in zip(self.bounds, asked, strict=True))
+        times = times_under_backlog(steady, self.cost, wait.admission_interval) if further else None
+        return [
+            0.0
+            if not needed
+            else times.value(b)
+            if times and percentile(b.metric)
+            else steady.bound_latency(b.metric, wait)
+            for b, needed in zip(self.bounds, asked, strict=True)
+        ]
 
     def _wait(self, steady: SteadyState) -> Wait:
         return Wait(admission_interval=steady.admission_interval) if self.arrivals else Wait()
@@ -357,7 +374,7 @@ def replay_estimate(
     return run, summarize(
         run.requests,
         p99_output=p99,
-        bound_metric=problem.bound.metric,
+        bounds=problem.bounds,
         backlog=arrivals is None,
         waiting=arrivals is not None,
         kv_tokens=float(run.peak_kv_tokens),

@@ -142,13 +142,13 @@ def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
         return []
     predicted, replayed = values_of(problem.bounds, plan.estimate), values_of(problem.bounds, plan.replay)
     rows = [
-        (bound.metric, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
+        (bound.name, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
         for bound, one, two in zip(problem.bounds, predicted, replayed, strict=True)
         if math.isfinite(bound.seconds)
     ]
     lines = [table(("bound on", "at most", "closed form", "replay"), rows)]
     if full := binding(problem.bounds, plan.replay):
-        lines.append(f"binding bound: {full[0].metric}, {100 * full[1]:.0f} % used in the replay")
+        lines.append(f"binding bound: {full[0].name}, {100 * full[1]:.0f} % used in the replay")
     return [*lines, ""]
 
 

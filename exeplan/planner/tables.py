@@ -12,8 +12,8 @@ from exeplan.units import show_bytes, show_seconds
 ESTIMATE_ROWS = (
     "throughput",
     "token throughput",
-    "ttft",
-    "tpot",
+    "mean ttft",
+    "mean tpot",
     "latency (bound)",
     "latency p50",
     "latency p99",
@@ -66,8 +66,19 @@ def side_by_side_rows(**columns: Estimate | None) -> tuple[list[str], list[tuple
     """Header and rows of `side_by_side`."""
     present = {name.replace("_", " "): estimate_cells(e) for name, e in columns.items() if e is not None}
     rows = list(zip(ESTIMATE_ROWS, *present.values(), strict=True))
-    due = any(e.deadline_share is not None for e in columns.values() if e is not None)
-    return ["", *present], rows if due else rows[:-2]
+    estimates = [e for e in columns.values() if e is not None]
+    due = any(e.deadline_share is not None for e in estimates)
+    return ["", *present], [*(rows if due else rows[:-2]), *_bound_rows(estimates)]
+
+
+def _bound_rows(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
+    """Percentiles that are bounded, attainment and goodput, where there are any."""
+    metrics = dict.fromkeys(metric for e in estimates for metric in e.percentiles)
+    rows = [(metric, *(show_seconds(e.percentiles.get(metric)) for e in estimates)) for metric in metrics]
+    if all(e.attainment is None for e in estimates):
+        return rows
+    kept = ("keep all bounds", *(show_share(e.attainment) for e in estimates))
+    return [*rows, kept, ("goodput", *(_show("goodput", e.goodput) for e in estimates))]
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -110,11 +121,13 @@ def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | Non
     present = [(name, e) for name, e in (("plan", predicted), ("replay", replay)) if e is not None]
     header = ["", *(cell for name, _ in present for cell in (name, "error")), "measured"]
     rows = []
-    for label, key in _COMPARED if measured.deadline_share is None else (*_COMPARED, *_DUE):
-        value = getattr(measured, key)
+    percentiles = tuple((metric, metric) for metric in measured.percentiles)
+    kept = () if measured.attainment is None else _KEPT
+    for label, key in (*_COMPARED, *(() if measured.deadline_share is None else _DUE), *percentiles, *kept):
+        value = _figure(measured, key)
         cells = [label]
         for _, e in present:
-            cells += [_show(key, getattr(e, key)), error_percent(getattr(e, key), value)]
+            cells += [_show(key, _figure(e, key)), error_percent(_figure(e, key), value)]
         rows.append([*cells, _show(key, value)])
     return table(header, rows)
 
@@ -122,8 +135,8 @@ def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | Non
 _COMPARED = (
     ("throughput", "throughput"),
     ("token throughput", "token_throughput"),
-    ("ttft", "ttft"),
-    ("tpot", "tpot"),
+    ("mean ttft", "ttft"),
+    ("mean tpot", "tpot"),
     ("latency (bound)", "latency"),
     ("latency p50", "latency_p50"),
     ("latency p99", "latency_p99"),
@@ -132,13 +145,20 @@ _COMPARED = (
 
 _DUE = (("deadlines met", "deadline_share"), ("utility", "utility"))
 """Where requests had deadlines."""
+_KEPT = (("keep all bounds", "attainment"), ("goodput", "goodput"))
+"""Where something is bounded."""
+
+
+def _figure(estimate: Estimate, key: str) -> float | None:
+    """By field or by the metric of a percentile."""
+    return estimate.percentiles.get(key) if "-" in key else getattr(estimate, key)
 
 
 def _show(key: str, value: float | None) -> str:
-    if key == "deadline_share":
+    if key in ("deadline_share", "attainment"):
         return show_share(value)
     if key == "utility":
         return "-" if value is None else f"{value:.4g} /s"
-    if key.endswith("throughput"):
-        return f"{value:.4g} {'tok' if key.startswith('token') else 'req'}/s"
+    if key.endswith("throughput") or key == "goodput":
+        return "-" if value is None else f"{value:.4g} {'tok' if key.startswith('token') else 'req'}/s"
     return show_seconds(value)

@@ -13,6 +13,7 @@ as long as in `orca`. A request first goes through (I + what is before it) / roo
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -106,8 +107,8 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     mean = float(own.probability @ through[:kinds].reshape(shape).mean(axis=0))
     observed = float(seen.probability @ through[kinds:-2])
     full, fresh = through[-2:]
-    first = seen.left_over * full + (1 - seen.left_over) * fresh
-    first += (prefill.passes - 1) * max(round_ + full - mean, full)
+    last, each = seen.left_over * full + (1 - seen.left_over) * fresh, max(round_ + full - mean, full)
+    first = last + (prefill.passes - 1) * each
     later = max(round_ + observed - mean, observed)
     return Steady(
         cycle=cycle,
@@ -115,6 +116,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         throughput=own.completed * groups / round_,
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
         admission_interval=round_ / groups,
+        first=partial(_first_token, seen, budget, prefill, (full, fresh, each)),
     )
 
 
@@ -135,17 +137,53 @@ class _OwnPrefill:
 def _own_prefill(seen: ChunkPasses, budget: float, prompts: LengthLaw) -> _OwnPrefill:
     """Where others' prompt tokens are left over its own begin anywhere in a pass, else after half of the new ones."""
     length = prompts.slice_means(_LENGTHS)
-    room = max(budget - seen.crowded_rows, 1.0)
-    crowded = 1 + (length - 1) / room
     fresh_room, before = max(budget - seen.fresh_rows, 1.0), seen.fresh_tokens / 2
-    alone = np.ceil((before + length) / fresh_room) - np.floor(before / fresh_room)
-    last = np.clip(2 * before + length - (alone - 1) * fresh_room, 1.0, fresh_room)
+    last = np.clip(2 * before + length - (_alone(seen, budget, length) - 1) * fresh_room, 1.0, fresh_room)
     return _OwnPrefill(
-        passes=float(np.mean(seen.left_over * crowded + (1 - seen.left_over) * alone)),
-        room=room,
+        passes=float(np.mean(_passes(seen, budget, length))),
+        room=max(budget - seen.crowded_rows, 1.0),
         last_tokens=float(last.mean()),
         others=seen.fresh_tokens / prompts.mean,
     )
+
+
+def _passes(seen: ChunkPasses, budget: float, length: Floats) -> Floats:
+    """Passes of prompts of these lengths, from the first that computes something of one to its last."""
+    crowded = 1 + (length - 1) / max(budget - seen.crowded_rows, 1.0)
+    return np.asarray(seen.left_over * crowded + (1 - seen.left_over) * _alone(seen, budget, length))
+
+
+def _first_token(
+    seen: ChunkPasses,
+    budget: float,
+    prefill: _OwnPrefill,
+    seconds: tuple[float, float, float],
+    inputs: Floats,
+    chance: Floats,
+) -> Floats:
+    """Seconds to the first token, by what a request meets.
+
+    `seconds` are of the last pass, with others' prompt tokens left over and without, and of each pass before. Where
+    none are left over, those of new requests in its pass are taken to be exponential, half of them before its own.
+    """
+    full, fresh, each = seconds
+    length, crowded = np.asarray(inputs, dtype=float), chance < seen.left_over
+    begun = chance / max(seen.left_over, 1e-12)  # Share of the first pass that is taken.
+    passes = np.ceil(begun + length / prefill.room)
+    room = max(budget - seen.fresh_rows, 1.0)
+    others = -seen.fresh_tokens * np.log((1.0 - chance) / max(1.0 - seen.left_over, 1e-12) + 1e-12)
+    before = np.maximum(others, 0.0) / 2
+    alone = np.ceil((before + length) / room) - np.floor(before / room)
+    tokens = np.clip(2 * before + length - (alone - 1) * room, 1.0, room)
+    a_token = max(full - fresh, 0.0) / max(prefill.room - prefill.last_tokens, 1.0)
+    last = np.maximum(fresh + a_token * (tokens - prefill.last_tokens), 0.01 * fresh)
+    return np.asarray(np.where(crowded, full + (passes - 1) * each, last + (alone - 1) * each))
+
+
+def _alone(seen: ChunkPasses, budget: float, length: Floats) -> Floats:
+    """The same where no prompt tokens of others are left over."""
+    room, before = max(budget - seen.fresh_rows, 1.0), seen.fresh_tokens / 2
+    return np.asarray(np.ceil((before + length) / room) - np.floor(before / room))
 
 
 def _cycle(

@@ -90,6 +90,9 @@ class Steady:
     """Seconds from the start of its prefill until a request has that number of tokens, elementwise."""
     admission_interval: float | None = None
     """Seconds between two admissions; None where it is the time to serve the requests that start together."""
+    first: Callable[[Floats, Floats], Floats] | None = None
+    """Seconds until the first token of a request with that many input tokens and an even draw between 0 and 1 for what
+    it meets, elementwise; None where it differs from the mean by what the prompts of its prefill take."""
 
 
 class Queue(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from exeplan.arrays import Floats
 
@@ -30,7 +30,7 @@ def added_up(bins: Ints, weights: Floats, *, minlength: int = 0) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class LengthLaw:
-    """The law of one length: `tokens` rising, `weights` summing to 1."""
+    """The law of one length: `tokens` never falling, `weights` summing to 1."""
 
     tokens: Ints
     weights: Floats
@@ -55,8 +55,12 @@ class LengthLaw:
 
     def quantile(self, q: float) -> int:
         """The smallest length that a share of at least `q` of the requests does not exceed."""
-        index = np.searchsorted(self.cdf, q - 1e-9)  # Sums of weights are not exact.
-        return int(self.tokens[index.clip(max=len(self.tokens) - 1)])
+        return int(self.quantiles(np.array([q]))[0])
+
+    def quantiles(self, shares: ArrayLike) -> Ints:
+        """`quantile` of each share."""
+        index = np.searchsorted(self.cdf, np.asarray(shares) - 1e-9)  # Sums of weights are not exact.
+        return self.tokens[np.minimum(index, len(self.tokens) - 1)]
 
     def slice_means(self, num_slices: int) -> Floats:
         """The mean of each of `count` slices of equal probability, rising; their mean is the law's."""

@@ -21,8 +21,8 @@ from exeplan.workload.length_law import DecodeLaw, Ints, LengthLaw, PaperLaw, ad
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DENSE_CELLS = 1 << 22
-"""Up to this many cells equal points are merged by counting, above it by sorting."""
+_DENSE_CELLS, _CELLS_A_POINT = 1 << 22, 16
+"""Up to this many cells, in all and a point, equal points are merged by counting, above it by sorting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +242,7 @@ def _fitted(
 def _merged(inputs: Ints, outputs: Ints, weights: Floats) -> tuple[Ints, Ints, Floats]:
     width = int(inputs.max()) + 1
     keys = outputs * width + inputs
-    if int(keys.max()) < _DENSE_CELLS:
+    if int(keys.max()) < min(_DENSE_CELLS, _CELLS_A_POINT * len(keys)):
         sums = added_up(keys, weights)
         keys = np.flatnonzero(sums)
         sums = sums[keys]

@@ -8,6 +8,7 @@ Not here: what a request may ask for (`protocol`).
 
 import math
 
+from exeplan.core.bounds import targets_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.errors import InputError
@@ -71,7 +72,8 @@ class Admission:
         longest = estimate.latency if estimate.latency is not None else estimate.latency_p99
         own = longest if max_tokens is None else min(longest, estimate.ttft + (max_tokens - 1) * estimate.tpot)
         takes = {"ttft": estimate.ttft, "tpot": -math.inf}
-        return max((wait + takes.get(bound.metric, own) - bound.seconds for bound in self._bounds), default=0.0)
+        held = targets_of(self._bounds)
+        return max((wait + takes.get(quantity, own) - seconds for quantity, seconds in held), default=0.0)
 
 
 def default_max_queue(plan: Plan) -> int:

@@ -50,6 +50,8 @@ _VALUES = {
     "memory_bytes_per_gpu": "bytes of memory on each device",
     "deadline_share": "share of requests that finish by their deadline",
     "utility": "utility per second of requests that meet their deadline",
+    "attainment": "share of requests that keep every bound",
+    "goodput": "requests per second that keep every bound",
     "prefill_batch": "sequences a prefill",
     "decode_batch": "sequences a decode iteration",
 }

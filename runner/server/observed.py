@@ -3,7 +3,9 @@
     throughput    requests finished a second; token_throughput their output tokens
     ttft, tpot    means over requests, as in `exeplan.core.metrics`
     latency       the one the bound is on: p99-length by the pace between first and last token, pNN-requests as is
-    within        share of requests within a bound; of an output longer than the planned p99, the first part counts
+    within        share of requests within a bound, a percentile's or a mean's too; of an output longer than the planned
+                  p99, the first part counts
+    attainment    share of the requests that keep every bound; goodput: such requests finished a second
 
 Times count from the start of the prefill; where the plan is for requests at a rate, from the arrival.
 Not here: counters since the start (`metrics`), and the law of lengths by which drift is judged.
@@ -16,8 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from exeplan.core.bounds import Bound, is_deadline, share_of_requests
+import numpy as np
+
+from exeplan.core.bounds import Bound, is_deadline, percentile, share_of_requests, targets_of
 from exeplan.core.plan import Plan
+from exeplan.core.request_times import RequestTimes
 from exeplan.runner.ipc.messages import Stats
 
 WINDOW_SECONDS = 300.0
@@ -87,6 +92,10 @@ class Snapshot:
     prefill_batch: float | None
     """Mean over the iterations with a prefill."""
     decode_batch: float | None
+    attainment: float | None
+    goodput: float | None
+    percentiles: dict[str, float]
+    """By metric, of the bounds on percentiles of ttft, of tpot and of all together."""
     within: dict[str, float]
     """By the metric that a bound is on."""
 
@@ -155,6 +164,7 @@ class Observed:
         takes = sorted(self._since(r, r.last) for r in recent)
         paces = [r.pace() for r in recent if r.output_tokens > 1]
         ticks = [tick for tick in self._window if tick.time >= now - WINDOW_SECONDS]
+        good = sum(all(self._keeps(r, b) for b in self._bounds) for r in recent) if self._bounds and recent else None
         return Snapshot(
             seconds=seconds,
             num_requests=len(recent),
@@ -167,8 +177,19 @@ class Observed:
             latency_p99=_quantile(takes, 0.99),
             prefill_batch=_ratio(sum(t.num_prefilled for t in ticks), sum(t.num_prefills for t in ticks)),
             decode_batch=_ratio(sum(t.num_decoded for t in ticks), sum(t.num_decodes for t in ticks)),
+            attainment=None if good is None else good / len(recent),
+            goodput=None if good is None else good / seconds,
+            percentiles=self._percentiles(recent),
             within={b.metric: sum(self._keeps(r, b) for r in recent) / len(recent) for b in self._bounds if recent},
         )
+
+    def _percentiles(self, recent: Sequence[Finished]) -> dict[str, float]:
+        further = [bound for bound in self._bounds if percentile(bound.metric)]
+        if not further or not recent:
+            return {}
+        columns = {name: np.array([self._time(r, name) for r in recent]) for name in ("ttft", "tpot", "latency")}
+        single = np.array([r.output_tokens <= 1 for r in recent])
+        return dict(RequestTimes(**columns, length=columns["latency"], single=single).percentiles(further))
 
     def _since(self, request: Finished, moment: float) -> float:
         return moment if self.waiting else moment - request.start
@@ -181,12 +202,16 @@ class Observed:
         return _mean([self._since(r, r.until(length)) for r in recent if r.output_tokens >= length]) if length else None
 
     def _keeps(self, request: Finished, bound: Bound) -> bool:
-        if bound.metric == "tpot":
-            return request.pace() <= bound.seconds
-        if bound.metric == "ttft":
-            return self._since(request, request.first) <= bound.seconds
-        length = self.p99_output if bound.metric == "p99-length" else None
-        return self._since(request, request.until(length) if length else request.last) <= bound.seconds
+        return all(self._time(request, quantity) <= seconds for quantity, seconds in targets_of([bound]))
+
+    def _time(self, request: Finished, quantity: str) -> float:
+        """A request's own time, by the names of `RequestTimes`."""
+        if quantity == "tpot":
+            return request.pace()
+        if quantity == "ttft":
+            return self._since(request, request.first)
+        length = self.p99_output if quantity == "length" else None
+        return self._since(request, request.until(length) if length else request.last)
 
 
 def shares(lengths: Sequence[int], edges: Sequence[int]) -> list[float]:

@@ -11,7 +11,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.runner.server.observed import Snapshot, bounds_of
 
-PREDICTED = (*(field.name for field in fields(Estimate)), "prefill_batch", "decode_batch")
+PREDICTED = (*(f.name for f in fields(Estimate) if f.name != "percentiles"), "prefill_batch", "decode_batch")
 """Every name that a prediction may have."""
 
 
@@ -19,7 +19,7 @@ def predictions(plan: Plan) -> dict[str, float]:
     """By name; what is unknown is left out."""
     found: dict[str, float | None] = dict.fromkeys(PREDICTED)
     if estimate := plan.replay or plan.estimate:
-        found.update(asdict(estimate), decode_batch=estimate.token_throughput * estimate.tpot)
+        found.update(estimate.to_dict(), decode_batch=estimate.token_throughput * estimate.tpot)
     found["prefill_batch"] = plan.schedule.prefill_batch
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -27,6 +27,6 @@ def predictions(plan: Plan) -> dict[str, float]:
 def predicted_and_observed(plan: Plan, snapshot: Snapshot) -> dict[str, Any]:
     """`predicted`, `observed` and `bounds` as plain values."""
     observed = asdict(snapshot)
-    within = observed.pop("within")
+    within, percentiles = observed.pop("within"), observed.pop("percentiles")
     bounds = [{"about": b.metric, "seconds": b.seconds, "within": within.get(b.metric)} for b in bounds_of(plan)]
-    return {"predicted": predictions(plan), "observed": observed, "bounds": bounds}
+    return {"predicted": predictions(plan), "observed": {**observed, **percentiles}, "bounds": bounds}

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from exeplan.cli import main
 from exeplan.core.bounds import Bound, binding, check_together, limit, parse_bounds, scaled, utilizations, worst
+from exeplan.core.plan import as_json as plan_json
+from exeplan.core.plan import save_plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate
 from exeplan.errors import Infeasible, InputError
@@ -179,6 +181,72 @@ def test_a_ttft_alone_is_a_bound() -> None:
     assert parse_bounds("2s", "p50-requests", tpot="inf") == (Bound(seconds=2.0, metric="p50-requests"),)
 
 
+def test_percentiles_are_bounds_and_a_bare_time_is_the_mean() -> None:
+    assert parse_bounds(None, "p99-length", ttft="p99:500ms, 200ms", tpot="p95:50ms") == (
+        Bound(seconds=math.inf),
+        Bound(seconds=0.5, metric="p99-ttft"),
+        Bound(seconds=0.2, metric="ttft"),
+        Bound(seconds=0.05, metric="p95-tpot"),
+    )
+    assert [str(bound) for bound in parse_bounds(None, "p99-length", ttft="p99:500ms,200ms")[1:]] == [
+        "500 ms p99-ttft",
+        "200 ms mean ttft",
+    ]
+
+
+def test_attainment_holds_the_times_of_each_request_together() -> None:
+    none, together = parse_bounds("10s", "p99-length", ttft="500ms", tpot="50ms", attainment="99%")
+    assert none == Bound(seconds=math.inf)
+    targets = (("ttft", 0.5), ("tpot", 0.05), ("latency", 10.0))
+    assert together == Bound(seconds=0.5, metric="p99-all", targets=targets)
+    assert parse_bounds(None, "p99-length", tpot="50ms", attainment="0.999")[1].metric == "p99.9-all"
+    assert str(together) == "99 % of requests with ttft 500 ms, tpot 50 ms, latency 10 s"
+    (tighter,) = scaled([together], [0.5])
+    assert tighter.scaled_targets == (("ttft", 0.25), ("tpot", 0.025), ("latency", 5.0))
+
+
+PERCENTILES = (
+    Bound(seconds=math.inf),
+    Bound(seconds=0.03, metric="p99-ttft"),
+    Bound(seconds=0.006, metric="p95-tpot"),
+    Bound(seconds=0.04, metric="p90-all", targets=(("ttft", 0.04), ("tpot", 0.007), ("latency", 0.3))),
+)
+
+
+@pytest.mark.parametrize("policy", ["orca", "rra", "chunked"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_bound_on_a_percentile_holds_in_the_replay_and_costs_throughput(
+    policy: str, number: int, profile: Profile
+) -> None:
+    bound = PERCENTILES[number]
+    problem = asked(profile, PERCENTILES[0], bound)
+    plan = optimize(problem, policies=(policy,)).plan
+    assert plan.replay is not None
+    assert 0 < plan.replay.percentiles[bound.metric] <= bound.seconds
+    assert plan.replay.attainment is not None
+    assert plan.replay.attainment >= (0.9 if number == 3 else 0.95 if number == 2 else 0.99)
+    free = optimize(asked(profile, PERCENTILES[0]), policies=(policy,)).plan
+    assert free.replay is not None
+    assert plan.replay.throughput < free.replay.throughput
+
+
+def test_an_impossible_percentile_is_refused_with_the_tightest_that_is_possible(profile: Profile) -> None:
+    short = (Bound(seconds=math.inf), Bound(seconds=1e-5, metric="p99-ttft"))
+    with pytest.raises(Infeasible, match=r"^p99-ttft bound 10 us, but .* for the first token of 99 % of requests: "):
+        optimize(asked(profile, *short), policies=("orca",))
+
+
+def test_a_plan_with_percentiles_and_joint_attainment_is_read_back_as_it_was(profile: Profile, tmp_path: Path) -> None:
+    plan = optimize(asked(profile, *PERCENTILES), policies=("orca",)).plan
+    save_plan(plan, tmp_path / "plan.yaml")
+    again = load_plan(tmp_path / "plan.yaml")
+    assert again.more_bounds == PERCENTILES[1:]
+    assert (again.estimate, again.replay) == (plan.estimate, plan.replay)
+    body = plan_json(plan)
+    assert body["more_bounds"][2]["targets"] == {"ttft": 0.04, "tpot": 0.007, "latency": 0.3}
+    assert {"attainment", "goodput", "p99-ttft", "p95-tpot", "p90-all"} <= set(body["replay"])
+
+
 def command(*options: str) -> list[str]:
     return ["optimize", "--profile", "p.json", "--workload", LAW, "--policy", "orca", "--max-num-seqs", "16", *options]
 
@@ -188,7 +256,7 @@ def test_a_plan_keeps_all_its_bounds_in_its_file_and_simulate_checks_them(
 ) -> None:
     assert main(command("--latency-bound", "200ms", "--ttft", "20ms", "--tpot", "10ms", "-o", "plan.yaml")) == 0
     text = capsys.readouterr().out
-    assert "bound 200 ms on p99-length, 20 ms ttft, 10 ms tpot: orca(" in text
+    assert "bound 200 ms on p99-length, 20 ms mean ttft, 10 ms mean tpot: orca(" in text
     assert "binding bound: " in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.more_bounds == bounds(0.2, ttft=0.02, tpot=0.01)[1:]
@@ -217,6 +285,24 @@ def test_any_percentile_of_requests_can_be_bounded(
     ("options", "message"),
     [
         ([], "give --latency-bound (inf for none), --deadline, --ttft or --tpot"),
+        (["--ttft", "p100:1s"], "--ttft takes a percentile above p0 and below p100, such as p99:500ms, or a time for"),
+        (["--ttft", "p0:1s"], "--ttft takes a percentile above p0 and below p100"),
+        (["--tpot", "99:1s"], "--tpot takes a percentile above p0 and below p100"),
+        (["--ttft", "p99:0s"], "--ttft must be above zero, found '0s'"),
+        (["--ttft", "p99:"], "--ttft must be a duration such as 2s, 500ms or 1m, found ''"),
+        (["--ttft", "p99:1s,p99:2s"], "two bounds on p99-ttft; give the tighter one"),
+        (["--latency-bound", "1s", "--ttft", "p99:2s"], "p99-ttft of 2 s contradicts the latency bound of 1 s"),
+        (["--ttft", "1s", "--attainment", "100%"], "--attainment must be a share between 0 % and 100 %, such as 99%"),
+        (["--ttft", "p99:1s", "--attainment", "99%"], "with --attainment --ttft is the time of each request"),
+        (["--latency-bound", "inf", "--attainment", "99%"], "--attainment needs a time to keep"),
+        (
+            ["--latency-bound", "1s", "--bound-on", "p99-requests", "--attainment", "99%"],
+            "--attainment counts requests that keep --ttft, --tpot and --latency-bound",
+        ),
+        (
+            ["--latency-bound", "1s", "--ttft", "1s", "--attainment", "99%"],
+            "ttft of 1 s contradicts the latency bound of 1 s",
+        ),
         (["--ttft", "soon"], "--ttft must be a duration such as 2s, 500ms or 1m, found 'soon'"),
         (["--ttft", "5 parsec"], "--ttft must be a duration such as 2s, 500ms or 1m, found '5 parsec'"),
         (["--tpot", "nan"], "--tpot must be above zero, found 'nan'"),
@@ -244,6 +330,21 @@ def test_a_wrong_bound_is_answered_with_one_sentence(
         ("more_bounds: [{seconds: 2, about: ttft}]", "ttft of 2 s contradicts the latency bound of 1 s"),
         ("more_bounds: [{seconds: 0.5}]", "a further bound can be on ttft, tpot, p50-requests, p99-requests"),
         ("more_bounds: [5]", "a bound has seconds and about, found 5"),
+        ("more_bounds: [{seconds: 1, about: p99-all}]", "a bound on p99-all needs targets such as {ttft: 0.5"),
+        (
+            "more_bounds: [{seconds: 1, about: ttft, targets: {ttft: 1}}]",
+            "a bound on ttft has no targets; those are for pNN-all",
+        ),
+        ("more_bounds: [{seconds: 1, about: p99-all, targets: {itl: 1}}]", "a target can be ttft, tpot, latency"),
+        (
+            "more_bounds: [{seconds: 1, about: p99-all, targets: {ttft: .inf}}]",
+            "the target on ttft must be a positive number of seconds, found inf",
+        ),
+        (
+            "more_bounds: [{seconds: 1, about: p99-all, targets: {ttft: 2}}]",
+            "the seconds of a bound on p99-all are those of its first target, 2, found 1",
+        ),
+        ("more_bounds: [{seconds: 1, about: p99-all, targets: 5}]", "the targets of a bound are seconds by name"),
         ("arrival_rate: -3", "an arrival rate must be a positive number of requests a second, found -3"),
         ("arrival_rate: .nan", "an arrival rate must be a positive number of requests a second, found nan"),
         ("trace_arrivals: 3", "trace_arrivals must be true or false, found 3"),

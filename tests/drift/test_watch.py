@@ -65,6 +65,36 @@ def test_nothing_happens_on_stationary_traffic(plan, problem, seed):
     assert looks[-1].state.num_requests > 300
 
 
+def test_each_request_is_told_once_when_it_ends(plan, problem):
+    watch, told = Watch(plan, problem, rules=Rules(every=1.0), policies=POLICIES), []
+    note = watch.note
+
+    def record(ended, running):
+        told.extend(ended := list(ended))
+        note(ended, running)
+
+    watch.note = record
+    trace = draw(200, 1)
+    looks = list(play_trace(watch, problem, trace, arrivals := np.arange(200) / 5.0))
+    last = looks[-1].state.seconds
+    assert len(looks) > 10
+    assert len(told) == len({seen.start for seen in told}) == watch.monitor.num_noted
+    assert {seen.start for seen in told} >= set(arrivals[arrivals < last - 1.0].tolist())
+
+
+def test_without_predictions_the_decisions_are_the_same(plan, problem):
+    trace = joined(draw(700, 1), draw(900, 2, scale=1.6))
+    arrivals = arrivals_of(trace, problem, plan)
+    runs = []
+    for predict in (True, False):
+        watch = Watch(plan, problem, rules=Rules(every=4.0), policies=POLICIES)
+        runs.append(list(play_trace(watch, problem, trace, arrivals, predict=predict)))
+    full, bare = ([(n, look.adopted.reason) for n, look in enumerate(looks) if look.adopted] for looks in runs)
+    assert full == bare != []
+    assert [look.state.measure for look in runs[0]] == [look.state.measure for look in runs[1]]
+    assert any(one.state.predicted and not other.state.predicted for one, other in zip(*runs, strict=True))
+
+
 def test_nor_where_the_plan_was_made_from_few_requests(profile):
     few = make_problem(profile, Workload.of_trace("few", draw(400, seed=5)), Bound(seconds=BOUND))
     plan = optimize(few, policies=POLICIES).plan
@@ -110,7 +140,7 @@ def test_where_no_plan_keeps_the_bound_the_lowest_latency_plan_takes_over_and_st
     missed = next(look.state.missed for look in looks if look.adopted)
     bound = problem.bound.seconds
     assert first.old.latency > 1.03 * first.new.latency > bound
-    assert first.new.latency <= missed * bound
+    assert first.new.latency <= 1.01 * missed * bound  # The factor is by the replay, the latency by the closed form.
     assert (
         f"no plan keeps {problem.bound} under the observed lengths; the tightest that a plan keeps is" in first.reason
     )

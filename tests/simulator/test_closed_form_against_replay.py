@@ -16,19 +16,30 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from exeplan.core.metrics import summarize, window
+from exeplan.core.bounds import Bound
+from exeplan.core.metrics import RequestRecord, request_times, summarize, window
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
+from exeplan.simulator.request_times import times_under_backlog
 from exeplan.workload.workload import Workload
 
 from .machine import CLUSTER, with_tensor_parallel
 
 LAYERS = 8
 CASES = 8
+PERCENTILES = {
+    "p50-ttft": {"median": 0.03, "most": 0.35, "worst": 0.6},
+    "p90-ttft": {"median": 0.05, "most": 0.35, "worst": 0.6},
+    "p99-ttft": {"median": 0.1, "most": 0.25, "worst": 0.5},
+    "p50-tpot": {"median": 0.02, "most": 0.1, "worst": 0.3},
+    "p95-tpot": {"median": 0.08, "most": 0.25, "worst": 0.6},
+    "p99-tpot": {"median": 0.12, "most": 0.35, "worst": 0.9},
+}
+"""Limits of their errors; `turbo`, whose batches hold prompts of one length, has no closed form of the spread."""
 """Of each policy."""
 PASSES = 3500
 """How many a replay takes, about."""
@@ -48,6 +59,7 @@ class Errors:
     e2e: float
     """Of all requests of the steady window, each at its own length."""
     ttft: float
+    percentiles: dict[str, float]
     kv_room: float
     """Of the KV cache that a plan provides for, over the most that the replay held."""
 
@@ -148,8 +160,17 @@ def compared(steady: SteadyState, cost: CostModel, seed: int) -> Errors:
         latency=steady.bound_latency("p99-length") / replayed.latency - 1,
         e2e=float(predicted.sum()) / took - 1,
         ttft=steady.ttft / replayed.ttft - 1,
+        percentiles=percentile_errors(steady, cost, inside),
         kv_room=steady.kv_tokens / run.peak_kv_tokens - 1,
     )
+
+
+def percentile_errors(steady: SteadyState, cost: CostModel, replayed: Sequence[RequestRecord]) -> dict[str, float]:
+    """Of the closed form over the replay's, by metric."""
+    predicted, found = times_under_backlog(steady, cost), request_times(replayed, steady.workload.output_quantile(0.99))
+    pairs = {m: [t.value(Bound(seconds=1.0, metric=m)) for t in (predicted, found)] for m in PERCENTILES}
+    known = steady.schedule.policy != "turbo"
+    return {metric: closed / real - 1 for metric, (closed, real) in pairs.items() if known and real > 0}
 
 
 def check(what: str, errors: Sequence[float], *, median: float = 0.02, most: float = 0.06, worst: float = 0.1) -> None:
@@ -178,5 +199,7 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
     check("latency", [error.latency for error in every])
     check("time of all requests", [error.e2e for error in every])
     check("ttft", [error.ttft for error in every], most=0.15, worst=0.3)
+    for metric, limits in PERCENTILES.items():
+        check(metric, [e.percentiles[metric] for e in every if metric in e.percentiles], **limits)
     room = [error.kv_room for error in every]
     assert 0.0 <= np.median(room) <= 0.05, f"KV cache beyond the peak: median {np.median(room):+.1%}"

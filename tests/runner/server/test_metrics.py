@@ -24,6 +24,7 @@ GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     replan_pause_seconds replan_last_seconds replan_proposed
     plan_predicted_throughput plan_predicted_token_throughput plan_predicted_ttft_seconds plan_predicted_tpot_seconds
     plan_predicted_latency_seconds plan_predicted_latency_p50_seconds plan_predicted_latency_p99_seconds
+    plan_predicted_attainment plan_predicted_goodput observed_attainment observed_goodput
     plan_predicted_kv_tokens plan_predicted_memory_bytes_per_gpu plan_predicted_deadline_share plan_predicted_utility
     plan_predicted_prefill_batch plan_predicted_decode_batch
     observed_num_requests observed_throughput observed_token_throughput observed_ttft_seconds observed_tpot_seconds
@@ -131,6 +132,7 @@ def test_no_sample_has_another_name(engine):
     """All values known: the library adds no suffix, and nothing is left out."""
     numbers = dict.fromkeys(("throughput", "token_throughput", "ttft", "tpot", "latency", "latency_p50"), 1.0)
     rest = {"latency_p99": 1.0, "kv_tokens": 1, "memory_bytes_per_gpu": 1.0, "deadline_share": 1.0, "utility": 1.0}
+    rest.update(attainment=1.0, goodput=1.0)
     active = plan(estimate=Estimate(**numbers, **rest), more_bounds=(Bound(seconds=0.1, metric="ttft"),))
     engine = Engine(active)
     engine.observed.p99_output = 2

@@ -11,6 +11,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.ipc.messages import Stats
 from exeplan.runner.server.observed import MAX_REQUESTS, WINDOW_SECONDS, Observed, shares
+from exeplan.runner.server.predicted import predicted_and_observed
 
 
 class Clock:
@@ -81,6 +82,27 @@ def test_shares_within_each_bound(clock):
     finish(seen, first=0.3, last=1.3)
     finish(seen, first=0.5, last=3.5)  # Its sixth token came after 2 s, just in time.
     assert seen.snapshot().within == {"p99-length": 1.0, "ttft": 0.5, "tpot": 0.5}
+
+
+def test_percentiles_attainment_and_goodput_are_those_of_the_bench(clock):
+    further = (
+        Bound(seconds=0.4, metric="p50-ttft"),
+        Bound(seconds=0.15, metric="p95-tpot"),
+        Bound(seconds=0.4, metric="p60-all", targets=(("ttft", 0.4), ("latency", 2.0))),
+    )
+    seen = observed(clock, more_bounds=further)
+    seen.p99_output = 6
+    for first, last in ((0.3, 1.3), (0.5, 3.5), (0.4, 1.4)):
+        finish(seen, first=first, last=last)
+    clock.now += 10.0
+    found = seen.snapshot()
+    assert found.percentiles == pytest.approx({"p50-ttft": 0.4, "p95-tpot": 0.3, "p60-all": 0.4})
+    assert found.within == {"p99-length": 1.0, "p50-ttft": 2 / 3, "p95-tpot": 2 / 3, "p60-all": 2 / 3}
+    assert found.attainment == 2 / 3
+    assert found.goodput == pytest.approx(2 / found.seconds)
+    shown = predicted_and_observed(plan(more_bounds=further), found)
+    assert shown["observed"]["p50-ttft"] == 0.4
+    assert [bound["within"] for bound in shown["bounds"]] == list(found.within.values())
 
 
 def test_old_requests_are_forgotten_and_memory_is_bounded(clock):

@@ -1,0 +1,171 @@
+"""Times of single requests in closed form: a fixed sample of them around the means of a steady state.
+
+    ttft     its mean, plus the wait, plus what the prompts of its prefill are longer than the mean: k prompts together
+             sqrt(k) times what one is, each token with its share of the time that one prompt more takes
+    tpot     the mean at its output length; where prefills run between the decodes, plus those it meets: their number
+             among its later tokens is a Poisson variable, widened by the spread of their prompts
+    latency  the one at its output length, with what its own ttft and tpot differ by
+    at a rate  each request meets the batch and the queue at random, as arrivals see them, and stays in that batch
+
+The sample is the same for all schedules, so that a search compares like with like. Rough: batches of alike prompts, the
+first cycles of a request, queues behind bursts; the replay has the last word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.core.bounds import Bound
+from exeplan.core.request_times import RequestTimes
+from exeplan.core.schedule import Estimate
+from exeplan.policies import load_policy
+from exeplan.policies.interface import Clock, Cycle
+from exeplan.simulator.closed_form import SteadyState
+from exeplan.workload.workload import Workload
+
+_SAMPLE = 2048
+
+
+class Draws(NamedTuple):
+    """One entry a request: lengths of the workload, and even draws between 0 and 1 that hang together with nothing."""
+
+    inputs: Floats
+    outputs: Floats
+    met: Floats
+    other: Floats
+    wait: Floats
+    state: Floats
+    due: Floats
+
+
+@lru_cache(maxsize=16)
+def draws(workload: Workload) -> Draws:
+    """The sample of a workload."""
+    inputs, outputs = workload.sample(_SAMPLE, seed=0)
+    rng, even = np.random.default_rng(1), (np.arange(_SAMPLE) + 0.5) / _SAMPLE
+    met, other, wait, state, share = (rng.permutation(even) for _ in range(5))
+    due = np.ones(_SAMPLE)
+    if workload.deadlines is not None:
+        factors = workload.deadlines.factors
+        due = factors[(share * len(factors)).astype(int)]
+    return Draws(inputs.astype(float), outputs.astype(float), met, other, wait, state, due)
+
+
+def times_under_backlog(point: SteadyState, clock: Clock, admission_interval: float = 0.0) -> RequestTimes:
+    """Of a full steady state; requests wait anywhere between two admissions, with an interval above 0."""
+    sample = draws(point.workload)
+    return _times([point], clock, np.zeros(_SAMPLE, int), sample.wait * admission_interval, sample)
+
+
+def times_at_rate(
+    points: Sequence[SteadyState], clock: Clock, *, aboard: Floats, queue: tuple[Floats, Floats], empty: float
+) -> RequestTimes:
+    """Of a mix of steady states, `aboard` their weights.
+
+    `queue` holds seconds of wait beyond full batches, rising, and the chance of at most each; `empty` is the chance of
+    finding no batch, and so no wait for an admission.
+    """
+    sample = draws(points[0].workload)
+    which = np.searchsorted(np.cumsum(aboard), sample.state * aboard.sum()).clip(max=len(points) - 1)
+    intervals = np.array([point.admission_interval for point in points])[which]
+    waits = np.where(sample.wait < empty, 0.0, (sample.wait - empty) / max(1 - empty, 1e-12) * intervals)
+    # The longest queues go with the largest batches.
+    seconds, chance = queue
+    waits += seconds[np.searchsorted(chance, sample.state).clip(max=len(seconds) - 1)]
+    return _times(points, clock, which, waits, sample)
+
+
+def with_bounds(estimate: Estimate, times: RequestTimes, bounds: Sequence[Bound]) -> Estimate:
+    """The Estimate with its percentiles, attainment and goodput under these bounds."""
+    kept = times.attainment(bounds)
+    return replace(
+        estimate,
+        attainment=kept,
+        goodput=None if kept is None else kept * estimate.throughput,
+        percentiles=times.percentiles(bounds),
+    )
+
+
+def _times(
+    points: Sequence[SteadyState], clock: Clock, which: np.ndarray, waits: Floats, sample: Draws
+) -> RequestTimes:
+    ttft, tpot, latency, length = (np.zeros(_SAMPLE) for _ in range(4))
+    planned = float(points[0].workload.output_quantile(0.99))
+    for number in np.unique(which):
+        here = which == number
+        point, inputs, outputs = points[number], sample.inputs[here], sample.outputs[here]
+        one = _one_prompt(point, clock)
+        first = _first(point, one, inputs, sample.other[here])
+        mean = (point.latency(outputs) - point.ttft) / np.maximum(outputs - 1, 1)
+        pace = _pace(point, one, mean, outputs - 1, sample.met[here])
+        ttft[here], tpot[here] = first + waits[here], np.where(outputs > 1, pace, 0.0)
+        latency[here] = ttft[here] + pace * (outputs - 1)
+        length[here] = ttft[here] + pace * (np.minimum(outputs, planned) - 1)
+    return RequestTimes(
+        ttft=ttft, tpot=tpot, latency=latency, length=length, due=latency * sample.due, single=sample.outputs <= 1
+    )
+
+
+def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Floats:
+    """Seconds to the first token, the wait apart: never less than a hundredth of the mean."""
+    if point.steady.first is not None:
+        return np.asarray(point.steady.first(inputs, other))
+    together = load_policy(point.schedule.policy).starts_together(point.schedule)
+    prompts = min(one * together, point.ttft)  # On a pipeline micro-batches share the time.
+    if point.cycle.padded:
+        law = point.cycle.prompt_law
+        more = prompts * (law.quantiles(other) / law.mean - 1.0)
+    else:
+        more = prompts / np.sqrt(together) * (inputs / point.workload.mean_input - 1.0)
+    if _mixed(point):
+        expected = point.throughput * point.tpot / point.schedule.num_micro_batches / _widening(point)
+        more = more + one * _widening(point) * (_number(other, expected) - expected)
+    return np.maximum(point.ttft + more, 0.01 * point.ttft)
+
+
+def _pace(point: SteadyState, one: float, mean: Floats, later: Floats, met: Floats) -> Floats:
+    """Seconds a later token of requests with `mean` of them, by the prefills that they meet."""
+    if not _mixed(point):
+        return mean
+    expected = point.throughput * mean * later / _widening(point)
+    more = one * _widening(point) * (_number(met, expected) - expected)
+    return np.maximum(mean + more / np.maximum(later, 1), 0.1 * mean)
+
+
+def _number(chance: Floats, expected: Floats | float) -> Floats:
+    """The quantiles of Poisson variables."""
+    from scipy.special import pdtrik  # Importing it takes as long as a small search.
+
+    return np.maximum(np.ceil(pdtrik(chance, np.maximum(expected, 1e-9))), 0.0)
+
+
+def _widening(point: SteadyState) -> float:
+    """A sum of random prompts spreads like that of fewer and longer equal ones, by this factor."""
+    return 1.0 + (point.workload.input_law.std / point.workload.mean_input) ** 2
+
+
+def _mixed(point: SteadyState) -> bool:
+    """Prefills and decodes share passes."""
+    return bool(((point.cycle.num_prefill > 0) & (point.cycle.num_decode > 0)).any())
+
+
+def _one_prompt(point: SteadyState, clock: Clock) -> float:
+    """Seconds that one prompt more takes on the stages that prefill."""
+    count, none = np.array([1.0, 2.0]), np.zeros(2)
+    rows = point.cycle.num_seqs if _mixed(point) else 0.0
+    cycle = Cycle(
+        num_prefill=count,
+        num_decode=none + rows / point.schedule.num_micro_batches,
+        context_tokens=none,
+        prompt_law=point.cycle.prompt_law if point.cycle.padded else point.workload.input_law,
+        padded=point.cycle.padded,
+        kv_tokens=0.0,
+        kv_tokens_std=0.0,
+        num_seqs=0.0,
+    )
+    seconds = clock.seconds(cycle)[list(clock.prefill_stages)].sum(axis=0)
+    return float(max(seconds[1] - seconds[0], 0.0))

@@ -54,11 +54,16 @@ class CostModel(PlacementTimings):
         """One real batch through all stages that run it."""
         return sum(self.stage_seconds(batch))
 
-    def stage_seconds(self, batch: Batch) -> list[float]:
-        """One real batch (the replay's and the runner's) on each of the stages that run it, in order."""
+    def stage_seconds(self, batch: Batch, num_tokens: int | None = None) -> list[float]:
+        """One real batch (the replay's and the runner's) on each of the stages that run it, in order.
+
+        `num_tokens` are those of the rows that decode, where they have been counted already.
+        """
         kinds = self.of_phase(batch.phase)
         rows = len(batch.decode)
-        context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
+        context = (
+            sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode) if num_tokens is None else num_tokens
+        )
         context -= rows if self.first_token_from_prefill else 0  # The newest token is in no cache yet.
         if batch.prefill:
             return self._mixed_seconds(batch, kinds, context)
@@ -66,17 +71,16 @@ class CostModel(PlacementTimings):
         fixed = self._fixed_decode(rows)
         return [fixed[kind] + kind.layers * per_layer[kind.size] for kind in kinds]
 
-    def repeated_seconds(self, batch: Batch, count: int) -> Floats:
+    def repeated_seconds(self, batch: Batch, num_tokens: int, growth: int, count: int) -> Floats:
         """Seconds of each of `count` repeated passes of one decode batch, where one stage does everything.
 
-        Every row has one more token in the cache each time, except finished rows that a policy keeps.
+        Its rows have `num_tokens` tokens, and together `growth` more in each pass than in the one before: one each,
+        except finished rows that a policy keeps.
         """
         (kind,), rows = self.kinds, len(batch.decode)
-        context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
-        context -= rows if self.first_token_from_prefill else 0
-        growth = sum(not s.finished for s in batch.decode) * np.arange(count)
+        context = num_tokens - (rows if self.first_token_from_prefill else 0)
         curve = self.shards[kind.size].decode_curve(rows)
-        return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth) / rows)
+        return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth * np.arange(count)) / rows)
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
         """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.

@@ -32,6 +32,9 @@ from exeplan.simulator.timings import Timings, prompt_points
 _MANY_PROMPTS = 2048
 """The largest number of prompts in a batch for which attention has a curve of its own; larger batches use this one."""
 
+_FEW_PASSES = 16
+"""Of which numpy would take more time than it saves."""
+
 
 class CostModel(PlacementTimings):
     """Seconds of passes on the stages of a placement; a pure function of profile, placement and cluster."""
@@ -75,7 +78,7 @@ class CostModel(PlacementTimings):
         per_layer = {size: curve.at(context / rows) for size, curve in curves}
         return [fixed + layers * per_layer[size] for fixed, layers, size in stages]
 
-    def repeated_seconds(self, batch: Batch, num_tokens: int, growth: int, count: int) -> Floats:
+    def repeated_seconds(self, batch: Batch, num_tokens: int, growth: int, count: int) -> list[float]:
         """Seconds of each of `count` repeated passes of one decode batch, where one stage does everything.
 
         Its rows have `num_tokens` tokens, and together `growth` more in each pass than in the one before: one each,
@@ -84,7 +87,11 @@ class CostModel(PlacementTimings):
         (kind,), rows = self.kinds, len(batch.decode)
         context = num_tokens - (rows if self.first_token_from_prefill else 0)
         curve = self.shards[kind.size].decode_curve(rows)
-        return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth * np.arange(count)) / rows)
+        fixed, layers = self._fixed_decode(rows)[kind], kind.layers
+        if count <= _FEW_PASSES:
+            return [fixed + layers * curve.at((context + growth * number) / rows) for number in range(count)]
+        seconds: list[float] = (fixed + layers * curve((context + growth * np.arange(count)) / rows)).tolist()
+        return seconds
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
         """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.
@@ -133,12 +140,14 @@ class CostModel(PlacementTimings):
     def _mixed_seconds(self, batch: Batch, context: float) -> list[float]:
         kinds, rows, prefills = self._kinds_of[batch.phase], len(batch.decode), len(batch.prefill)
         spans = batch.spans
-        prompts = float(sum(end - start for start, end in spans))
+        prompts = 0.0
+        for start, end in spans:
+            prompts += end - start
+        together = min(len(spans), _MANY_PROMPTS)
         prefill, decode = {}, {}
         for size, shard in self.shards.items():
-            together = min(len(spans), _MANY_PROMPTS)
             curve = shard.prefill_curve(together)
-            prefill[size] = sum(_span(curve, *span) for span in spans) / together
+            prefill[size] = sum([_span(curve, *span) for span in spans]) / together
             decode[size] = shard.decode_curve(rows).at(context / rows) if rows else 0.0
         apart = self.spec.is_encoder_decoder
         seconds = {

@@ -18,6 +18,9 @@ from exeplan.core.schedule import Schedule
 from exeplan.scheduling.scheduler import Scheduler, num_reserved_blocks
 from exeplan.simulator.run import RunLog
 
+_MANY = 1 << 40
+"""Passes; more than any request takes."""
+
 
 class Row(SequenceState):
     """One request of a replay. In a lane its tokens and blocks follow from the lane's count."""
@@ -45,11 +48,17 @@ class Row(SequenceState):
 
     @property
     def num_output_tokens(self) -> int:
-        return self._output + cast(Lane, self.lane).count if self.advancing else self._output
+        return self._output + self.lane.count if self.advancing else self._output  # type: ignore[union-attr]
 
     @num_output_tokens.setter
     def num_output_tokens(self, count: int) -> None:
         self._output = count
+
+    @property
+    def num_tokens(self) -> int:
+        if self.advancing:
+            return self.num_prompt_tokens + self._output + self.lane.count  # type: ignore[union-attr]
+        return self.num_prompt_tokens + self._output
 
     @property
     def num_blocks(self) -> int:
@@ -282,6 +291,11 @@ class LockstepScheduler(Scheduler):
         self.queue.arrive(until)
         self._next_deadline = min(self._next_deadline, deadline)
 
+    @property
+    def next_expiry(self) -> float:
+        """No waiting sequence expires before."""
+        return self._next_deadline - self.schedule.lead_seconds
+
     def context_tokens(self, batch: Batch) -> int:
         """Prompt and output tokens of the rows that decode, just scheduled."""
         return self.lanes[batch.group].num_tokens if batch.decode else 0
@@ -302,15 +316,22 @@ class LockstepScheduler(Scheduler):
         """How often this batch, just scheduled, would repeat without arrivals: until a sequence has its last token.
 
         Above 1 only where a single group runs everything and only decodes: the next batch is then the same, whatever
-        the policy. Waiting sequences do not change it where a batch runs to its end.
+        the policy. While sequences wait it is so where a batch runs to its end, and where the policy says so.
         """
         if batch.prefill or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
             return 1
-        if (self.waiting and not self.policy.KEEPS_FINISHED_ROWS) or len(batch.decode) != len(self.running):
+        if len(batch.decode) != len(self.running):
             return 1
         lane = self.lanes[batch.group]
         left = lane.num_left
-        return left if lane.growth(left - 1) <= self.free_blocks else 1
+        if self.waiting and not self.policy.KEEPS_FINISHED_ROWS:
+            left = min(left, 1 + self._promised())
+        return left if left == 1 or lane.growth(left - 1) <= self.free_blocks else 1
+
+    def _promised(self) -> int:
+        """Repetitions of the batch just scheduled that the policy is sure of while sequences wait."""
+        repeats = getattr(self.policy, "repeats", None)
+        return int(min(repeats(self.schedule, self, self.state), _MANY)) if repeats else 0
 
     def repeat(self, batch: Batch, count: int) -> None:
         """Schedules a batch in flight `count` times in all, at most `num_repeats`, and takes all its blocks."""

@@ -8,9 +8,10 @@ Not here: the time of a pass (`cost.py`), and which batch is next (`exeplan/sche
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import cast
 
 import numpy as np
@@ -83,7 +84,7 @@ def _run(scheduler: LockstepScheduler, pipelines: "list[_Pipeline]", requests: "
     while True:
         if requests.coming <= now:
             scheduler.arrive(*requests.arrive(now))
-        if scheduler.has_deadlines:
+        if requests.expire and scheduler.has_deadlines:
             for expired in cast(list[Row], scheduler.expire(now)):
                 log.starts[expired.index] = now
                 if clients is not None:
@@ -142,14 +143,14 @@ class _Pipeline:
         Returns when the first begins, and the ends of all.
         """
         context = scheduler.context_tokens(batch)
-        sizes = (len(batch.prefill), len(batch.decode), batch.num_new_tokens)
+        sizes = (len(batch.prefill), len(batch.decode), batch.num_new_tokens) if log.record_passes else (0, 0, 0)
         count = scheduler.num_repeats(batch) if self.cost.times_repeats else 1
         if count > 1:
             growth = scheduler.lanes[batch.group].num_advancing
-            times = now + np.concatenate([[0.0], np.cumsum(self.cost.repeated_seconds(batch, context, growth, count))])
-            count = min(int(np.searchsorted(times[1:], coming)) + 1, count)
-            scheduler.repeat(batch, count)
-            rising = times[: count + 1].tolist()
+            seconds = self.cost.repeated_seconds(batch, context, growth, count)
+            rising = list(accumulate(seconds, initial=now))
+            del rising[max(bisect_left(rising, min(coming, scheduler.next_expiry), 1) + 1, 2) :]
+            scheduler.repeat(batch, len(rising) - 1)
             for span in pairwise(rising):
                 log.passed(self.number, span, sizes)
             self.free[0] = rising[-1]
@@ -193,6 +194,7 @@ class _Requests:
         self.arrivals = np.zeros(len(inputs)) if arrivals is None else np.array(arrivals, dtype=float)
         self._rising = np.maximum.accumulate(self.arrivals)
         self._deadlines, self._weights, self.clients = deadlines, weights, clients
+        self.expire = deadlines is not None
         self._num_arrived = 0
         self.coming = math.inf
         """Seconds; infinity where no request arrives before another finishes."""

@@ -11,6 +11,7 @@ tokens do, and every pass is full; a group completes `completed` prompts a pass.
 as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -225,3 +226,8 @@ def _pass_of(schedule: Schedule, queue: Queue, number: int) -> Batch | None:
         room -= end - start
     prefill = prefill[: len(chunks)]
     return Batch(prefill=prefill, decode=decode, chunks=tuple(chunks), group=number) if running or prefill else None
+
+
+def repeats(schedule: Schedule, queue: Queue, state: Stateless) -> float:
+    """For as long as every slot is taken."""
+    return math.inf if len(queue.running) == schedule["max_num_seqs"] else 0

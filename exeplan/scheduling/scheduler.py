@@ -246,8 +246,9 @@ class Scheduler:
 
     def complete(self, batch: Batch) -> list[SequenceState]:
         """Accounts for a batch that has run. Returns the sequences that left and freed their blocks."""
-        for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
-            row.num_computed_tokens = 0 if chunk.last else chunk.end
+        if batch.chunks:
+            for row, chunk in zip(batch.prefill, batch.chunks, strict=True):
+                row.num_computed_tokens = 0 if chunk.last else chunk.end
         self.num_prefills_in_flight -= bool(batch.prefill)
         if batch.phase != "prefill":
             self.busy.discard(batch.group)

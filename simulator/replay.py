@@ -51,7 +51,12 @@ def replay(
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
     pipelines = [_Pipeline(cost, phase, number) for number, phase in enumerate(_phases(cost))]
-    log = RunLog(len(input_tokens), tuple(p.stages for p in pipelines), record_passes=record_passes)
+    log = RunLog(
+        len(input_tokens),
+        tuple(p.stages for p in pipelines),
+        has_leads=cost.first_token_from_prefill,
+        record_passes=record_passes,
+    )
     clients = None if concurrency is None else _Clients(concurrency, think_seconds, seed)
     requests = _Requests(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
     scheduler = LockstepScheduler(
@@ -157,9 +162,9 @@ class _Pipeline:
             return now, rising[1:]
         ready, free = now, self.free
         spans: list[float] = []
-        for number, seconds in enumerate(self.cost.stage_seconds(batch, context)):
+        for number, taken in enumerate(self.cost.stage_seconds(batch, context)):
             start = free[number] if free[number] > ready else ready
-            ready = free[number] = start + seconds
+            ready = free[number] = start + taken
             spans += start, ready
         log.passed(self.number, spans, sizes)
         return spans[0], [ready]
@@ -192,7 +197,8 @@ class _Requests:
     ) -> None:
         self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
         self.arrivals = np.zeros(len(inputs)) if arrivals is None else np.array(arrivals, dtype=float)
-        self._rising = np.maximum.accumulate(self.arrivals)
+        # One out of order waits for those before it.
+        self._rising = self.arrivals if arrivals is None else np.maximum.accumulate(self.arrivals)
         self._deadlines, self._weights, self.clients = deadlines, weights, clients
         self.expire = deadlines is not None
         self._num_arrived = 0

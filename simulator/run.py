@@ -8,9 +8,10 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
 from exeplan.core.metrics import Requests
@@ -106,8 +107,13 @@ class Run:
 class RunLog:
     """Collects what becomes a Run; arrays of plain numbers."""
 
-    def __init__(self, num_requests: int, stages: tuple[tuple[int, ...], ...], *, record_passes: bool) -> None:
-        self.starts, self.leads, self.lasts = (array("d", [math.nan]) * num_requests for _ in range(3))
+    def __init__(
+        self, num_requests: int, stages: tuple[tuple[int, ...], ...], *, has_leads: bool, record_passes: bool
+    ) -> None:
+        """`has_leads`: the prefill yields the first token."""
+        self.starts, self.lasts = (array("d", [math.nan]) * num_requests for _ in range(2))
+        self.has_leads = has_leads
+        self.leads = array("d", [math.nan]) * (num_requests if has_leads else 0)
         self.tracks: list[array[float]] = []
         self._owners, self._numbers, self._begins, self._ends = array("i"), array("H"), array("i"), array("i")
         self._stages = stages
@@ -146,21 +152,21 @@ class RunLog:
     ) -> Requests:
         """As they ended. `patience` is in seconds from arrival to deadline."""
         times = TokenTimes(
-            leads=np.frombuffer(self.leads),
-            tracks=tuple(np.frombuffer(track) if track else np.zeros(0) for track in self.tracks),
-            owners=_ints(self._owners),
-            numbers=_ints(self._numbers),
-            begins=_ints(self._begins),
-            ends=_ints(self._ends),
+            leads=_numbers(self.leads) if self.has_leads else None,
+            tracks=tuple(_numbers(track) for track in self.tracks),
+            owners=_numbers(self._owners),
+            numbers=_numbers(self._numbers),
+            begins=_numbers(self._begins),
+            ends=_numbers(self._ends),
             num_requests=len(self.starts),
         )
-        lasts = np.frombuffer(self.lasts)
+        lasts, expired = _numbers(self.lasts), np.isnan(_numbers(self.lasts))
         return Requests(
             input_tokens=input_tokens,
-            output_tokens=np.where(np.isnan(lasts), 0, output_tokens),
+            output_tokens=np.where(expired, 0, output_tokens) if expired.any() else output_tokens,
             arrivals=arrivals,
-            starts=np.frombuffer(self.starts),
-            first_tokens=times.nth(1),
+            starts=_numbers(self.starts),
+            first_tokens=times.nth(1) if times.leads is None else times.leads,
             last_tokens=lasts,
             deadlines=None if patience is None else arrivals + patience,
             weights=weights,
@@ -168,13 +174,13 @@ class RunLog:
         )
 
     def passes(self) -> Passes:
-        pipelines = _ints(self._pipelines)
+        pipelines = _numbers(self._pipelines)
         lengths = 2 * np.array([len(stages) for stages in self._stages])[pipelines]
-        sizes = _ints(self._sizes).reshape(-1, 3)
+        sizes = _numbers(self._sizes).reshape(-1, 3)
         return Passes(
             stages=self._stages,
             pipelines=pipelines,
-            spans=np.frombuffer(self._spans) if self._spans else np.zeros(0),
+            spans=_numbers(self._spans),
             first_spans=np.cumsum(lengths) - lengths,
             num_prefill=sizes[:, 0],
             num_decode=sizes[:, 1],
@@ -182,5 +188,6 @@ class RunLog:
         )
 
 
-def _ints(values: "array[int]") -> Ints:
-    return np.array(values, dtype=values.typecode)
+def _numbers(values: "array[Any]") -> NDArray[Any]:
+    """The same memory as a NumPy array."""
+    return np.frombuffer(values, dtype=values.typecode) if values else np.zeros(0, dtype=values.typecode)

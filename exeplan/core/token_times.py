@@ -7,7 +7,8 @@ beginning to end in one group has one stretch, however long its answer.
 Not here: what is computed from these times (`metrics.py`).
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,7 @@ class TokenTimes:
     leads: Floats | None
     """[requests] A token before all stretches, the first one where the prefill yields it; NaN where there is none."""
     tracks: tuple[Floats, ...]
-    """Rising times, in seconds."""
+    """Times in seconds, rising in each stretch."""
     owners: Ints
     """[stretches] The request."""
     numbers: Ints
@@ -72,62 +73,60 @@ class TokenTimes:
             found = np.where(enough & has_lead & (wanted == 1), self.leads, found)
             wanted = wanted - has_lead
             enough &= wanted >= 1
+        # Of these requests alone, often few.
+        stretches = np.flatnonzero(enough[self.owners])
+        stretches = stretches[np.argsort(self.owners[stretches], kind="stable")]
+        lengths = self.ends[stretches] - self.begins[stretches]
+        until = np.cumsum(lengths, dtype=np.int64)
         some = np.flatnonzero(enough)
-        before = self._tokens_before[np.searchsorted(self._sorted_owners, some)]
-        at = np.searchsorted(self._tokens_before, before + wanted[some] - 1, side="right") - 1
-        stretch = self._by_owner[at]
-        places = self.begins[stretch] + before + wanted[some] - 1 - self._tokens_before[at]
-        numbers = self.numbers[stretch]
+        first = np.searchsorted(self.owners[stretches], some)
+        before = until[first] - lengths[first]
+        at = np.searchsorted(until, before + wanted[some], side="left")
+        places = self.ends[stretches[at]] - 1 - (until[at] - before - wanted[some])
+        numbers = self.numbers[stretches[at]]
         for number, track in enumerate(self.tracks):
             here = numbers == number
             found[some[here]] = track[places[here]]
         return found
 
     def in_order(self, position: int) -> float:
-        """The time at this position among all tokens of all requests."""
-        return float(self._times[np.searchsorted(self._tokens_until, position, side="right")])
+        """The time at this position, from 0, among all tokens of all requests."""
+        tracks = [(times, np.append(0, until)) for times, until in self._until()]
+
+        def num_until(time: float) -> int:
+            return sum(int(until[np.searchsorted(times, time, side="right")]) for times, until in tracks)
+
+        # The first time of each track with more tokens until then: no merged list is made, which would be large.
+        found = (bisect_right(times, position, key=num_until) for times, _ in tracks)
+        return min(float(times[at]) for (times, _), at in zip(tracks, found, strict=True) if at < len(times))
 
     def num_within(self, opens: float, closes: float) -> int:
         """Tokens of all requests after `opens` and not after `closes`."""
-        low, high = np.searchsorted(self._times, (opens, closes), side="right")
-        until = np.append(0, self._tokens_until)
-        return int(max(until[high] - until[low], 0))
+        found = 0
+        for times, until in self._until():
+            low, high = np.searchsorted(times, (opens, closes), side="right")
+            found += int(until[high - 1] - (until[low - 1] if low else 0)) if high > low else 0
+        return found
+
+    def _until(self) -> Iterator[tuple[Floats, Ints]]:
+        """The rising times of each track, and of all leads, and the number of tokens until each."""
+        for number, track in enumerate(self.tracks):
+            here = self.numbers == number
+            steps = np.bincount(self.begins[here], minlength=len(track) + 1)
+            steps -= np.bincount(self.ends[here], minlength=len(track) + 1)
+            counts = np.cumsum(steps)[:-1]
+            if np.any(track[1:] < track[:-1]):
+                order = np.argsort(track, kind="stable")
+                track, counts = track[order], counts[order]
+            yield track, np.cumsum(counts)
+        if self.leads is not None:
+            leads = np.sort(self.leads[~np.isnan(self.leads)])
+            yield leads, np.arange(1, len(leads) + 1)
 
     @cached_property
     def _by_owner(self) -> Ints:
-        return np.argsort(self.owners, kind="stable")
+        return np.argsort(self.owners, kind="stable").astype(self.owners.dtype)
 
     @cached_property
     def _sorted_owners(self) -> Ints:
         return self.owners[self._by_owner]
-
-    @cached_property
-    def _tokens_before(self) -> Ints:
-        """Tokens of the stretches before each, in order of their owners."""
-        lengths = (self.ends - self.begins)[self._by_owner]
-        return np.cumsum(lengths, dtype=np.int64) - lengths
-
-    @cached_property
-    def _merged(self) -> tuple[Floats, Ints]:
-        """The times of all tracks and leads, sorted, and how many tokens there are until each, itself included."""
-        times, counts = [], []
-        for number, track in enumerate(self.tracks):
-            here = self.numbers == number
-            steps = np.bincount(self.begins[here], minlength=len(track) + 1)
-            steps = steps - np.bincount(self.ends[here], minlength=len(track) + 1)
-            times.append(track)
-            counts.append(np.cumsum(steps)[:-1])
-        if self.leads is not None:
-            times.append(self.leads[~np.isnan(self.leads)])
-            counts.append(np.ones(len(times[-1]), dtype=np.int64))
-        all_times = np.concatenate(times)
-        order = np.argsort(all_times, kind="stable")
-        return all_times[order], np.cumsum(np.concatenate(counts)[order])
-
-    @property
-    def _times(self) -> Floats:
-        return self._merged[0]
-
-    @property
-    def _tokens_until(self) -> Ints:
-        return self._merged[1]

@@ -14,9 +14,9 @@ from exeplan.simulator.cost import CostModel
 
 _MOST_PROCESSES = 5
 """More would only start more engines side by side."""
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-"""Before torch is imported, here or in a process that a test starts: waiting threads must not spin while
-other processes of the tests need the cores, as they do by default."""
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+"""Before torch is imported, here or in a process that a test starts: these processes occupy the cores already, so that
+further threads for models this small mostly wait for each other, and spin meanwhile, as they do by default."""
 
 if find_spec("hypothesis"):  # Tests of a GPU do without.
     from hypothesis import HealthCheck, settings

@@ -42,7 +42,7 @@ def tiny() -> ModelSpec:
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     path = tmp_path_factory.mktemp("profile") / "tiny.json"
     return profile_model(
-        tiny(), output=path, budget_seconds=4.0, max_num_seqs=8, max_context=64, dummy_weights=True, progress=False
+        tiny(), output=path, budget_seconds=2.0, max_num_seqs=8, max_context=64, dummy_weights=True, progress=False
     )
 
 

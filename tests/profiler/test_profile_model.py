@@ -32,7 +32,7 @@ def tiny(**changes: object) -> ModelSpec:
 
 
 def run(output: Path, spec: ModelSpec | None = None, **options: object) -> Profile:
-    settings = {"budget_seconds": 4.0, "max_num_seqs": 8, "dummy_weights": True, "progress": False, **options}
+    settings = {"budget_seconds": 2.0, "max_num_seqs": 8, "dummy_weights": True, "progress": False, **options}
     return profile_model(spec or tiny(), output=output, **settings)
 
 

@@ -31,7 +31,7 @@ def tiny(**changes: object) -> ModelSpec:
     return model_spec({**CONFIG, **changes}, name="tiny")
 
 
-def run(output: Path, *, budget_seconds: float = 4.0) -> Profile:
+def run(output: Path, *, budget_seconds: float = 2.0) -> Profile:
     options = {"max_num_seqs": 4, "dummy_weights": True, "progress": False, "num_devices": 2}
     return profile_model(tiny(), output=output, budget_seconds=budget_seconds, **options)
 
@@ -86,7 +86,7 @@ def test_an_unfinished_run_measures_what_is_left_and_keeps_the_rest(profile: Pro
     path = tmp_path / "half.json"
     half = [m for m in profile.measurements if m.op not in ("send", "control", "pass")]
     save_profile(replace(profile, measurements=tuple(half), complete=False), path)
-    again = run(path, budget_seconds=2.0)
+    again = run(path, budget_seconds=1.0)
     assert again.complete
     assert [m for m in multi_device_rows(again) if m.op not in ("send", "control", "pass")] == multi_device_rows(
         replace(profile, measurements=tuple(half))

@@ -113,8 +113,11 @@ def workers(placement, **options):
         group.kill()
 
 
-def test_generations_of_workers_on_two_hosts(plan, process, listen):
-    agent, launcher = process(1), listen(plan)
+def test_generations_of_workers_on_two_hosts_whose_files_lie_elsewhere(plan, tmp_path, process, listen):
+    moved = tmp_path / "elsewhere" / "plan.yaml"
+    moved.parent.mkdir()
+    moved.write_text(plan.read_text() + "profile: profiles/there.json\n")
+    agent, launcher = process(1, path=moved), listen(plan)
     for generation, placement in enumerate((PIPELINE, WIDE), 1):
         with workers(placement, generation=generation, launcher=launcher) as group:
             family = descendants(agent.pid)
@@ -155,14 +158,6 @@ def test_another_plan_is_refused_on_both_sides(tmp_path, plan, process, listen):
         launcher.prepare()
     assert agent.communicate(timeout=PATIENCE) == ("", f"exeplan.runner: {sentence}\n")
     assert agent.returncode == 2
-
-
-def test_files_may_lie_elsewhere_on_another_host(tmp_path, plan, process, listen):
-    moved = tmp_path / "elsewhere" / "plan.yaml"
-    moved.parent.mkdir()
-    moved.write_text(plan.read_text() + "profile: profiles/there.json\n")
-    process(1, path=moved)
-    listen(plan).prepare()
 
 
 def test_a_host_with_another_key_stays_out(plan, process, listen):

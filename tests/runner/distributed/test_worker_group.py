@@ -82,13 +82,10 @@ def supervised():
         process.kill()
 
 
-def test_nothing_listens_on_other_than_loopback(supervised):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_listens_on_other_than_loopback_or_outlives_its_supervisor(supervised, number):
     assert len(supervised) >= 5
     assert listening(supervised) == {"127.0.0.1"}
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_its_supervisor(supervised, number):
     _, _, fork_server, *workers = supervised
     os.kill(supervised[0], number)
     eventually(lambda: not any(map(is_alive, workers)))

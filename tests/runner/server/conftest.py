@@ -130,7 +130,10 @@ def _parent(pid: int) -> int:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the shape of a two-layer Llama, a BPE tokenizer and a chat template; no weights."""
+    """A directory with the shape of a two-layer Llama, a BPE tokenizer and a chat template; no weights.
+
+    It brings code along, which must never run: that would leave the file `its code has run`.
+    """
     directory = tmp_path_factory.mktemp("tiny-llama")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -145,9 +148,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {"model_type": "llama", **sizes, "vocab_size": tokenizer.get_vocab_size(), "rms_norm_eps": 1e-5}
     config |= {"max_position_embeddings": CONTEXT, "eos_token_id": 0, "hidden_act": "silu", "rope_theta": 10000.0}
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "evil.py").write_text(
+        f"open({str(directory / 'its code has run')!r}, 'w').close()\nclass Evil: pass\n"
+    )
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    code = {"auto_map": auto_map, "trust_remote_code": True}
+    (directory / "config.json").write_text(json.dumps(config | code))
     chat = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|end|>", "clean_up_tokenization_spaces": False}
-    (directory / "tokenizer_config.json").write_text(json.dumps(chat))
+    (directory / "tokenizer_config.json").write_text(json.dumps(chat | code))
     return directory
 
 

@@ -24,10 +24,8 @@
 """
 
 import hmac
-import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -117,18 +115,10 @@ def test_fields_that_were_abused(fields, server):
     assert reply.error["message"]
 
 
-def test_a_booby_trapped_checkpoint(launch, checkpoint, tmp_path):
-    marker = tmp_path / "the code of the checkpoint has run"
-    trap = tmp_path / "trap"
-    shutil.copytree(checkpoint, trap)
-    (trap / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
-    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
-    for name in ("config.json", "tokenizer_config.json"):
-        body = json.loads((trap / name).read_text())
-        (trap / name).write_text(json.dumps({**body, "auto_map": auto_map, "trust_remote_code": True}))
-    with launch(directory=trap) as server:
-        assert server.complete({"prompt": "a", "max_tokens": 2}).status == 200
-    assert not marker.exists()
+def test_a_booby_trapped_checkpoint(server, checkpoint):
+    assert (checkpoint / "evil.py").exists()
+    assert server.complete({"prompt": "a", "max_tokens": 2}).status == 200
+    assert not (checkpoint / "its code has run").exists()
 
 
 def test_the_key_is_compared_in_constant_time(monkeypatch):

@@ -209,9 +209,16 @@ def test_drain_timeout_or_a_second_signal_ends_what_runs_with_an_error(signals, 
         assert server.process.wait(PATIENCE) == 0
 
 
-def test_a_killed_engine_fails_what_was_pending_and_ends_the_server_with_1(launch):
+def test_a_stopped_engine_is_alive_but_not_ready_and_a_killed_one_fails_what_was_pending_and_ends_the_server(launch):
     reason = "the engine process ended unexpectedly (signal 9)"
-    with launch() as server, streaming(server) as response:
+    with launch(deadline_seconds=0.5) as server, streaming(server) as response:
+        eventually(lambda: server.call("/ready").status == 200)
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        eventually(lambda: server.call("/ready").status == 503)
+        assert json.loads(server.call("/ready").text)["status"].startswith("no iteration for")
+        assert server.call("/health").status == 200
+        os.kill(server.engine_pid, signal.SIGCONT)
+        eventually(lambda: server.call("/ready").status == 200)
         os.kill(server.engine_pid, signal.SIGKILL)
         assert reason in response.read().decode()
         health = server.call("/health")

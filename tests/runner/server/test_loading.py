@@ -68,27 +68,22 @@ def test_what_does_not_need_the_engine_is_there(loading):
     assert dashboard["status"] == "not ready: starting the engine"
 
 
-def test_sighup_waits_for_the_engine_and_is_not_forgotten(launch, log):
-    with held_up(launch, log) as server:
-        for _ in range(3):
-            server.process.send_signal(signal.SIGHUP)
-            assert server.call("/health").status == 200
-        os.kill(server.engine_pid, signal.SIGCONT)
-        assert server.process.stdout.readline().startswith("serving tiny with rra(")
-        assert server.call("/ready").status == 200
-        eventually(lambda: "re-plan 1 is active" in log.read_text())
-        assert "re-plan 2" not in log.read_text()
-
-
-def test_systemd_is_notified_when_it_is_ready_and_when_it_ends(launch, log, tmp_path, monkeypatch):
+def test_systemd_is_notified_of_start_and_end_and_sighup_waits_for_the_engine(launch, log, tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(PATIENCE)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         with held_up(launch, log) as server:
             assert systemd.recv(1000).startswith(b"STATUS=loading tiny; http://127.0.0.1:")
+            for _ in range(3):
+                server.process.send_signal(signal.SIGHUP)
+                assert server.call("/health").status == 200
             os.kill(server.engine_pid, signal.SIGCONT)
             assert systemd.recv(1000).startswith(b"READY=1\nSTATUS=serving tiny with rra(")
+            assert server.process.stdout.readline().startswith("serving tiny with rra(")
+            assert server.call("/ready").status == 200
+            eventually(lambda: "re-plan 1 is active" in log.read_text())
+            assert "re-plan 2" not in log.read_text()
             server.process.send_signal(signal.SIGTERM)
             assert systemd.recv(1000) == b"STOPPING=1"
 

@@ -11,6 +11,7 @@ import pytest
 
 from ..processes import PATIENCE, eventually
 from .conftest import is_idle
+from .test_bad_input import receive, send
 from .test_lifecycle import streaming
 
 SECRET = "xyzzy-a-user-secret"
@@ -35,6 +36,11 @@ def logged(launch, tmp_path_factory):
         ids["named"] = server.call("/v1/models", x_request_id="job-7.a_B").headers["x-request-id"]
         ids["forged"] = server.call("/v1/models", x_request_id='a"} forged').headers["x-request-id"]
         ids["probe"] = server.call("/health").headers["x-request-id"]
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n" % SECRET.encode()
+        with send(server, head + b"transfer-encoding: chunked\r\n\r\n") as connection:
+            time.sleep(0.2)  # The request is being answered by now.
+            connection.sendall(b"zz\r\nnonsense")
+            assert receive(connection).startswith(b"HTTP/1.1 400")
         with streaming(server) as response:
             ids["left"] = response.headers["x-request-id"]
         eventually(lambda: is_idle(server))
@@ -70,6 +76,11 @@ def test_errors_and_disconnects_are_logged_as_such(logged):
     assert of(logged, "left")["ended"] == "left"
 
 
+def test_nothing_that_a_client_does_is_a_fault_of_the_server(logged):
+    """Not even a body that breaks off in nonsense."""
+    assert not {"warning", "error", "critical"} & {record["level"] for record in logged[0]}
+
+
 def test_no_words_of_a_user_and_no_key_are_logged(logged):
     assert SECRET not in json.dumps(logged[0])
 
@@ -81,17 +92,6 @@ def test_a_client_may_name_its_request_but_not_forge_a_line(logged):
 
 def test_probes_are_not_logged(logged):
     assert logged[1]["probe"] not in json.dumps(logged[0])
-
-
-def test_an_engine_that_gets_nowhere_is_alive_but_not_ready(launch):
-    with launch(deadline_seconds=0.5) as server, streaming(server):
-        eventually(lambda: server.call("/ready").status == 200)
-        os.kill(server.engine_pid, signal.SIGSTOP)
-        eventually(lambda: server.call("/ready").status == 503)
-        assert json.loads(server.call("/ready").text)["status"].startswith("no iteration for")
-        assert server.call("/health").status == 200
-        os.kill(server.engine_pid, signal.SIGCONT)
-        eventually(lambda: server.call("/ready").status == 200)
 
 
 def test_workers_that_keep_dying_end_the_server_with_status_1(launch):

@@ -82,7 +82,9 @@ def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline):
     eventually(lambda: pipeline.call("/ready").status == 200)
 
 
-def test_a_worker_that_hangs_is_detected_by_the_deadline(launch, undisturbed, tmp_path):
+def test_a_worker_that_hangs_is_detected_by_the_deadline_and_the_next_ones_end_with_the_engine(
+    launch, undisturbed, tmp_path
+):
     log = tmp_path / "log"
     with launch(ORCA, TWO_STAGES, deadline_seconds=2.0, log=log) as server:
         before = server.worker_pids
@@ -92,15 +94,19 @@ def test_a_worker_that_hangs_is_detected_by_the_deadline(launch, undisturbed, tm
         eventually(lambda: server.call("/ready").status == 503)
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))
+        with streaming(server):
+            family = descendants(server.process.pid)
+            assert len(family) >= 4
+            os.kill(server.engine_pid, signal.SIGKILL)
+            eventually(lambda: not any(map(is_alive, family)))
     assert "a batch took longer than 2 s: a worker hangs" in log.read_text()
 
 
-@pytest.mark.parametrize("killed", ["server", "engine"])
-def test_no_process_outlives_its_supervisor(launch, killed):
+def test_no_process_outlives_the_server(launch):
     with launch(ORCA, TWO_STAGES) as server, streaming(server):
         family = descendants(server.process.pid)
         assert len(family) >= 4
-        os.kill(server.engine_pid if killed == "engine" else server.process.pid, signal.SIGKILL)
+        os.kill(server.process.pid, signal.SIGKILL)
         eventually(lambda: not any(is_alive(pid) for pid in family))
 
 

@@ -121,6 +121,11 @@ def _launcher(launched: Launched, of_plan: str) -> LauncherSetup:
 
 
 def _check_devices(plan: Plan, world_size: int) -> None:
+    if plan.num_replicas > 1:
+        raise InputError(
+            f"the plan has {plan.num_replicas} replicas; torchrun starts one pipeline, so run `exeplan serve` on each "
+            "host with a plan for its GPUs"
+        )
     devices = sorted(device for stage in plan.placement for device in stage.devices)
     if devices != list(range(world_size)):
         raise InputError(

@@ -8,6 +8,8 @@ is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batch
     in service  a request shares the engine with n - 1 others for a part of its life proportional to n P(n), so its time
                 is the harmonic mean of the times at constant n under these weights
     arriving    it meets n others with probability P(n); with n = 0 there is no wait for an admission
+    sharing     replicas that share a stream by the shortest queue hold alike many: n of them are one chain of n times
+                the sizes and throughputs, and a request joins a replica of the fewest
     queue       mean number beyond full batches / rate, times (1 + squared coefficient of variation of the gaps) / 2
 
 Not here: bursts longer than a few gaps. The replay with arrivals has the final word.
@@ -75,11 +77,12 @@ def estimate_at_rate(points: Sequence[SteadyState], arrivals: Arrivals, cost: Co
 def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
-    chance = residents(arrivals.rate, sizes, throughputs)
-    number = np.arange(len(chance), dtype=float)
+    alike = arrivals.sharing
+    chance = residents(alike * arrivals.rate, alike * sizes, alike * throughputs)
+    number = np.arange(len(chance), dtype=float) / alike
     served = np.minimum(number, sizes[-1])
     nearest = np.stack([np.interp(served, sizes, row) for row in np.eye(len(points))])
-    after = np.stack([np.interp(served + 1, sizes, row) for row in np.eye(len(points))])
+    after = np.stack([np.interp(np.floor(served) + 1, sizes, row) for row in np.eye(len(points))])
     aboard = nearest @ (served * chance)
     beyond = float((number - served) @ chance)
     return _Mix(

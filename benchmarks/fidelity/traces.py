@@ -50,6 +50,7 @@ def main() -> None:
 def _plans(profile: Profile, name: str, *, slack: float) -> list[dict]:
     law = fitted(load_workload(name), profile.model, fit=True)
     problem = make_problem(profile, law, Bound(seconds=float("inf")), cluster=profiled_host(profile, 2))
+    problem = replace(problem, one_pipeline=True)
     bound = Bound(seconds=float(f"{slack * _alone(problem, profile):.2g}"))
     rows = []
     for policy in policy_names():

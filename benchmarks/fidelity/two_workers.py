@@ -66,6 +66,7 @@ def planned(profile: Profile, workload: str, policy: str, placement: Placement, 
     """The policy's best plan on that placement."""
     law = fitted(load_workload(workload), profile.model, fit=True)
     problem = make_problem(profile, law, Bound(seconds=float("inf")), cluster=profiled_host(profile, 2))
+    problem = replace(problem, one_pipeline=True)
     problem = replace(problem.at(placement), cluster=None)
     lowest = {knob.name: knob.values[0] for knob in load_policy(policy).knobs(law, 1)}
     alone = problem.evaluate(load_policy(policy).schedule(lowest, law)).latency

@@ -93,7 +93,7 @@ def problem_of(deployment: Deployment, task: str, profiles: Path | None = None) 
     else:
         sheet = with_links(load_datasheet(cluster.device), cluster)
         profile = profile_from_datasheet(spec, sheet, dtype=DTYPE)
-    return make_problem(profile, load_workload(task), Bound(seconds=inf), cluster=cluster)
+    return replace(make_problem(profile, load_workload(task), Bound(seconds=inf), cluster=cluster), one_pipeline=True)
 
 
 def bounded(problem: Problem, seconds: float, workload: Workload | None = None) -> Problem:

@@ -121,14 +121,14 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
 
 
 def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | None":
-    """The replay of these very requests; None for a plan without a profile."""
+    """The replay of these very requests; None for a plan without a profile, or of several replicas."""
     from exeplan.core.profile import load_profile
     from exeplan.planner.load_problem import engine_blocks, plan_cluster, plan_model, profile_for
     from exeplan.simulator.cost import CostModel
     from exeplan.simulator.replay import replay
 
     reference = args.profile or plan.profile
-    if reference is None:
+    if reference is None or plan.num_replicas > 1:
         return None
     spec = plan_model(plan)
     profile = profile_for(spec, load_profile(Path(reference)))
@@ -151,11 +151,17 @@ def _play(
     """The records and, where the CPU clock means something (one thread that never waits), the whole run."""
     import asyncio
 
+    from exeplan.errors import InputError
     from exeplan.runner.load import play_engine, served_model
 
     if args.url:
         model = served_model(args.url, args.api_key)
         return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
+    if plan.num_replicas > 1:
+        raise InputError(
+            f"the plan has {plan.num_replicas} replicas, and bench runs one engine; start `exeplan serve {args.plan}` "
+            "and give its --url"
+        )
     from exeplan.runner.engine_process.build import build_engine, engine_setup
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
@@ -212,7 +218,9 @@ def _print(
         print(json_line({**body, **{k: e.to_dict() if e else None for k, e in estimates.items()}}))
         return
     what = str(plan.schedule) if plan else args.url
-    print(f"{what} on {workload.name}, {len(load.input_tokens)} requests\n")
+    copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
+    print(f"{copies}{what} on {workload.name}, {len(load.input_tokens)} requests")
+    print("several replicas are not replayed: what follows compares with the closed form\n" if copies else "")
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
         share = measured.throughput / on_cpu_clock.throughput

@@ -35,6 +35,7 @@ _OPTIONS = (
     "cluster",
     "gpus",
     "across_nodes",
+    "one_pipeline",
     "policy",
     "method",
     "fit_context",
@@ -91,6 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and bounds",
     )
     parser.add_argument("--across-nodes", action="store_true", help="allow tensor parallelism across nodes")
+    parser.add_argument(
+        "--one-pipeline", action="store_true", help="use all GPUs as one pipeline, never as replicas of smaller ones"
+    )
     parser.add_argument(
         "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
     )

@@ -14,7 +14,7 @@ from typing import Any
 from exeplan.core.bounds import Bound, check_together, is_deadline
 from exeplan.core.contract import check_types, is_number
 from exeplan.core.model import DTYPE_BYTES
-from exeplan.core.schedule import DEADLINE_FIGURES, Estimate, Placement, Schedule, Stage
+from exeplan.core.schedule import DEADLINE_FIGURES, ROUTERS, Estimate, Placement, ReplicaGroup, Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.files import write_text
@@ -29,7 +29,15 @@ class Plan:
     model: str
     """A model directory or a shipped name."""
     schedule: Schedule
+    """Of each replica of the first group."""
     placement: Placement
+    """The same; device numbers count from the replica's first device."""
+    replicas: tuple[int, ...] = (0,)
+    """The first device of each replica of the first group: one number for each replica."""
+    more_replicas: tuple[ReplicaGroup, ...] = ()
+    """Further groups of replicas, whose schedule or placement is another one."""
+    router: str | None = None
+    """To which replica a request goes (see `ROUTERS`); None where there is one."""
     workload: str | None = None
     """The trace, shipped workload or law that the plan was made for, as written for `--workload`."""
     fit_context: bool = False
@@ -55,6 +63,7 @@ class Plan:
     num_threads: int = 1
     """Compute threads on a CPU."""
     kv_cache_tokens: int | None = None
+    """Of each replica of the first group."""
     gpu_memory_utilization: float | None = None
     """The share of a GPU's memory that may be in use, where it is not the usual one."""
     max_seqs: int | None = None
@@ -71,10 +80,42 @@ class Plan:
     """The `risk` of breaking a bound, the `margin` kept below each, relative to the estimate, and its `source`."""
     search: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def groups(self) -> tuple[ReplicaGroup, ...]:
+        """All replicas, equal ones together."""
+        first = ReplicaGroup(
+            schedule=self.schedule,
+            placement=self.placement,
+            first_devices=self.replicas,
+            kv_cache_tokens=self.kv_cache_tokens,
+        )
+        return (first, *self.more_replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(group.num_replicas for group in self.groups)
+
     def to_frame(self) -> Any:
         """A pandas DataFrame of the closed form's and the replay's figures, as far as the plan has them."""
         found = {"closed form": self.estimate, "replay": self.replay}
         return frame([{"by": name, **e.to_dict()} for name, e in found.items() if e is not None], index="by")
+
+
+def single_plans(plan: Plan) -> tuple[Plan, ...]:
+    """Each replica as a plan of its own, by the cluster's device numbers; what an engine runs."""
+    return tuple(
+        replace(
+            plan,
+            schedule=group.schedule,
+            placement=placement,
+            kv_cache_tokens=group.kv_cache_tokens,
+            replicas=(0,),
+            more_replicas=(),
+            router=None,
+        )
+        for group in plan.groups
+        for placement in group.placements
+    )
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -82,17 +123,19 @@ def save_plan(plan: Plan, path: Path) -> None:
     import yaml
 
     body = {name: value for name, value in as_json(plan).items() if value not in (None, {}, [])}
-    if plan.schedule.has_policy_file:
-        relative = os.path.relpath(plan.schedule.policy, path.resolve().parent)
-        body["schedule"]["policy"] = relative if relative.startswith("..") else f"./{relative}"
+    for schedule, part in zip((g.schedule for g in plan.groups), (body, *body.get("more_replicas", ())), strict=True):
+        if schedule.has_policy_file:
+            relative = os.path.relpath(schedule.policy, path.resolve().parent)
+            part["schedule"]["policy"] = relative if relative.startswith("..") else f"./{relative}"
     write_text(path, yaml.safe_dump({"exeplan": 1, **body}, sort_keys=False, default_flow_style=None, width=110))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: `schedule` is flat, with policy, order and control variables."""
     body = asdict(plan)
-    order = {} if plan.schedule.order == "fcfs" else {"order": plan.schedule.order}
-    body["schedule"] = {"policy": plan.schedule.policy, **order, **plan.schedule.variables}
+    body["schedule"] = schedule_json(plan.schedule)
+    body["replicas"] = list(plan.replicas) if plan.num_replicas > 1 else None
+    body["more_replicas"] = [_group_json(group) for group in plan.more_replicas]
     for name in ("estimate", "replay"):
         if (found := getattr(plan, name)) is not None:
             body[name] = found.to_dict()
@@ -100,6 +143,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
     body["bound"] = bound_json(plan.bound) if plan.bound else None
     body["more_bounds"] = [bound_json(bound) for bound in plan.more_bounds]
     return body
+
+
+def schedule_json(schedule: Schedule) -> dict[str, Any]:
+    """A schedule as plain values: policy, order and control variables."""
+    order = {} if schedule.order == "fcfs" else {"order": schedule.order}
+    return {"policy": schedule.policy, **order, **schedule.variables}
+
+
+def _group_json(group: ReplicaGroup) -> dict[str, Any]:
+    body = {
+        "schedule": schedule_json(group.schedule),
+        "placement": [stage_json(stage) for stage in group.placement],
+        "replicas": list(group.first_devices),
+    }
+    return body if group.kv_cache_tokens is None else {**body, "kv_cache_tokens": group.kv_cache_tokens}
 
 
 def bound_json(bound: Bound) -> dict[str, Any]:
@@ -135,10 +193,13 @@ def parse_plan(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
     given.update(
         schedule=_schedule(given["schedule"], folder),
         placement=placement_from(given["placement"]),
+        replicas=_first_devices(given.get("replicas", [0])),
+        more_replicas=_more_replicas(given.get("more_replicas", []), folder),
         bound=_bound(given["bound"]) if "bound" in given else None,
         more_bounds=_more_bounds(given),
     )
     _check_deadline_bound(given["bound"], given)
+    _check_router(given)
     given.update({name: _estimate(name, given[name]) for name in ("estimate", "replay") if name in given})
     return Plan(**given)
 
@@ -174,6 +235,39 @@ def _check_values(body: Mapping[str, Any]) -> None:
             raise InputError("a deadline counts from the arrival; give arrival_rate or trace_arrivals too")
     if "arrival_rate" in body and body.get("trace_arrivals"):
         raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
+
+
+def _first_devices(body: Any) -> tuple[int, ...]:
+    if not _counts(body) or len(set(body)) < len(body):
+        raise InputError(f"replicas must list the first device of each, such as [0, 8], found {body!r}")
+    return tuple(body)
+
+
+def _more_replicas(body: Any, folder: Path | None) -> tuple[ReplicaGroup, ...]:
+    needed, known = {"schedule", "placement", "replicas"}, {"schedule", "placement", "replicas", "kv_cache_tokens"}
+    if not isinstance(body, list) or not all(isinstance(g, Mapping) and needed <= set(g) <= known for g in body):
+        raise InputError(f"more_replicas must list groups of {', '.join(sorted(known))}, found {body!r}")
+    for group in body:
+        check_types({name: group[name] for name in ("kv_cache_tokens",) if name in group}, Plan)
+    return tuple(
+        ReplicaGroup(
+            schedule=_schedule(group["schedule"], folder),
+            placement=placement_from(group["placement"]),
+            first_devices=_first_devices(group["replicas"]),
+            kv_cache_tokens=group.get("kv_cache_tokens"),
+        )
+        for group in body
+    )
+
+
+def _check_router(body: dict[str, Any]) -> None:
+    """Several replicas have a router, the first one unless it is named; a single one has none."""
+    several = len(body["replicas"]) > 1 or bool(body["more_replicas"])
+    router = body.setdefault("router", ROUTERS[0]) if several else body.get("router")
+    if router is not None and not several:
+        raise InputError(f"router {router!r} is for several replicas; list their first devices in replicas: [0, 1]")
+    if router not in (None, *ROUTERS):
+        raise InputError(f"router must be one of {', '.join(ROUTERS)}, found {router!r}")
 
 
 def _schedule(body: Any, folder: Path | None) -> Schedule:

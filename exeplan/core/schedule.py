@@ -1,10 +1,10 @@
-"""What a plan chooses, and its effect: Schedule, Placement, Estimate.
+"""What a plan chooses, and its effect: Schedule, Placement, ReplicaGroup, Estimate.
 
 Not here: the file that holds them (`plan.py`), and how they are found (`exeplan/planner`).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,43 @@ Placement = tuple[Stage, ...]
 def single_stage(spec: ModelSpec) -> Placement:
     """All layers on device 0."""
     return (Stage(layers=(0, spec.num_layers), encoder_layers=(0, spec.num_encoder_layers)),)
+
+
+ROUTERS = ("shortest-queue", "round-robin", "random")
+"""To which replica a request goes: the one with the fewest requests, each in turn, or any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaGroup:
+    """Equal pipelines. Each replica holds the whole model and has requests, batches and a KV cache of its own."""
+
+    schedule: Schedule
+    """Of each replica."""
+    placement: Placement
+    """Of each replica; device numbers count from its first device."""
+    first_devices: tuple[int, ...] = (0,)
+    """The first device of each replica."""
+    kv_cache_tokens: int | None = None
+    """Of each replica."""
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.first_devices)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement of each replica, by the cluster's device numbers."""
+        return tuple(moved(self.placement, first) for first in self.first_devices)
+
+
+def moved(placement: Placement, first_device: int) -> Placement:
+    """The same stages on devices that follow `first_device`."""
+    return tuple(replace(s, devices=tuple(first_device + device for device in s.devices)) for s in placement)
+
+
+def num_devices(placement: Placement) -> int:
+    """Devices of all stages."""
+    return sum(stage.tensor_parallel_size for stage in placement)
 
 
 DEADLINE_FIGURES = ("deadline_share", "utility")

@@ -29,7 +29,7 @@ STEP = 0.03
 """The precision of the tightest bounds; predictions are not better than that."""
 _MOST_STEPS = 128
 """Of the factor: bounds at most 44 times as wide."""
-_ASKED = ("model", "profile", "cluster", "gpus", "bound", "more_bounds", "deadline")
+_ASKED = ("model", "profile", "cluster", "gpus", "replicas", "router", "bound", "more_bounds", "deadline")
 """Fields of a plan that state the request and its devices."""
 
 
@@ -53,7 +53,8 @@ def best_plan(
 ) -> Found:
     """The best plan for the observed law on the devices of the active one, `plan`.
 
-    Raises InputError; Infeasible where no plan fits or sustains the rate under any bounds.
+    The problem is that of one replica, and all replicas get its plan. Raises InputError; Infeasible where no plan fits
+    or sustains the rate under any bounds.
     """
     share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
@@ -66,7 +67,7 @@ def best_plan(
     made = replace(
         found.plan,
         **{name: getattr(plan, name) for name in _ASKED},
-        arrival_rate=problem.arrivals.rate if problem.arrivals else None,
+        arrival_rate=problem.arrivals.rate * plan.num_replicas if problem.arrivals else None,
         trace_arrivals=False,
         workload=None,
         kv_cache_tokens=_kv_cache_tokens(plan, found.plan, problem),
@@ -109,7 +110,8 @@ def _attempt(problem: Problem, make: Callable[[Problem], Plan], number: int) -> 
         plan = make(problem.held_to(scaled(problem.bounds, [factor] * len(problem.bounds))))
     except Infeasible as refusal:
         return refusal
-    own = max(utilizations(problem.bounds, plan.replay)) if plan.replay else factor
+    figures = [one for one in (plan.estimate, plan.replay) if one]
+    own = max((share for one in figures for share in utilizations(problem.bounds, one)), default=factor)
     return Found(plan=plan, missed=max(1.0, min(factor, own)))
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from exeplan.core.cluster import Cluster
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.optimize import Candidate, Optimum
+from exeplan.planner.candidates import Candidate, capacity
+from exeplan.planner.optimize import Optimum
 from exeplan.planner.problem import Problem, replay_estimate
 from exeplan.simulator.breakdown import Breakdown, PhaseTime, break_down
 from exeplan.simulator.closed_form import steady_state
@@ -19,6 +20,8 @@ from exeplan.simulator.memory import memory_bytes
 
 MORE_LATENCY = 0.1
 """The share by which the bound is widened to see the gain."""
+_NO_GAIN = 0.01
+"""A gain of throughput that is not worth a sentence."""
 _TELLING = 0.1
 """Share of the GPUs' time from which idle stages and communication are named."""
 _FAR = 0.4
@@ -71,7 +74,8 @@ def explain(
     GPUs are a part of.
     """
     plan, winner = optimum.plan, _winner(optimum)
-    placed = problem.at(plan.placement)
+    placed = problem.replica(plan.placement, len(plan.replicas), router=plan.router)
+    more_latency = _more_latency(problem, again, capacity(winner))
     found = break_down(
         placed.cost,
         lambda cost: replay_estimate(replace(placed, cost=cost), plan.schedule, seed=seed)[0],
@@ -81,29 +85,23 @@ def explain(
     return Explanation(
         schedule=plan.schedule,
         placement=plan.placement,
-        throughput=sustained(winner),
-        limits=(_what_binds(placed, winner), *_what_takes_time(found)),
+        throughput=capacity(winner),
+        limits=(_what_binds(placed, winner, more_latency), *_what_takes_time(found)),
         breakdown=found,
-        runner_up=max(others, key=sustained, default=None),
+        runner_up=max(others, key=capacity, default=None),
         refusals=tuple(c.refusal for c in optimum.candidates if c.refusal),
-        more_gpus=_more_gpus(problem, again, sustained(winner), whole or problem.cluster),
-        more_latency=_more_latency(problem, again, sustained(winner)),
+        more_gpus=_more_gpus(problem, again, capacity(winner), whole or problem.cluster),
+        more_latency=more_latency,
     )
 
 
 def _winner(optimum: Optimum) -> Candidate:
-    return next(c for c in optimum.candidates if c.schedule == optimum.plan.schedule)
+    """The candidate of the plan's policy. Where replicas have several policies, the plan is better than any of them."""
+    return next(c for c in optimum.candidates if c.policy == optimum.plan.schedule.policy)
 
 
-def sustained(candidate: Candidate) -> float:
-    """Requests/s with its batches full: with an arrival rate, more than arrives."""
-    if candidate.search is not None and candidate.search.best is not None:
-        return candidate.search.best.outcome.throughput
-    return candidate.estimate.throughput if candidate.estimate else 0.0
-
-
-def _what_binds(problem: Problem, winner: Candidate) -> str:
-    """The limit that one more step of a control variable breaks."""
+def _what_binds(problem: Problem, winner: Candidate, more_latency: WhatIf) -> str:
+    """The limit that one more step of a control variable breaks, or that another variant would need more of."""
     assert winner.search is not None
     assert winner.schedule is not None
     binding = winner.search.what_binds
@@ -115,6 +113,11 @@ def _what_binds(problem: Problem, winner: Candidate) -> str:
         held = memory_bytes(problem.profile, problem.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
         full = held / problem.memory >= steady.cycle.num_seqs / problem.max_seqs
         found.append("KV memory" if full else f"the limit of {problem.max_seqs} residents")
+    if not found and more_latency.gain is not None and more_latency.gain > _NO_GAIN:
+        return (
+            f"the {problem.binding_bound(winner.schedule)}: a larger batch brings no more throughput here, but "
+            f"{more_latency.schedule} does under {more_latency.change}"
+        )
     if not found:
         return "no limit: a larger batch brings no more throughput"
     return f"{' and '.join(found)}: one more step of a control variable breaks {'it' if len(found) == 1 else 'them'}"
@@ -174,7 +177,7 @@ def _what_if(change: str, problem: Problem, again: Callable[[Problem], Optimum],
         optimum = again(problem)
     except Infeasible as refused:
         return WhatIf(change=change, schedule=None, throughput=None, gain=None, note=str(refused))
-    throughput = sustained(_winner(optimum))
+    throughput = capacity(_winner(optimum))
     return WhatIf(change=change, schedule=optimum.plan.schedule, throughput=throughput, gain=throughput / before - 1)
 
 

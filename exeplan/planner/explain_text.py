@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from exeplan.core.schedule import Schedule
-from exeplan.planner.explain import Explanation, WhatIf, percent, sustained
+from exeplan.planner.candidates import capacity
+from exeplan.planner.explain import Explanation, WhatIf, percent
 from exeplan.planner.placement_text import show_gpus
 from exeplan.planner.tables import table
 from exeplan.simulator.breakdown import KINDS
@@ -48,7 +49,7 @@ def _stage_table(e: Explanation) -> str:
 def _runner_up(e: Explanation) -> str:
     if e.runner_up is None:
         return "none, no other policy has a schedule" if e.refusals else f"none, only {e.schedule.policy} was searched"
-    throughput = sustained(e.runner_up)
+    throughput = capacity(e.runner_up)
     return f"{e.runner_up.schedule}, {throughput:.3g} req/s, {100 * (1 - throughput / e.throughput):.1f} % less"
 
 
@@ -63,7 +64,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     e = explanation
     runner_up = None
     if e.runner_up and e.runner_up.schedule:
-        throughput = sustained(e.runner_up)
+        throughput = capacity(e.runner_up)
         less = 1 - throughput / e.throughput
         runner_up = {"schedule": _flat(e.runner_up.schedule), "throughput": throughput, "less": less}
     return {

@@ -40,14 +40,19 @@ def too_tight(problem: Problem, lowest: Schedule, bound: Bound, needed: float) -
     )
 
 
-def too_slow(problem: Problem, most: Schedule, result: Result, advice: str) -> Infeasible:
-    """The schedule with the most throughput within the bounds sustains less than the required rate."""
+def too_slow(
+    problem: Problem, placed: Problem, most: Schedule, result: Result, advice: str, *, replicas: int
+) -> Infeasible:
+    """The schedule with the most throughput within the bounds sustains less than the required rate.
+
+    `placed` is the problem of one of its replicas.
+    """
     assert result.best is not None
     wanted = f"{problem.arrivals} arrive" if problem.arrivals else f"{_rate(problem.required)} are required"
-    reached = _rate(result.best.outcome.throughput)
+    reached = _rate(replicas * result.best.outcome.throughput)
+    by = f"{replicas} replicas of {most}" if replicas > 1 else str(most)
     return Infeasible(
-        f"{wanted}, but within the bounds the most is {reached}, by {most}: "
-        f"{_what_binds(problem, most, result)}{advice}",
+        f"{wanted}, but within the bounds the most is {reached}, by {by}: {_what_binds(placed, most, result)}{advice}",
         nearest=f"{reached} would be sustained",
     )
 

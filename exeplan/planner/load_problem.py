@@ -14,6 +14,7 @@ from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan, parse_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.queue_order import ORDERS
+from exeplan.core.schedule import Placement, num_devices
 from exeplan.errors import InputError
 from exeplan.files import read_yaml
 from exeplan.planner.check_placement import check_devices, check_placement
@@ -43,7 +44,8 @@ def plan_from(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
     Only a trusted source has a `folder`, from which a policy file is loaded (see `exeplan.policies`).
     """
     plan = parse_plan(body, folder=folder)
-    check_schedule(plan.schedule)
+    for group in plan.groups:
+        check_schedule(group.schedule)
     return plan
 
 
@@ -85,9 +87,15 @@ def plan_model(plan: Plan) -> ModelSpec:
             f"the plan was made for a model of shape {plan.model_fingerprint}, {plan.model} has shape "
             f"{spec.fingerprint}; optimize again with a profile of this model"
         )
-    check_placement(plan.placement, spec, plan.schedule)
-    check_devices(plan.placement)
+    for group in plan.groups:
+        check_placement(group.placement, spec, group.schedule)
+    check_devices(_all_stages(plan))
     return spec
+
+
+def _all_stages(plan: Plan) -> Placement:
+    """The stages of all replicas, one replica after the other."""
+    return tuple(stage for group in plan.groups for placement in group.placements for stage in placement)
 
 
 def plan_workload(plan: Plan, spec: ModelSpec, override: str | None = None) -> Workload:
@@ -122,7 +130,7 @@ def plan_cluster(plan: Plan, profile: Profile, override: Cluster | str | None = 
         if reference
         else profiled_host(profile, plan.gpus or 1)
     )
-    check_devices(plan.placement, cluster)
+    check_devices(_all_stages(plan), cluster)
     return cluster
 
 
@@ -198,11 +206,19 @@ def plan_request(
 def plan_problem(
     plan: Plan, *, profile: str | None = None, workload: str | None = None, cluster: str | None = None
 ) -> Problem:
-    """The Problem that a plan answers, on the plan's placement.
+    """The Problem that a plan answers, on the plan's placement and for one pipeline; of equal replicas, that of one.
 
-    Raises InputError when its inputs are missing, belong to another model or device, or lack memory.
+    Raises InputError when its inputs are missing, belong to another model or device, or lack memory, and for replicas
+    that are not equal.
     """
-    return plan_request(plan, profile=profile, workload=workload, cluster=cluster).problem_at(plan.placement)
+    request = replace(plan_request(plan, profile=profile, workload=workload, cluster=cluster), one_pipeline=True)
+    problem = request.problem_at(plan.placement)
+    if plan.num_replicas == 1:
+        return problem
+    if plan.more_replicas:
+        raise InputError("the plan has replicas that are not equal; only equal ones are planned anew together")
+    one = problem.replica(plan.placement, plan.num_replicas, router=plan.router)
+    return replace(one, cluster=one.cluster and one.cluster.part(num_devices(plan.placement)))
 
 
 def _arrivals(plan: Plan, workload: Workload) -> Arrivals | None:

@@ -1,31 +1,41 @@
 """From a planning problem to a plan: the closed form searches, the replay decides.
 
-Each policy is searched separately; the schedule with the highest throughput within the bounds wins. If its replay
-breaks a bound, the search is repeated under bounds tightened by the overshoot, so that every promise was replayed.
+Each policy is searched for on pipelines of every size that the cluster has room for, by the closed form. The division
+of the cluster into replicas with the most throughput wins (`replicas.py`), counting each pipeline that it uses with the
+throughput of its replay: pipelines are replayed, the most promising first, until all those of the best division are.
+If a replay breaks a bound, that search is repeated under bounds tightened by the overshoot, so that every promise was
+replayed.
 
-With an arrival rate, the winner is the schedule that sustains the highest rate within the bounds: the most headroom.
-With a stated risk the bounds are tightened by margins (`margins.py`).
+With an arrival rate, the winner is what sustains the highest rate within the bounds: the most headroom; replicas are
+then equal. With a stated risk the bounds are tightened by margins (`margins.py`).
 """
 
-import os
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
 import numpy as np
 
-from exeplan.core.bounds import binding, scaled, utilizations
+from exeplan.core.bounds import Bound, binding, scaled, utilizations
 from exeplan.core.cluster import Cluster
-from exeplan.core.plan import Plan
+from exeplan.core.plan import Plan, schedule_json
 from exeplan.core.plan import as_json as plan_json
-from exeplan.core.schedule import Estimate, Placement, Schedule
+from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.infeasible import burst, policy_refusal, too_slow, too_tight, wider_bounds
+from exeplan.planner.candidates import Candidate, Key, candidate, candidates, capacity, sustained
+from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
-from exeplan.planner.search_space import pareto, search_variants
+from exeplan.planner.replicas import (
+    Division,
+    best_division,
+    division_throughput,
+    first_devices,
+    num_replicas,
+    pipeline_sizes,
+)
+from exeplan.planner.search_space import pareto
 from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
@@ -33,33 +43,29 @@ from exeplan.simulator.run import Run
 from exeplan.units import show_bytes
 
 _RETRIES = 8
+"""Searches under tightened bounds, of one policy on pipelines of one size."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form, in latency, from which a variant is given up; and how many are given up at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """The best schedule of one policy and its placement, or why it has none."""
-
-    policy: str
-    schedule: Schedule | None
-    placement: Placement | None
-    """Of the schedule, or of the lowest-latency one where none keeps the bound; None where the policy does not fit."""
-    estimate: Estimate | None
-    search: Result | None
-    """All of the policy's searches together; None where there was nothing to search."""
-    refusal: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The winner as a plan, the best schedule of every policy, and the winner's replay."""
+    """The winner as a plan, the best of every policy, and the replay of the winner's first replica."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]
     beyond: tuple[str, ...]
     """Where the winner's estimate left the measured range."""
     run: Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proof:
+    """The replay of a candidate, which keeps all bounds."""
+
+    run: Run
+    replayed: Estimate
+    margin: Margins | None
 
 
 def optimize(
@@ -75,51 +81,312 @@ def optimize(
 
     With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
     """
-    margin = expected_margins(problem, risk) if risk else None
-    held = scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
-    candidates = _candidates(problem.held_to(held), policies, method)
-    limits = dict.fromkeys(policies, held)
-    num_compared = sum(c.schedule is not None for c in candidates.values())
-    replays: list[tuple[Schedule, Estimate]] = []
-    given_up: list[tuple[Placement, Schedule]] = []
-    for attempt in range(_RETRIES):
-        kept = [c for c in candidates.values() if c.schedule is not None]
-        if not kept:
-            break
-        winner = max(kept, key=_sustained)
+    pipelines = _Pipelines(problem, policies, method=method, seed=seed, risk=risk)
+    while (division := pipelines.best()) and (unproved := pipelines.unproved(division)):
+        pipelines.replay(unproved)
+    if division and pipelines.throughput(division) >= problem.min_throughput:
+        return pipelines.optimum(division)
+    if problem.required:
+        pipelines.refuse_rate(advise=advise)
+    return pipelines.last_resort()
+
+
+class _Pipelines:
+    """The candidates on pipelines of every size, and the replays of those that were most promising."""
+
+    def __init__(
+        self, problem: Problem, policies: tuple[str, ...], *, method: str, seed: int, risk: Risk | None
+    ) -> None:
+        self.problem, self.method, self.seed, self.risk = problem, method, seed, risk
+        self.margin = expected_margins(problem, risk) if risk else None
+        self.policies = policies
+        self.parts = _parts(problem)
+        held = _held(problem, self.margin)
+        self.limits: dict[Key, tuple[Bound, ...]] = {
+            (size, policy): tuple(held) for size in self.parts for policy in policies
+        }
+        tight = {size: part.held_to(held) for size, part in self.parts.items()}
+        self.found = candidates(problem, tight, policies, method)
+        self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
+        self.proofs: dict[Key, _Proof] = {}
+        self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
+        self.tries: Counter[Key] = Counter()
+        self.broken: list[tuple[Schedule, Estimate]] = []
+        """Schedules whose replay broke a bound."""
+
+    def score(self, key: Key) -> float:
+        """Requests/s of one pipeline: by its replay where it has one, else by the closed form, at most as tried.
+
+        At a rate a replay has just that throughput; the closed form then says what would be sustained.
+        """
+        if key in self.proofs and not self.problem.arrivals:
+            return self.proofs[key].replayed.throughput
+        return sustained(self.found[key])
+
+    def best(self, policies: Iterable[str] | None = None) -> dict[int, tuple[str, int]]:
+        """The best division by now: the policy and the number of replicas by the size of each; empty for none."""
+        names = tuple(policies or self.policies)
+        best = {
+            size: max(((self.score((size, name)), -number, name) for number, name in enumerate(names)))
+            for size in self.parts
+        }
+        scores = {size: score for size, (score, _, _) in best.items() if score > 0}
+        return {size: (best[size][2], count) for size, count in self._division(scores).items()}
+
+    def _division(self, scores: Mapping[int, float]) -> Division:
+        if self.problem.one_pipeline or self.problem.arrivals:
+            most = max(scores, key=lambda size: (self._count(size) * scores[size], size), default=None)
+            return {} if most is None else {most: self._count(most)}
+        return best_division(scores, self.problem.cluster)
+
+    def _count(self, size: int) -> int:
+        """Equal replicas of this size."""
+        return 1 if self.problem.one_pipeline else num_replicas(self.problem.cluster, size)
+
+    def throughput(self, division: Mapping[int, tuple[str, int]]) -> float:
+        """Requests/s of all replicas."""
+        scores = {size: self.score((size, policy)) for size, (policy, _) in division.items()}
+        return division_throughput(scores, {size: count for size, (_, count) in division.items()})
+
+    def unproved(self, division: Mapping[int, tuple[str, int]]) -> Key | None:
+        """The most important pipeline of a division that was not replayed yet."""
+        keys = [(size, policy) for size, (policy, _) in division.items() if (size, policy) not in self.proofs]
+        return max(keys, key=lambda key: division[key[0]][1] * self.score(key), default=None)
+
+    def replay(self, key: Key) -> None:
+        """Replays a candidate: it is proved, or searched again under tighter bounds, or given up."""
+        winner, (size, _) = self.found[key], key
         assert winner.schedule is not None
         assert winner.placement is not None
-        placed = problem.at(winner.placement)
-        run, replayed = replay_estimate(placed, winner.schedule, seed=seed)
-        if risk:
-            margin = margins(placed, winner.schedule, risk, num_compared=num_compared, seed=seed)
-        filled = _filled(problem, winner, replayed, margin)
+        part = self.parts[size]
+        placed = _at(part, winner.placement)
+        run, replayed = replay_estimate(placed, winner.schedule, seed=self.seed)
+        margin = self.margin
+        if self.risk:
+            margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+        filled = _filled(part, winner, replayed, margin)
         if max(filled) <= 1:
-            return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed, margin=margin)
-        replays.append((winner.schedule, replayed))
-        if _misjudged(problem, winner, replayed) and len(given_up) < _GIVEN_UP:
+            self.proofs[key] = _Proof(run=run, replayed=replayed, margin=margin)
+            return
+        self.broken.append((winner.schedule, replayed))
+        self.tries[key] += 1
+        if self.tries[key] >= _RETRIES:
+            self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} breaks a bound in its replays")
+            return
+        self._search_again(key, filled, replayed)
+
+    def _search_again(self, key: Key, filled: Sequence[float], replayed: Estimate) -> None:
+        """Another variant where the closed form is far off, tighter bounds otherwise."""
+        winner, part, (_, policy) = self.found[key], self.parts[key[0]], key
+        assert winner.placement is not None
+        assert winner.schedule is not None
+        given_up = self.given_up.get(key, [])
+        if _misjudged(part, winner, replayed) and len(given_up) < _GIVEN_UP:
             others = [*given_up, (winner.placement, winner.schedule)]
-            again = _candidate(
-                problem.held_to(limits[winner.policy]), winner.policy, method, winner.search, without=others
-            )
+            again = candidate(part.held_to(self.limits[key]), policy, self.method, winner.search, without=others)
             if again.schedule is not None:
-                given_up, candidates[winner.policy] = others, again
-                continue
+                self.given_up[key], self.found[key] = others, again
+                return
         # Slack that doubles ends this soon, whatever chance does to the few long requests of a replay.
-        slack = 1 - 0.005 * 2**attempt
-        limits[winner.policy] = scaled(limits[winner.policy], [slack / full if full > 1 else 1.0 for full in filled])
+        slack = 1 - 0.005 * 2 ** (self.tries[key] - 1)
+        self.limits[key] = scaled(self.limits[key], [slack / full if full > 1 else 1.0 for full in filled])
         # Another placement would gain less than the tighter bound costs.
-        here = replace(placed, cluster=None)
-        tightened = here.held_to(limits[winner.policy])
-        candidates[winner.policy] = _candidate(tightened, winner.policy, method, winner.search, without=given_up)
-    if problem.required:
-        _refuse_rate(problem, candidates, method, replays, advise=advise)
-    return _last_resort(problem, candidates, method=method, seed=seed, margin=margin)
+        here = replace(_at(part, winner.placement), cluster=None)
+        self.found[key] = candidate(
+            here.held_to(self.limits[key]), policy, self.method, winner.search, without=given_up
+        )
+
+    def optimum(self, division: Mapping[int, tuple[str, int]]) -> Optimum:
+        """The plan of a division, all of whose pipelines are proved."""
+        keys = sorted(
+            ((size, policy) for size, (policy, _) in division.items()),
+            key=lambda key: (-division[key[0]][1] * self.score(key), key),
+        )
+        groups = self._groups(division, keys)
+        first, proof = keys[0], self.proofs[keys[0]]
+        placed = _at(self.parts[first[0]], groups[0].placement)
+        counts = [group.num_replicas for group in groups]
+        estimates = [self.found[key].estimate for key in keys]
+        assert all(estimate is not None for estimate in estimates)
+        plan = _plan(self.problem, placed, groups, proof.margin)
+        found = tuple(self._candidate(policy) for policy in self.policies)
+        plan = replace(
+            plan,
+            estimate=together([e for e in estimates if e is not None], counts),
+            replay=together([self.proofs[key].replayed for key in keys], counts),
+            search=search_summary([one.search for one in self.found.values() if one.search], self.method),
+        )
+        assert plan.estimate is not None
+        assert plan.replay is not None
+        for figures in (plan.estimate, plan.replay):
+            assert max(utilizations(self.problem.bounds, figures)) <= 1, "a plan keeps its bounds by its own estimate"
+        steady = steady_state(plan.schedule, self.problem.workload, placed.cost)
+        return Optimum(plan=plan, candidates=found, beyond=placed.cost.beyond(steady.cycle), run=proof.run)
+
+    def _groups(self, division: Mapping[int, tuple[str, int]], keys: Sequence[Key]) -> tuple[ReplicaGroup, ...]:
+        """The replicas of a division, the group with the most throughput first."""
+        devices = first_devices({size: count for size, (_, count) in division.items()}, self.problem.cluster)
+        groups = []
+        for key in keys:
+            schedule, placement = self.found[key].schedule, self.found[key].placement
+            assert schedule is not None
+            assert placement is not None
+            groups.append(
+                ReplicaGroup(
+                    schedule=schedule,
+                    placement=placement,
+                    first_devices=devices[key[0]],
+                    kv_cache_tokens=kv_cache_tokens(_at(self.parts[key[0]], placement), schedule),
+                )
+            )
+        return tuple(groups)
+
+    def _candidate(self, policy: str) -> Candidate:
+        """A policy's own best division, or why it has none."""
+        of_policy = {size: self.found[size, policy] for size in self.parts}
+        searches = [one.search for one in of_policy.values() if one.search]
+        if not (division := self.best([policy])):
+            refused = min(of_policy.values(), key=lambda one: (one.search is None, _lowest_latency(one)))
+            return replace(refused, search=_added(refused.search, searches))
+        keys = [(size, policy) for size in sorted(division, key=lambda s: -division[s][1] * self.score((s, policy)))]
+        first, *more = self._groups(division, keys)
+        estimates = [one for key in keys if (one := self.found[key].estimate) is not None]
+        return replace(
+            self.found[keys[0]],
+            estimate=together(estimates, [first.num_replicas, *(group.num_replicas for group in more)]),
+            search=_added(self.found[keys[0]].search, searches),
+            replicas=first.first_devices,
+            more_replicas=tuple(more),
+        )
+
+    def refuse_rate(self, *, advise: bool) -> None:
+        """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach."""
+        problem = self.problem
+        if problem.arrivals and self.broken:
+            schedule, replayed = min(self.broken, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
+            bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
+            if share > 1:
+                raise burst(problem, schedule, bound, share * bound.seconds)
+        size, policy = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
+        most, count = self.found[size, policy], self._count(size)
+        if most.search is None or most.search.best is None or most.placement is None:
+            return
+        part = replace(self.parts[size], min_throughput=problem.min_throughput / count)
+        schedule = problem.schedule(policy, most.search.best.point)
+
+        def search_again(other: Problem) -> tuple[float, Placement | None]:
+            found = candidate(other, policy, self.method)
+            return _reached(found), found.placement
+
+        advice = wider_bounds(part, search_again) if advise else ""
+        raise too_slow(problem, _at(part, most.placement), schedule, most.search, advice, replicas=count)
+
+    def last_resort(self) -> Optimum:
+        """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
+        fitting = [k for k, c in self.found.items() if c.search and "memory" not in c.search.what_binds]
+        if not fitting:
+            refusals = "; ".join(self._candidate(policy).refusal for policy in self.policies)
+            raise Infeasible(f"no schedule fits {show_bytes(self.problem.memory)} of memory: {refusals}")
+        key = min(fitting, key=lambda k: (_lowest_latency(self.found[k]), k))
+        best, part = self.found[key], self.parts[key[0]]
+        assert best.placement is not None
+        assert best.search is not None
+        placed = _at(part, best.placement)
+        schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
+        estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
+        run, replayed = replay_estimate(placed, schedule, seed=self.seed)
+        winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
+        filled = _filled(part, winner, replayed, self.margin)
+        if max(filled) > 1:
+            bound = self.problem.bounds[filled.index(max(filled))]
+            raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
+        self.found[key] = winner
+        self.proofs[key] = _Proof(run=run, replayed=replayed, margin=self.margin)
+        return self.optimum({key[0]: (key[1], self._count(key[0]))})
 
 
-def _sustained(candidate: Candidate) -> float:
-    """Requests/s of a candidate's schedule with its batches full."""
-    return candidate.search.best.outcome.throughput if candidate.search and candidate.search.best else 0.0
+def _parts(problem: Problem) -> dict[int, Problem]:
+    """The problem of one pipeline of every size that holds the model, by its number of GPUs, rising."""
+    if problem.cluster is None or problem.cluster.num_gpus == 1:
+        return {1: problem}
+    if problem.one_pipeline:
+        return {problem.cluster.num_gpus: replace(problem, min_throughput=0.0)}
+    found: dict[int, Problem] = {}
+    for size in pipeline_sizes(problem.cluster):
+        try:
+            found[size] = problem.part(size, replicas=num_replicas(problem.cluster, size))
+        except Infeasible:
+            if size == problem.cluster.num_gpus:
+                raise
+    return found
+
+
+def _at(problem: Problem, placement: Placement) -> Problem:
+    """The problem on a placement; without a cluster the placement is the problem's own, with its links."""
+    return problem.at(placement) if problem.cluster else problem
+
+
+def _held(problem: Problem, margin: Margins | None) -> tuple[Bound, ...]:
+    """The bounds, tightened by the margin that measured errors alone demand."""
+    return scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
+
+
+def _reached(found: Candidate) -> float:
+    """Requests/s of the best point of a search, whether that suffices or not."""
+    return found.search.best.outcome.throughput if found.search and found.search.best else 0.0
+
+
+def _lowest_latency(found: Candidate) -> float:
+    return found.search.lowest_latency.outcome.latency if found.search else float("inf")
+
+
+def _added(search: Result | None, searches: Sequence[Result]) -> Result | None:
+    """A search with the cost of all of them, and the largest gap."""
+    if search is None:
+        return None
+    return replace(
+        search,
+        num_points=sum(one.num_points for one in searches),
+        grid_size=sum(one.grid_size for one in searches),
+        seconds=sum(one.seconds for one in searches),
+        gap=max((one.gap for one in searches if one.gap is not None), default=None),
+    )
+
+
+def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:
+    """Replicas of these estimates, so many of each, as one system.
+
+    Throughputs and KV caches are added. Means over requests are weighted by throughput. Every bound holds for each
+    replica, so figures of a bound or a tail, and memory, are those of the worst.
+    """
+    if len(estimates) == 1 and counts[0] == 1:
+        return estimates[0]
+    weights = np.array([count * one.throughput for one, count in zip(estimates, counts, strict=True)])
+    weights = weights / weights.sum()
+
+    def added(name: str) -> float:
+        return float(sum(count * getattr(one, name) for one, count in zip(estimates, counts, strict=True)))
+
+    def mean(name: str) -> float:
+        return float(weights @ [getattr(one, name) for one in estimates])
+
+    def worst(name: str) -> Any:
+        return max((v for one in estimates if (v := getattr(one, name)) is not None), default=None)
+
+    one_share = [one.deadline_share for one in estimates]
+    return Estimate(
+        throughput=added("throughput"),
+        token_throughput=added("token_throughput"),
+        ttft=worst("ttft"),
+        tpot=worst("tpot"),
+        latency=worst("latency"),
+        latency_p50=mean("latency_p50"),
+        latency_p99=worst("latency_p99"),
+        kv_tokens=added("kv_tokens"),
+        memory_bytes_per_gpu=worst("memory_bytes_per_gpu"),
+        deadline_share=None if None in one_share else min(share for share in one_share if share is not None),
+        utility=None if any(one.utility is None for one in estimates) else added("utility"),
+    )
 
 
 def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
@@ -132,90 +399,26 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
 
 
 def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
-    """The utilization of each bound: by the replay and, with a margin, by the closed form plus margin."""
+    """The utilization of each bound: the larger of the replay's and the closed form's, with the margin if there is
+    one."""
     assert winner.estimate is not None
-    filled = utilizations(problem.bounds, replayed)
-    if margin is None:
-        return filled
+    values = margin.values if margin else [0.0] * len(problem.bounds)
     predicted = utilizations(problem.bounds, winner.estimate)
-    return [max(full, share * (1 + value)) for full, share, value in zip(filled, predicted, margin.values, strict=True)]
+    replays = utilizations(problem.bounds, replayed)
+    return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]
 
 
-def _refuse_rate(
-    problem: Problem,
-    candidates: dict[str, Candidate],
-    method: str,
-    replays: Sequence[tuple[Schedule, Estimate]],
-    *,
-    advise: bool,
-) -> None:
-    """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach."""
-    if problem.arrivals and replays:
-        schedule, replayed = min(replays, key=lambda pair: max(utilizations(problem.bounds, pair[1])))
-        bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
-        if share > 1:
-            raise burst(problem, schedule, bound, share * bound.seconds)
-    most = max(candidates.values(), key=_sustained)
-    if most.search is None or most.search.best is None or most.placement is None:
-        return
-    schedule = problem.schedule(most.policy, most.search.best.point)
-
-    def search_again(other: Problem) -> tuple[float, Placement | None]:
-        found = _candidate(other, most.policy, method)
-        return _sustained(found), found.placement
-
-    advice = wider_bounds(problem, search_again) if advise else ""
-    raise too_slow(problem.at(most.placement), schedule, most.search, advice)
-
-
-def _last_resort(
-    problem: Problem,
-    candidates: dict[str, Candidate],
-    *,
-    method: str,
-    seed: int,
-    margin: Margins | None,
-) -> Optimum:
-    """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
-    lowest = {c.policy: c.search.lowest_latency for c in candidates.values() if c.search}
-    fitting = [c for c in candidates.values() if c.search and "memory" not in c.search.what_binds]
-    if not fitting:
-        refusals = "; ".join(c.refusal for c in candidates.values())
-        raise Infeasible(f"no schedule fits {show_bytes(problem.memory)} of memory: {refusals}")
-    best = min(fitting, key=lambda c: lowest[c.policy].outcome.latency)
-    assert best.placement is not None
-    placed = problem.at(best.placement)
-    schedule = problem.schedule(best.policy, lowest[best.policy].point)
-    estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-    run, replayed = replay_estimate(placed, schedule, seed=seed)
-    winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
-    predicted = utilizations(problem.bounds, estimate)
-    filled = [max(pair) for pair in zip(predicted, _filled(problem, winner, replayed, margin), strict=True)]
-    if max(filled) > 1:
-        bound = problem.bounds[filled.index(max(filled))]
-        raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
-    candidates = {**candidates, best.policy: winner}
-    return _optimum(placed, winner, candidates, method=method, run=run, replayed=replayed, margin=margin)
-
-
-def _optimum(
-    problem: Problem,
-    winner: Candidate,
-    candidates: dict[str, Candidate],
-    *,
-    method: str,
-    run: Run,
-    replayed: Estimate,
-    margin: Margins | None,
-) -> Optimum:
-    schedule = winner.schedule
-    assert schedule is not None
-    model = problem.profile.model
-    found = tuple(candidates.values())
-    plan = Plan(
+def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], margin: Margins | None) -> Plan:
+    """The plan of these replicas without its estimates; `placed` is the problem of one of the first group."""
+    model, first = problem.profile.model, groups[0]
+    several = len(groups) > 1 or first.num_replicas > 1
+    return Plan(
         model=str(model.directory or model.name),
-        schedule=schedule,
-        placement=problem.cost.placement,
+        schedule=first.schedule,
+        placement=first.placement,
+        replicas=first.first_devices,
+        more_replicas=tuple(groups[1:]),
+        router=ROUTERS[0] if several else None,
         cluster=problem.cluster.name if problem.cluster else None,
         gpus=problem.cluster.num_gpus if problem.cluster else None,
         bound=problem.bound,
@@ -227,21 +430,16 @@ def _optimum(
         kv_dtype=problem.profile.kv_dtype,
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
-        kv_cache_tokens=kv_cache_tokens(problem, schedule),
+        kv_cache_tokens=first.kv_cache_tokens,
         gpu_memory_utilization=problem.utilization,
         max_seqs=problem.max_seqs,
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
-        estimate=winner.estimate,
-        replay=replayed,
-        drift_headroom=drift_headroom(problem, schedule),
-        rate_headroom=rate_headroom(problem, schedule),
+        drift_headroom=drift_headroom(placed, first.schedule),
+        rate_headroom=rate_headroom(placed, first.schedule),
         promise=_promise(problem, margin),
-        search=search_summary(found, method),
     )
-    steady = steady_state(schedule, problem.workload, problem.cost)
-    return Optimum(plan=plan, candidates=found, beyond=problem.cost.beyond(steady.cycle), run=run)
 
 
 def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
@@ -251,24 +449,28 @@ def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
     return {"risk": margin.risk, "margin": kept, "source": margin.source}
 
 
-def with_frontier(problem: Problem, candidate: Candidate, *, num_bounds: int = 24) -> Result:
+def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:
     """The candidate's search with its frontier completed by searches under other bounds, on its placement.
 
-    A single search tries few points away from its bound.
+    A single search tries few points away from its bound. The throughput is that of all replicas.
     """
-    assert candidate.search is not None
-    assert candidate.placement is not None
-    lowest = candidate.search.lowest_latency.outcome.latency
+    assert one.search is not None
+    assert one.placement is not None
+    lowest = one.search.lowest_latency.outcome.latency
     widest = min(3 * problem.limit, 100 * lowest)
-    if widest <= lowest:
-        return candidate.search
-    placed = replace(problem.at(candidate.placement), cluster=None)
-    trials = list(candidate.search.frontier)
-    for seconds in np.geomspace(lowest, widest, num_bounds):
-        looser = placed.limited_to(float(seconds))
-        found = _candidate(looser, candidate.policy, "branch-and-bound").search
-        trials += found.frontier if found else ()
-    return replace(candidate.search, frontier=pareto(trials))
+    factor = capacity(one) / alone if (alone := sustained(one)) else float(one.num_replicas)
+    trials = list(one.search.frontier)
+    if widest > lowest:
+        placed = replace(problem.replica(one.placement, one.num_replicas), cluster=None)
+        for seconds in np.geomspace(lowest, widest, num_bounds):
+            looser = placed.limited_to(float(seconds))
+            found = candidate(looser, one.policy, "branch-and-bound").search
+            trials += found.frontier if found else ()
+    front = [
+        replace(trial, outcome=replace(trial.outcome, throughput=factor * trial.outcome.throughput))
+        for trial in pareto(trials)
+    ]
+    return replace(one.search, frontier=tuple(front))
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
@@ -286,14 +488,14 @@ def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bo
     return (policy_reference(text),)
 
 
-def search_summary(candidates: tuple[Candidate, ...], method: str) -> dict[str, Any]:
-    """Cost and quality of the search: `points` evaluated, `seconds`, and the largest `gap` to an upper bound."""
+def search_summary(searches: Sequence[Result], method: str) -> dict[str, Any]:
+    """Cost and quality of searches: `points` evaluated, `seconds`, and the largest `gap` to an upper bound."""
     return {
         "method": method,
-        "points": sum(c.search.num_points for c in candidates if c.search),
-        "grid": sum(c.search.grid_size for c in candidates if c.search),
-        "seconds": round(sum(c.search.seconds for c in candidates if c.search), 4),
-        "gap": max((c.search.gap for c in candidates if c.search and c.search.gap is not None), default=None),
+        "points": sum(search.num_points for search in searches),
+        "grid": sum(search.grid_size for search in searches),
+        "seconds": round(sum(search.seconds for search in searches), 4),
+        "gap": max((search.gap for search in searches if search.gap is not None), default=None),
     }
 
 
@@ -303,7 +505,8 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
     others = [
         {
             "policy": c.policy,
-            "schedule": {"policy": c.policy, **c.schedule.variables} if c.schedule else None,
+            "schedule": schedule_json(c.schedule) if c.schedule else None,
+            "replicas": c.num_replicas,
             "estimate": c.estimate.to_dict() if c.estimate else None,
             "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
@@ -311,69 +514,3 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         for c in optimum.candidates
     ]
     return {**body, "candidates": others, "extrapolated": list(optimum.beyond)}
-
-
-def _candidates(problem: Problem, policies: tuple[str, ...], method: str) -> dict[str, Candidate]:
-    """Every policy's candidate; on a cluster the policies are searched in parallel processes."""
-    workers = min(len(policies), _num_workers())
-    if problem.cluster is None or problem.cluster.num_gpus == 1 or workers < 2:
-        return {policy: _candidate(problem, policy, method) for policy in policies}
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_share, initargs=(problem,)) as pool:
-        found = pool.map(_shared_candidate, policies, [method] * len(policies))
-        return dict(zip(policies, found, strict=True))
-
-
-def _num_workers() -> int:
-    """Processes that may search at once; 1 on a system without fork, as the problem is passed by the fork."""
-    if "fork" not in get_all_start_methods():
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_shared: list[Problem] = []
-"""The problem of this worker process, inherited by the fork: curves and caches cannot be sent."""
-
-
-def _share(problem: Problem) -> None:
-    _shared[:] = [problem]
-
-
-def _shared_candidate(policy: str, method: str) -> Candidate:
-    return _candidate(_shared[0], policy, method)
-
-
-def _candidate(
-    problem: Problem,
-    policy: str,
-    method: str,
-    before: Result | None = None,
-    without: Sequence[tuple[Placement, Schedule]] = (),
-) -> Candidate:
-    """The best schedule of a policy under the bounds, in none of the variants of the schedules `without`.
-
-    The cost of a search `before` is added.
-    """
-    found = search_variants(problem, policy, method=method, bound=problem.limit, without=without)
-    if found is None:
-        refusal = f"{policy} cannot be placed"
-        return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
-    result, placement = found
-    if before is not None:
-        points, seconds = before.num_points + result.num_points, before.seconds + result.seconds
-        result = replace(result, num_points=points, seconds=seconds)
-    if result.best is None or result.best.outcome.throughput < problem.required:
-        refusal = policy_refusal(problem, policy, result)
-        return Candidate(
-            policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=refusal
-        )
-    # Without a cluster the placement is the problem's own, with its links.
-    placed = problem.at(placement) if problem.cluster else problem
-    schedule = problem.schedule(policy, result.best.point)
-    schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
-    try:
-        estimate = placed.estimate(schedule)
-    except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
-        return Candidate(
-            policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=str(refusal)
-        )
-    return Candidate(policy=policy, schedule=schedule, placement=placement, estimate=estimate, search=result)

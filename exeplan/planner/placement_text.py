@@ -6,7 +6,7 @@ Not here: the placement as data (`exeplan.core.plan`), which is what programs ge
 from collections.abc import Sequence
 from itertools import groupby
 
-from exeplan.core.schedule import Placement, Stage
+from exeplan.core.schedule import Placement, ReplicaGroup, Stage, num_devices
 
 _LISTED = 8
 """Most stages whose layers are listed one by one; of more, equal neighbours are counted."""
@@ -20,6 +20,13 @@ def show_placement(placement: Placement) -> str:
     counted = " + ".join(f"{len(stages)} {phase}".strip() for phase, stages in parts.items())
     what = "; ".join(f"{phase} on {_one(stages)}" if phase else _one(stages) for phase, stages in parts.items())
     return f"{counted} stage{'s' if len(placement) > 1 else ''}: {what}"
+
+
+def show_group(group: ReplicaGroup) -> str:
+    """`4 x 2 GPUs: orca(...) on 2 stages: GPUs 0-1, layers 20/20`: where the first replica is."""
+    size = num_devices(group.placement)
+    count = f"{group.num_replicas} x {size} GPU{'s' if size > 1 else ''}"
+    return f"{count}: {group.schedule} on {show_placement(group.placements[0])}"
 
 
 def _one(stages: Sequence[Stage]) -> str:

@@ -121,6 +121,8 @@ def _fields(plan: Plan) -> dict[str, str]:
         "policy": plan.schedule.policy,
         **plan.schedule.variables,
         "placement": show_placement(plan.placement),
+        "replicas": plan.num_replicas if plan.num_replicas > 1 else None,
+        "router": plan.router,
         "cluster": plan.cluster,
         "bounds": ", ".join(bounds) or None,
         "arrivals": "as in the trace" if plan.trace_arrivals else plan.arrival_rate,

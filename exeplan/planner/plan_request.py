@@ -43,6 +43,8 @@ class PlanRequest:
     """Find the smallest part of the whole cluster that meets the bounds and the rate."""
     across_nodes: bool = False
     """A tensor-parallel group may span nodes."""
+    one_pipeline: bool = False
+    """All GPUs are one pipeline, without replicas."""
     policy: str = "auto"
     method: str = "branch-and-bound"
     order: str = "fcfs"
@@ -82,6 +84,7 @@ class PlanRequest:
         return replace(
             problem,
             across_nodes=self.across_nodes,
+            one_pipeline=self.one_pipeline,
             order=self.order,
             more_bounds=self.bounds[1:],
             arrivals=self.arrivals,

@@ -12,7 +12,7 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
-from exeplan.core.schedule import Estimate, Placement, Schedule, single_stage
+from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, num_devices, single_stage
 from exeplan.errors import Infeasible, InputError
 from exeplan.policies import load_policy
 from exeplan.search.search import Outcome
@@ -68,6 +68,8 @@ class Problem:
     """The queue order of planned schedules (see `exeplan.core.queue_order`); the closed form is the same for all."""
     across_nodes: bool = False
     """A tensor-parallel group may span nodes."""
+    one_pipeline: bool = False
+    """All GPUs are one pipeline; otherwise the cluster may be divided into replicas."""
 
     def __post_init__(self) -> None:
         check_together(self.bounds)
@@ -77,6 +79,47 @@ class Problem:
     def at(self, placement: Placement) -> "Problem":
         """The same on another placement, with the same links."""
         return replace(self, cost=CostModel(self.cost.timings, placement, self.cost.cluster))
+
+    def part(self, num_gpus: int, *, replicas: int = 1, router: str = ROUTERS[0]) -> "Problem":
+        """The problem of one of `replicas` pipelines, on so many GPUs of the cluster.
+
+        The limit on residents is in proportion, and a rate is split. Raises Infeasible where the model does not fit, or
+        no request may be resident.
+        """
+        assert self.cluster is not None
+        cluster = self.cluster.part(num_gpus)
+        check_cluster_memory(self.profile, cluster, self.memory, self.workload.longest)
+        return replace(
+            self,
+            cluster=cluster,
+            cost=CostModel(self.cost.timings, cluster=cluster),
+            max_seqs=self._seqs_of(num_gpus / self.cluster.num_gpus),
+            min_throughput=0.0,
+            arrivals=self.arrivals and self.arrivals.split(replicas, router),
+        )
+
+    def _seqs_of(self, share: float) -> int:
+        if (number := int(self.max_seqs * share + 1e-9)) < 1:
+            raise Infeasible(f"at most {self.max_seqs} requests may be resident, fewer than one for each replica")
+        return number
+
+    def replica(
+        self, placement: Placement, num_replicas: int, *, router: str | None = None, share: float | None = None
+    ) -> "Problem":
+        """The problem of one of several replicas on its placement: its share of the requests and of the limits.
+
+        The share of arrivals may be given; it is equal otherwise.
+        """
+        placed = self.at(placement)
+        if num_replicas == 1:
+            return placed
+        devices = num_devices(placement) / self.cluster.num_gpus if self.cluster else 1 / num_replicas
+        return replace(
+            placed,
+            max_seqs=self._seqs_of(devices),
+            min_throughput=0.0,
+            arrivals=self.arrivals and self.arrivals.split(num_replicas, router or ROUTERS[0], share=share),
+        )
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -210,7 +253,7 @@ def make_problem(
     """
     device_memory = cluster.memory_bytes if cluster else profile.device.memory_bytes
     available = memory if memory is not None else device_memory * (utilization or MEMORY_UTILIZATION)
-    longest = int((workload.inputs + workload.outputs).max())
+    longest = workload.longest
     if longest > profile.model.max_context:
         raise InputError(
             f"workload '{workload.name}' has requests of {longest} tokens, the context of "
@@ -268,7 +311,7 @@ def check_cluster_memory(profile: Profile, cluster: Cluster, available: float, l
 
 def check_placement_memory(problem: Problem) -> None:
     """Raises Infeasible unless every GPU of the placement holds its layers and the longest request."""
-    longest = int((problem.workload.inputs + problem.workload.outputs).max())
+    longest = problem.workload.longest
     tokens = float(num_blocks_for(longest) * BLOCK_SIZE)
     needed = memory_bytes(problem.profile, problem.cost.placement, tokens, tokens)
     if needed > problem.memory:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 from exeplan.core.bounds import Bound, binding, values_of
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import num_devices
+from exeplan.planner.candidates import Candidate
 from exeplan.planner.optimize import Optimum
-from exeplan.planner.placement_text import show_placement
+from exeplan.planner.placement_text import show_group, show_placement
 from exeplan.planner.problem import Problem
 from exeplan.planner.tables import side_by_side, table
 from exeplan.simulator.memory import weight_bytes
@@ -69,8 +71,24 @@ def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:
             rows.append((c.policy, c.refusal, "-", "-", points))
             continue
         variables = ", ".join(f"{name}={value}" for name, value in c.schedule.variables.items())
-        rows.append((c.policy, variables, f"{c.estimate.throughput:.3g}", show_seconds(c.estimate.latency), points))
+        rows.append(
+            (
+                c.policy,
+                f"{_copies(c)}{variables}",
+                f"{c.estimate.throughput:.3g}",
+                show_seconds(c.estimate.latency),
+                points,
+            )
+        )
     return rows
+
+
+def _copies(candidate: Candidate) -> str:
+    """`8 x `, and what else there is, in front of the variables of the first group."""
+    if candidate.num_replicas == 1:
+        return ""
+    others = candidate.num_replicas - len(candidate.replicas)
+    return f"{len(candidate.replicas)} x " if not others else f"{len(candidate.replicas)} (and {others} others) x "
 
 
 def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
@@ -78,14 +96,27 @@ def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
     plan = optimum.plan
     if problem.cluster is None or plan.estimate is None:
         return []
-    weights = [weight_bytes(problem.profile, plan.placement, number) for number in range(len(plan.placement))]
+    weights = [
+        weight_bytes(problem.profile, group.placement, number)
+        for group in plan.groups
+        for number in range(len(group.placement))
+    ]
     least, most = show_bytes(min(weights)), show_bytes(max(weights))
+    where = f"{plan.gpus} GPU{'s' if plan.gpus != 1 else ''} of cluster {problem.cluster.name}"
+    places = [f"{where}, {show_placement(plan.placement)}"]
+    if plan.num_replicas > 1:
+        places = [f"{where}, {plan.num_replicas} replicas{_idle(plan)}; router {plan.router}"]
+        places += [f"  {show_group(group)}" for group in plan.groups]
     return [
-        f"{plan.gpus} GPU{'s' if plan.gpus != 1 else ''} of cluster {problem.cluster.name}, "
-        f"{show_placement(plan.placement)}",
+        *places,
         f"memory per GPU: at most {show_bytes(plan.estimate.memory_bytes_per_gpu)} of {show_bytes(problem.memory)}; "
         f"weights {least if least == most else f'{least} to {most}'}",
     ]
+
+
+def _idle(plan: Plan) -> str:
+    used = sum(group.num_replicas * num_devices(group.placement) for group in plan.groups)
+    return f", {plan.gpus - used} idle" if plan.gpus and plan.gpus > used else ""
 
 
 def show_bounds(bounds: Sequence[Bound]) -> str:

@@ -1,8 +1,9 @@
 """Variants: every placement and enumerated variable of a policy; its other control variables are searched in each.
 
 Each variant is a grid. A few points of each give an upper estimate: variants that cannot win are left out, the others
-are searched in the order of their estimates, each with the best throughput so far as the value to beat. The method
-'exhaustive' searches them all.
+are searched in the order of their estimates, each with the best throughput so far as the value to beat. Then values of
+the enumerated variables between those of the best variant and its neighbours are tried, ever closer to the best. The
+method 'exhaustive' searches all variants that a policy lists, and no others.
 """
 
 import math
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.schedule import Placement, Schedule
+from exeplan.errors import InputError
 from exeplan.planner.balance_stages import Balance
 from exeplan.planner.layouts import layouts
 from exeplan.planner.problem import Problem
@@ -20,6 +22,10 @@ from exeplan.search.grid import Grid, Index, Limits
 from exeplan.search.line import reach
 from exeplan.search.search import Outcome, Result, Trial, search_grid
 
+_FINEST = 1 / 16
+"""Two values of an enumerated variable that are less apart, relative, have none between them tried."""
+_WORTH = 1e-3
+"""The least gain for which a value that no policy lists is taken."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
 
@@ -82,11 +88,13 @@ def search_variants(
     *,
     method: str,
     bound: float,
+    at_least: float = 0.0,
     without: Sequence[tuple[Placement, Schedule]] = (),
 ) -> tuple[Result, Placement] | None:
     """The merged searches of all variants, and the placement of their best point, or of their lowest-latency one.
 
-    Variants that contain one of the placed schedules in `without` are left out. None where the policy cannot be placed.
+    A best point of less throughput than `at_least` need not be found. Variants that contain one of the placed schedules
+    in `without` are left out. None where the policy cannot be placed.
     """
     began, module = time.perf_counter(), load_policy(policy)
     knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
@@ -95,7 +103,15 @@ def search_variants(
         return None
     grids = [variant.grid(module, knobs, limits) for variant in found]
     if method == "branch-and-bound":
-        results = _most_promising_first(grids)
+        results = _most_promising_first(grids, at_least)
+        for variant in _between(found, grids, results, module):
+            grid = variant.grid(module, knobs, limits)
+            grid.at_least = (1 + _WORTH) * _lead(grids, at_least)[0]
+            refined = search_grid(grid)
+            found.append(variant)
+            grids.append(grid)
+            if refined.best and refined.best.outcome.throughput >= grid.at_least:
+                results[len(grids) - 1] = refined
     else:
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
@@ -116,31 +132,72 @@ def search_variants(
     return result, found[number].problem.cost.placement
 
 
-def _most_promising_first(grids: Sequence[Grid]) -> dict[int, Result]:
+def _between(
+    found: Sequence[Variant], grids: Sequence[Grid], results: Mapping[int, Result], policy: Policy
+) -> Iterator[Variant]:
+    """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to `_FINEST`.
+
+    The caller adds each variant, its grid and, where it gains, its result before it asks for the next.
+    """
+    while results[number := _chosen(results)].best is not None:
+        best, knobs = found[number], grids[number].point(grids[number].bottom)
+        alike = [v.enumerated for v in found if v.problem.cost.placement == best.problem.cost.placement]
+        made = [
+            {**best.enumerated, name: value}
+            for name in best.enumerated
+            for value in _halfway(best.enumerated, alike, name)
+        ]
+        for enumerated in made:
+            if _is_valid(policy, {**knobs, **enumerated}, best.problem):
+                yield Variant(problem=best.problem, enumerated=enumerated)
+        if not made:
+            return
+
+
+def _halfway(best: Mapping[str, int], tried: Sequence[Mapping[str, int]], name: str) -> list[int]:
+    """Values of a variable halfway to the next ones tried on both sides, the others being equal; none in between."""
+    others = {key: value for key, value in best.items() if key != name}
+    values = sorted({v[name] for v in tried if name in v and {k: v[k] for k in v if k != name} == others})
+    at = values.index(best[name])
+    sides = [*values[max(0, at - 1) : at], *values[at + 1 : at + 2]]
+    return [(side + best[name]) // 2 for side in sides if abs(side - best[name]) > max(1, _FINEST * best[name])]
+
+
+def _is_valid(policy: Policy, point: Mapping[str, int], problem: Problem) -> bool:
+    """Whether the policy accepts these values together."""
+    try:
+        policy.check(policy.schedule(point, problem.workload))
+    except InputError:
+        return False
+    return True
+
+
+def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, Result]:
     """The results of the variants that may contain the best point, by their position; at least one."""
-    promises, one_knob = _promises(grids), len(grids[0].shape) == 1
-    if not promises:
-        lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
-        return {lowest: search_grid(grids[lowest])}
+    promises, one_knob = _promises(grids, at_least), len(grids[0].shape) == 1
     results: dict[int, Result] = {}
     while promises:
         number = max(promises, key=lambda n: promises[n])
-        grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids)
+        grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids, at_least)
         if one_knob and not _may_win(grid, promise, most):
             continue
         grid.at_least = most
         results[number] = search_grid(grid)
-        more, where = _lead(grids)
+        more, where = _lead(grids, at_least)
         if more > most and not one_knob:
             promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
+    if not results:
+        lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
+        grids[lowest].at_least = at_least
+        results[lowest] = search_grid(grids[lowest])
     return results
 
 
-def _promises(grids: Sequence[Grid]) -> dict[int, float]:
+def _promises(grids: Sequence[Grid], at_least: float) -> dict[int, float]:
     """Upper estimates of the variants that may contain the best point, along their first knob through it."""
     one_knob, promises = len(grids[0].shape) == 1, {}
     for number, grid in enumerate(grids):
-        most, where = _lead(grids)
+        most, where = _lead(grids, at_least)
         promise = reach(grid, where, at_least=most, slack=_SLACK)
         # With a single knob the estimate is complete, where there is a throughput to beat.
         if promise or (not (one_knob and most) and grid.fits(grid.bottom, _SLACK)):
@@ -156,10 +213,10 @@ def _may_win(grid: Grid, promise: float, most: float) -> bool:
     return promise * (1 + dips.throughput + dips.load) >= most
 
 
-def _lead(grids: Sequence[Grid]) -> tuple[float, Index]:
-    """The most throughput within the limits so far and its point; before that 0 and the lowest-latency corner."""
+def _lead(grids: Sequence[Grid], at_least: float) -> tuple[float, Index]:
+    """The throughput to beat, and the best point so far; before there is one, the lowest-latency corner."""
     best = min((grid.best for grid in grids if grid.best is not None), default=None)
-    return (-best[0], best[2]) if best else (0.0, grids[0].bottom)
+    return (max(at_least, -best[0]), best[2]) if best else (at_least, grids[0].bottom)
 
 
 def _lowest(grid: Grid) -> tuple[bool, float]:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from exeplan.core.bounds import Bound, binding
 from exeplan.core.plan import Plan, save_plan
-from exeplan.core.schedule import Estimate
+from exeplan.core.schedule import ROUTERS, Estimate
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
 from exeplan.planner.load_problem import with_relative_references
+from exeplan.planner.optimize import together
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
 from exeplan.planner.tables import html, html_table, side_by_side, side_by_side_rows
@@ -35,6 +36,7 @@ class Simulation:
     """What the plan was replayed under."""
     problem: Problem
     run: Run
+    """Of the first replica."""
     steady_state: str = "comb"
 
     @property
@@ -145,18 +147,18 @@ def simulate_plan(
         raise InputError(f"--seed must be at least 0, found {seed}")
     if steady_state not in STEADY_STATES:
         raise InputError(f"--steady-state must be {' or '.join(STEADY_STATES)}, found '{steady_state}'")
-    problem = request.problem_at(plan.placement)
-    if steady_state == "paper":
-        problem = replace(problem, workload=replace(problem.workload, as_paper=True))
-    schedule = plan.schedule
-    run, replayed = replay_estimate(
-        problem, schedule, seed=seed, num_requests=num_requests, kv_tokens=plan.kv_cache_tokens
-    )
-    profile = problem.profile
+    problems = [_as_paper(one) if steady_state == "paper" else one for one in replica_problems(plan, request)]
+    problem, schedule, profile = problems[0], plan.schedule, request.profile
+    counts = [group.num_replicas for group in plan.groups]
+    runs = [
+        replay_estimate(one, group.schedule, seed=seed, num_requests=num_requests, kv_tokens=group.kv_cache_tokens)
+        for one, group in zip(problems, plan.groups, strict=True)
+    ]
+    estimates = [one.estimate(group.schedule) for one, group in zip(problems, plan.groups, strict=True)]
     filled = replace(
         plan,
-        estimate=problem.estimate(schedule),
-        replay=replayed,
+        estimate=together(estimates, counts),
+        replay=together([replayed for _, replayed in runs], counts),
         drift_headroom=drift_headroom(problem, schedule),
         rate_headroom=rate_headroom(problem, schedule),
         kv_cache_tokens=plan.kv_cache_tokens or kv_cache_tokens(problem, schedule),
@@ -168,4 +170,29 @@ def simulate_plan(
         device=plan.device or profile.device.kind,
         max_seqs=plan.max_seqs or problem.max_seqs,
     )
-    return Simulation(plan=filled, request=request, problem=problem, run=run, steady_state=steady_state)
+    return Simulation(plan=filled, request=request, problem=problem, run=runs[0][0], steady_state=steady_state)
+
+
+def _as_paper(problem: Problem) -> Problem:
+    return replace(problem, workload=replace(problem.workload, as_paper=True))
+
+
+def replica_problems(plan: Plan, request: PlanRequest) -> tuple[Problem, ...]:
+    """The problem of one replica of each group. A rate is shared by throughput where the router looks at the queues.
+
+    Raises Infeasible where the placement lacks memory.
+    """
+    alone = [request.problem_at(group.placement) for group in plan.groups]
+    if plan.num_replicas == 1:
+        return tuple(alone)
+    shares = [1 / plan.num_replicas] * len(alone)
+    if plan.router == ROUTERS[0]:
+        rates = [
+            steady_state(g.schedule, p.workload, p.cost).throughput for p, g in zip(alone, plan.groups, strict=True)
+        ]
+        total = sum(rate * group.num_replicas for rate, group in zip(rates, plan.groups, strict=True))
+        shares = [rate / total for rate in rates]
+    return tuple(
+        problem.replica(group.placement, plan.num_replicas, router=plan.router, share=share)
+        for problem, group, share in zip(alone, plan.groups, shares, strict=True)
+    )

@@ -9,7 +9,7 @@ and the queue vary the Estimate says, and the replay with arrivals, which has th
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +35,8 @@ class Arrivals:
     """Squared coefficient of variation of the gaps; 1 for a Poisson stream."""
     of_trace: bool = False
     """At the times of the workload's own trace."""
+    sharing: int = 1
+    """Replicas among which a stream of `sharing * rate` goes, each request to the one with the fewest."""
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
@@ -50,6 +52,20 @@ class Arrivals:
         inputs, outputs = workload.sample(num_requests, seed=seed)
         gaps = np.random.default_rng([seed, num_requests]).exponential(1 / self.rate, num_requests)
         return inputs, outputs, np.cumsum(gaps)
+
+    def split(self, replicas: int, router: str, *, share: float | None = None) -> "Arrivals":
+        """The arrivals at one of several replicas, by the law of the router; `share` of all, where they are not equal.
+
+        Of a stream's requests, one in n at random keeps a Poisson stream Poisson, and every n-th makes the sum of n
+        gaps one gap. Requests that go to the shortest queue keep all queues alike: the replicas work as one system of
+        that many times the throughput.
+        """
+        share = 1 / replicas if share is None else share
+        if router == "random":
+            return replace(self, rate=self.rate * share, variability=1 + (self.variability - 1) * share)
+        if router == "round-robin":
+            return replace(self, rate=self.rate * share, variability=self.variability * share)
+        return replace(self, rate=self.rate * share, sharing=replicas)
 
     def __str__(self) -> str:
         return f"{self.rate:.3g} requests/s ({'as in the trace' if self.of_trace else 'Poisson'})"

@@ -102,6 +102,11 @@ class Workload:
         return _marginal(self.outputs, self.weights)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return int((self.inputs + self.outputs).max())
+
+    @property
     def mean_input(self) -> float:
         return self.input_law.mean
 

@@ -176,7 +176,7 @@ def _single_device_executor(
     from exeplan.runner.engine.executor import InProcessExecutor
 
     options = setup.engine
-    device = local_device(options.device)
+    device = local_device(options.device, setup.placement[0].devices[0])
     check_precision(options.dtype, options.kv_dtype, device)
     with LoadingBar(spec, setup.placement, options.dtype, on_progress=on_progress) as bar:
         runner = ModelRunner(

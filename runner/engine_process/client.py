@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
@@ -100,7 +100,12 @@ class Job:
 class EngineClient:
     """Starts, feeds and ends one engine process. `failure` is why it can no longer be used; None while it can."""
 
-    def __init__(self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]):
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        numbers: Iterator[int],
+    ) -> None:
         self.failure: str | None = None
         self.ended = asyncio.Event()
         """Set when there is a failure."""
@@ -114,7 +119,7 @@ class EngineClient:
         self._process = process
         self._reader, self._writer = streams
         self._jobs: dict[str, Job] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = numbers
         self._reading: asyncio.Task[None] | None = None
         self._patience, self._progress = math.inf, time.monotonic()
         self._asked: tuple[int, asyncio.Future[Answer]] | None = None
@@ -133,8 +138,11 @@ class EngineClient:
         return client
 
     @classmethod
-    async def launch(cls, setup: EngineSetup) -> "EngineClient":
-        """Starts the engine process, which begins to load; it takes no other command before `until_ready`."""
+    async def launch(cls, setup: EngineSetup, *, numbers: Iterator[int] | None = None) -> "EngineClient":
+        """Starts the engine process, which begins to load; it takes no other command before `until_ready`.
+
+        `numbers` count jobs, together with those of other clients where there are any.
+        """
         first = frame(setup)
         ours, theirs = socket.socketpair()
         # The child looks modules up where this process does, and not in the working directory.
@@ -148,7 +156,7 @@ class EngineClient:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-        client = cls(process, await asyncio.open_unix_connection(sock=ours))
+        client = cls(process, await asyncio.open_unix_connection(sock=ours), numbers or itertools.count(1))
         client._writer.write(first)
         client._patience = setup.deadline_seconds
         return client
@@ -187,6 +195,11 @@ class EngineClient:
     @property
     def num_jobs(self) -> int:
         return len(self._jobs)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have not finished."""
+        return sum(len(job.open) for job in self._jobs.values())
 
     @property
     def num_waiting(self) -> int:

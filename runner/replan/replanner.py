@@ -31,6 +31,7 @@ from exeplan.planner.load_problem import plan_from, plan_model, read_plan
 from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
 from exeplan.planner.plan_diff_text import diff_text
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REPLIES,
@@ -62,7 +63,7 @@ class Replanner:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineClient | ReplicaSet,
         plan: Plan,
         spec: ModelSpec,
         *,
@@ -165,6 +166,16 @@ class Replanner:
         spec = plan_model(plan)
         if (spec.fingerprint, spec.directory) != (self._spec.fingerprint, self._spec.directory):
             raise InputError(f"the plan is for {spec.name}, this server has {self._spec.name}; start another server")
+        served = self.state.plan
+        if (
+            (plan.replicas, plan.router) != (served.replicas, served.router)
+            or plan.more_replicas
+            or served.more_replicas
+        ):
+            raise InputError(
+                f"the plan has {_replicas(plan)}, this server runs {_replicas(served)}; a running server keeps its "
+                "replicas, so start another server"
+            )
 
     def _replanned(
         self, plan: Plan, source: str, reason: str, *, old: Estimate | None = None, new: Estimate | None = None
@@ -281,6 +292,11 @@ class Replanner:
         if self.state.mode == "auto":
             with contextlib.suppress(InputError):  # It has been logged, and the old plan stays active.
                 await self.accept()
+
+
+def _replicas(plan: Plan) -> str:
+    kinds = f" of {len(plan.groups)} kinds" if plan.more_replicas else ""
+    return f"{plan.num_replicas} replicas{kinds} ({plan.router})" if plan.num_replicas > 1 else "one replica"
 
 
 class _AdvisorProcess:

@@ -1,7 +1,8 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
-Two processes: this one speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected
-by a pair of sockets. The responses are in `views`, the start and the end in `lifecycle`.
+This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
+of sockets, each replica of a plan in a child of its own. The responses are in `views`, the start and the end in
+`lifecycle`.
 Not here: TLS and several models; put a proxy in front.
 """
 
@@ -9,14 +10,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace as with_fields
 
 from exeplan.core.model import ModelSpec
-from exeplan.core.plan import Plan
+from exeplan.core.plan import Plan, single_plans
 from exeplan.drift.state import Rules
 from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
@@ -49,7 +54,7 @@ def serve(
 
         async def run() -> int:
             setup = partial(_setup, spec=spec, options=options)
-            engine = await EngineClient.launch(setup(plan))
+            engine = await _launch(plan, setup)
             service = Service(
                 engine,
                 tokenizer,
@@ -64,7 +69,7 @@ def serve(
                 engine,
                 plan,
                 spec,
-                setup=setup,
+                setup=lambda other: setup(single_plans(other)[0]),
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
@@ -101,6 +106,24 @@ def serve(
         except EngineError as error:  # The engine process has logged its traceback.
             log.error("%s", error)
             return 1
+
+
+async def _launch(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
+    """Starts the engine process of a plan, or one for each replica."""
+    if plan.num_replicas == 1:
+        return await EngineClient.launch(setup(plan))
+    assert plan.router is not None
+    firsts = [first for group in plan.groups for first in group.first_devices]
+    setups = [_own_timeline(setup(one), number) for number, one in enumerate(single_plans(plan))]
+    return await ReplicaSet.launch(setups, firsts, plan.router)
+
+
+def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
+    """A replica's setup with a timeline of its own: `run.json` becomes `run-0.json`."""
+    if setup.timeline is None:
+        return setup
+    path = Path(setup.timeline)
+    return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
 
 
 def _announce(line: str, options: ServeOptions) -> None:

@@ -20,6 +20,7 @@ from exeplan.drift import state as drift_state
 from exeplan.runner.compute.sampling import SamplingParams, check_token_ids
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.client import EngineClient, Job
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import Prompt, Sampling
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
@@ -37,7 +38,7 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EngineClient | ReplicaSet,
         tokenizer: Tokenizer,
         admission: Admission,
         *,

@@ -135,7 +135,7 @@ def test_a_placement_without_room_names_the_shortfall(folder: Path, capsys: pyte
 def test_devices_of_the_profiled_host_need_no_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with_links(folder)
     argv = ["--profile", "linked.json", "--workload", LAW, "--latency-bound", "1s", "--policy", "rra"]
-    assert main(["optimize", *argv, "--gpus", "2", "-o", "plan.yaml"]) == 0
+    assert main(["optimize", *argv, "--gpus", "2", "--one-pipeline", "-o", "plan.yaml"]) == 0
     assert "2 GPUs of cluster host" in capsys.readouterr().out
     plan = load_plan(folder / "plan.yaml")
     assert (plan.cluster, plan.gpus, len(plan.placement)) == (None, 2, 2)

@@ -59,6 +59,11 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(
     ):  # Rows and slots are whole: among batches of eight one more costs, or gains, several percent.
         assert sure.plan.estimate.throughput <= 1.03 * quick.plan.estimate.throughput
         return
+    if (
+        policy == "chunked"
+    ):  # Budgets between the listed ones, which are all that the exhaustive search has, may be better.
+        assert quick.plan.estimate.throughput >= sure.plan.estimate.throughput
+        return
     assert quick.plan.schedule == sure.plan.schedule
     assert quick.plan.estimate == sure.plan.estimate
 

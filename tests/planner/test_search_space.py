@@ -8,6 +8,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import Problem, make_problem
@@ -72,15 +73,15 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(policy: str, bound: float
         assert found[0].best is None
         return
     assert found[0].best is not None
-    assert found[0].best.outcome.throughput == pytest.approx(everything[0].best.outcome.throughput, rel=1e-9)
-    assert found[0].num_points <= everything[0].num_points
+    # Values between the listed ones may be better.
+    assert found[0].best.outcome.throughput >= (1 - 1e-9) * everything[0].best.outcome.throughput
 
 
 def test_a_system_that_cannot_fork_finds_the_same_plan(opt: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = asked(opt, A40.part(2), 2.0, max_seqs=16)
     side_by_side = optimize(problem, policies=("orca", "static")).plan
-    monkeypatch.setattr("exeplan.planner.optimize.get_all_start_methods", lambda: ["spawn"])
-    monkeypatch.setattr("exeplan.planner.optimize.ProcessPoolExecutor", None)  # Not even tried.
+    monkeypatch.setattr("exeplan.planner.candidates.get_all_start_methods", lambda: ["spawn"])
+    monkeypatch.setattr("exeplan.planner.candidates.ProcessPoolExecutor", None)  # Not even tried.
     one_by_one = optimize(problem, policies=("orca", "static")).plan
     assert replace(one_by_one, search={}) == replace(side_by_side, search={})
 
@@ -119,3 +120,24 @@ def test_encoder_and_decoder_layers_are_apart_where_some_stages_only_prefill(t5:
         ("prefill", False, True),
         ("decode", True, False),
     }
+
+
+def test_budgets_between_the_listed_powers_of_two_are_found(opt: Profile) -> None:
+    """A budget of 384 serves 14 % more here than the best power of two."""
+    problem = make_problem(opt, load_workload("S"), Bound(seconds=9.7), cluster=A40.part(4))
+    found = search_variants(problem, "chunked", method="branch-and-bound", bound=9.7)
+    assert found is not None
+    result, placement = found
+    assert result.best is not None
+    variables = {"max_num_seqs": 279, "micro_batches": 4, "max_num_batched_tokens": 384}
+    by_hand = problem.at(placement).evaluate(Schedule("chunked", variables))
+    assert by_hand.latency <= 9.7
+    assert result.best.outcome.throughput >= 0.999 * by_hand.throughput
+
+
+def test_a_value_that_gains_nothing_is_not_taken_for_a_listed_one(opt: Profile) -> None:
+    """Without a bound larger budgets all do the same: the listed one stays."""
+    found = search_variants(asked(opt, A40.part(1), 1e9, max_seqs=8), "chunked", method="branch-and-bound", bound=1e9)
+    assert found is not None
+    assert found[0].best is not None
+    assert found[0].best.point["max_num_batched_tokens"].bit_count() == 1

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,6 +85,12 @@ class Running:
         return int(children.split()[0])
 
     @property
+    def engine_pids(self) -> list[int]:
+        """The engine processes of all replicas, in their order."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [pid for pid in map(int, children.split()) if b"engine_process" in _command(pid)]
+
+    @property
     def worker_pids(self) -> list[int]:
         """The processes that a fork server of the engine has forked."""
         return [pid for pid in descendants(self.process.pid) if _forked(pid) and _forked(_parent(pid))]
@@ -114,11 +120,15 @@ class Running:
         return sum(float(value) for value in rows)
 
 
-def _forked(pid: int) -> bool:
+def _command(pid: int) -> bytes:
     try:
-        return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # Gone meanwhile.
-        return False
+        return b""
+
+
+def _forked(pid: int) -> bool:
+    return b"forkserver" in _command(pid)
 
 
 def _parent(pid: int) -> int:
@@ -163,16 +173,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(checkpoint: Path) -> Callable[..., Any]:
     """`launch(schedule, placement, **options)` starts a server; leaving the context ends it.
 
-    `directory` has another checkpoint, `log` is a file for its standard error; a server that is `loading` is not
-    waited for longer than until it listens, which its log says.
+    `directory` has another checkpoint, `replicas` lists the first device of each, `log` is a file for its standard
+    error; a server that is `loading` is not waited for longer than until it listens, which its log says.
     """
 
-    def plan_file(directory: Path, schedule: str, placement: str) -> Path:
+    def plan_file(directory: Path, schedule: str, placement: str, replicas: list[int]) -> Path:
         path = directory / f"{schedule.partition(',')[0].rpartition(' ')[2]}.yaml"
         lines = [
             f"model: {directory}",
             f"schedule: {{{schedule}}}",
             f"placement: {placement}",
+            f"replicas: {replicas}",
             f"kv_cache_tokens: {KV_TOKENS}",
             "bound: {seconds: 2.0}",
             "estimate: {throughput: 0.5, token_throughput: 64, ttft: 0.1, tpot: 0.02, latency: 1.5, latency_p50: 1.0,",
@@ -187,6 +198,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         placement: str = ONE_DEVICE,
         *,
         directory: Path = checkpoint,
+        replicas: Sequence[int] = (0,),
         log: Path | None = None,
         loading: bool = False,
         **options: Any,
@@ -198,7 +210,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
             "log_level": "info" if log else "warning",
             **options,
         }
-        plan = plan_file(directory, schedule, placement)
+        plan = plan_file(directory, schedule, placement, list(replicas))
         command = [sys.executable, "-c", SERVE, str(plan), json.dumps(given)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         errors = contextlib.nullcontext() if log is None else log.open("w")

@@ -1,0 +1,283 @@
+"""Replicas: the plan for a cluster against one pipeline, copies of smaller plans, and plans made by chance.
+
+    python -m benchmarks.planner.replicas [--cases 30] [--drawn 2000] [--seed 0]
+
+First the cases of `NAMED`, then random problems: a model on 8 to 256 datasheet GPUs, lengths and a bound drawn by seed.
+Each is planned with and without replicas; then
+
+- copies: the best single pipeline of every part of the cluster, as often as it fits;
+- chance: --drawn plans with random parts, splits of the layers over random stages, policies and control variables of
+  any value, by a generator that shares no list with the search. Those that keep bound and memory by the closed form
+  count, and the best of them is replayed.
+
+`beaten` is how much more throughput than the plan's replay such a plan's replay has; negative where the plan is better.
+Writes records/replicas.json.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.lib.record import write_record
+from exeplan.core.bounds import Bound, utilizations
+from exeplan.core.cluster import Cluster, load_cluster
+from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.schedule import Placement, Schedule, Stage
+from exeplan.errors import Infeasible, InputError
+from exeplan.planner.optimize import Optimum, optimize, resolve_policies
+from exeplan.planner.problem import Problem, make_problem, replay_estimate
+from exeplan.planner.tables import table
+from exeplan.policies import load_policy
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.workload.files import load_workload
+
+NAMED = (
+    ("qwen3-8b", "h100", 8, "azure-2023-conv", 30.0),
+    ("opt-13b", "a40", 8, "S", 11.5),
+    ("t5-11b", "a40", 8, "T", math.inf),
+    ("llama-3.1-70b", "h100", 48, "azure-2023-conv", 30.0),
+    ("llama-3.1-70b", "h100", 256, "azure-2023-conv", 30.0),
+)
+MODELS = (
+    ("opt-13b", "a40"),
+    ("t5-11b", "a40"),
+    ("llama-2-7b", "a100"),
+    ("llama-2-70b", "a100"),
+    ("qwen3-8b", "h100"),
+    ("qwen3-32b", "h100"),
+    ("llama-3.1-70b", "h200"),
+)
+GPUS = (8, 12, 16, 32, 64, 128, 256)
+COPIED = (1, 2, 4, 8, 16)
+"""Sizes of the pipelines that are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan made by chance: so many replicas of a schedule on a placement."""
+
+    replicas: int
+    problem: Problem
+    schedule: Schedule
+    throughput: float
+    """Of all replicas, by the closed form."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--drawn", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rows = []
+    for number, problem in enumerate([*map(_named, NAMED), *(_random(args.seed + n) for n in range(args.cases))]):
+        row = compare(problem, drawn=args.drawn, seed=number)
+        rows.append(row)
+        print(f"{number + 1}: " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
+    columns = ("case", "one pipeline", "with replicas", "copies", "chance", "beaten")
+    print(table(columns, [tuple(_shown(row[name]) for name in columns) for row in rows]))
+    beaten = [row["beaten"] for row in rows if row["beaten"] is not None]
+    print(
+        f"beaten by more than 1 % in {sum(b > 0.01 for b in beaten)} of {len(beaten)}; most {100 * max(beaten):.1f} %"
+    )
+    print(f"record: {write_record('replicas', {'rows': rows, 'drawn': args.drawn})}")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def compare(problem: Problem, *, drawn: int, seed: int) -> dict:
+    """The row of a problem: throughputs in requests/s by replay, None where nothing keeps the bound."""
+    assert problem.cluster is not None
+    began = time.perf_counter()
+    found = _optimum(problem)
+    seconds = time.perf_counter() - began
+    whole = _optimum(replace(problem, one_pipeline=True))
+    copies = _copies(problem)
+    chance = _chance(problem, drawn=drawn, rng=np.random.default_rng(seed))
+    ours = found.plan.replay.throughput if found and found.plan.replay else None
+    others = [other for other in (copies, chance) if other is not None]
+    bound = f"{problem.limit:g} s" if math.isfinite(problem.limit) else "no bound"
+    return {
+        "case": f"{problem.profile.model.name} on {problem.cluster.num_gpus} {problem.cluster.name}, "
+        f"{problem.workload.name}, {bound}",
+        "plan": " + ".join(f"{g.num_replicas} x {g.schedule}" for g in found.plan.groups) if found else None,
+        "one pipeline": whole.plan.replay.throughput if whole and whole.plan.replay else None,
+        "with replicas": ours,
+        "copies": copies,
+        "chance": chance,
+        "beaten": max(others) / ours - 1 if ours and others else None,
+        "gap": found.plan.search["gap"] if found else None,
+        "seconds": seconds,
+    }
+
+
+def _optimum(problem: Problem) -> Optimum | None:
+    try:
+        return optimize(problem, policies=resolve_policies("auto", problem.cluster), advise=False)
+    except Infeasible:
+        return None
+
+
+def _copies(problem: Problem) -> float | None:
+    """The most throughput of copies of one pipeline's plan."""
+    cluster, most = problem.cluster, 0.0
+    assert cluster is not None
+    for size in COPIED:
+        if size > cluster.num_gpus or (size > cluster.gpus_per_node and size % cluster.gpus_per_node):
+            continue
+        try:
+            found = _optimum(replace(problem.part(size), one_pipeline=True))
+        except Infeasible:
+            continue
+        if found and found.plan.replay:
+            most = max(most, _times(cluster, size) * found.plan.replay.throughput)
+    return most or None
+
+
+def _times(cluster: Cluster, size: int) -> int:
+    in_nodes = cluster.num_nodes * (cluster.gpus_per_node // size)
+    return in_nodes if size <= cluster.gpus_per_node else cluster.num_gpus // size
+
+
+def _chance(problem: Problem, *, drawn: int, rng: np.random.Generator) -> float | None:
+    """The replayed throughput of the best plan made by chance that keeps the bound in its replay, too."""
+    made = [found for _ in range(drawn) if (found := _drawn(problem, rng))]
+    for best in sorted(made, key=lambda one: -one.throughput)[:3]:
+        _, replayed = replay_estimate(best.problem, best.schedule, seed=0)
+        if max(utilizations(problem.bounds, replayed)) <= 1:
+            return best.replicas * replayed.throughput
+    return None
+
+
+def _drawn(problem: Problem, rng: np.random.Generator) -> Made | None:
+    """A random plan; None where it breaks a limit or makes no sense."""
+    cluster = problem.cluster
+    assert cluster is not None
+    size = int(rng.choice([n for n in (*range(1, 9), 16, 24, 32) if _times(cluster, n) >= 1]))
+    if size > cluster.gpus_per_node:
+        size = size // cluster.gpus_per_node * cluster.gpus_per_node
+    policy = str(rng.choice(resolve_policies("auto", cluster)))
+    module = load_policy(policy)
+    try:
+        part = problem.part(size)
+        placement = _placement(problem.profile.model, part, rng, apart=module.SEPARATE_STAGES)
+        if placement is None:
+            return None
+        placed = part.at(placement)
+        values = {**_enumerated(module.enumerated(len(placed.cost.decode_stages)), rng)}
+        values |= {
+            knob.name: _log_uniform(1, knob.values[-1], rng) for knob in module.knobs(problem.workload, placed.max_seqs)
+        }
+        schedule = module.schedule(values, problem.workload)
+        module.check(schedule)
+        outcome = placed.evaluate(schedule)
+    except (Infeasible, InputError):
+        return None
+    if outcome.latency > problem.limit or outcome.memory > 1:
+        return None
+    copies = _times(cluster, size)
+    return Made(copies, placed, schedule, copies * outcome.throughput)
+
+
+def _enumerated(listed: tuple[Mapping[str, int], ...], rng: np.random.Generator) -> dict[str, int]:
+    """A policy's other variables, with any value from half the smallest to twice the largest that it lists."""
+    names = listed[rng.integers(len(listed))]
+    ranges = {name: [values[name] for values in listed if name in values] for name in names}
+    return {name: _log_uniform(max(1, min(found) // 2), 2 * max(found), rng) for name, found in ranges.items()}
+
+
+def _log_uniform(low: int, high: int, rng: np.random.Generator) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _placement(spec: ModelSpec, problem: Problem, rng: np.random.Generator, *, apart: bool) -> Placement | None:
+    """Random stages of all GPUs of a part, with random shares of the layers; None where there are too few GPUs."""
+    assert problem.cluster is not None
+    total = problem.cluster.num_gpus
+    if not apart:
+        return _stages(spec, problem, 0, total, rng, decoder=True, encoder=spec.num_encoder_layers > 0)
+    if total < 2:
+        return None
+    first = int(rng.integers(1, total))
+    encoders = spec.is_encoder_decoder
+    prefill = _stages(spec, problem, 0, first, rng, decoder=not encoders, encoder=encoders, phase="prefill")
+    return prefill + _stages(spec, problem, first, total, rng, decoder=True, encoder=False, phase="decode")
+
+
+def _stages(
+    spec: ModelSpec,
+    problem: Problem,
+    first: int,
+    end: int,
+    rng: np.random.Generator,
+    *,
+    decoder: bool,
+    encoder: bool,
+    phase: str = "",
+) -> Placement:
+    """The GPUs from `first` to `end` in stages of random tensor-parallel degrees within a node."""
+    assert problem.cluster is not None
+    groups: list[tuple[int, ...]] = []
+    per_node = problem.cluster.gpus_per_node
+    while first < end:
+        room = min(end - first, per_node - first % per_node)
+        sizes = [s for s in problem.profile.tensor_parallel_sizes if s <= room and spec.num_heads % s == 0]
+        size = int(rng.choice(sizes))
+        groups.append(tuple(range(first, first + size)))
+        first += size
+    weights = np.array([len(group) for group in groups]) * rng.uniform(0.7, 1.3, len(groups))
+    ends = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
+    cuts = np.rint(ends * spec.num_layers).astype(int).tolist() if decoder else [0] * len(ends)
+    encoder_cuts = np.rint(ends * spec.num_encoder_layers).astype(int).tolist() if encoder else [0] * len(ends)
+    return tuple(
+        Stage(
+            devices=group,
+            layers=(cuts[n], cuts[n + 1]),
+            encoder_layers=(encoder_cuts[n], encoder_cuts[n + 1]),
+            phase=phase,
+        )
+        for n, group in enumerate(groups)
+    )
+
+
+def _named(case: tuple[str, str, int, str, float]) -> Problem:
+    model, name, gpus, workload, bound = case
+    return _problem(model, name, gpus, workload, bound)
+
+
+def _problem(model: str, name: str, gpus: int, workload: str, bound: float) -> Problem:
+    cluster = load_cluster(name)
+    cluster = replace(cluster, num_nodes=max(1, -(-gpus // cluster.gpus_per_node)))
+    profile = profile_from_datasheet(
+        load_model_spec(model), with_links(load_datasheet(cluster.device), cluster), dtype="bfloat16"
+    )
+    lengths = load_workload(workload).fit_context(profile.model.max_context)
+    gpus = gpus if gpus <= cluster.gpus_per_node else cluster.num_gpus
+    return make_problem(profile, lengths, Bound(seconds=bound), cluster=cluster.part(gpus))
+
+
+def _random(seed: int) -> Problem:
+    """A problem whose bound some plan keeps: its factor is drawn over the latency of one request alone."""
+    rng = np.random.default_rng([seed, 14])
+    model, name = MODELS[rng.integers(len(MODELS))]
+    gpus, mean_in, mean_out = int(rng.choice(GPUS)), int(rng.integers(50, 1500)), int(rng.integers(8, 300))
+    law = f"normal:in={mean_in},{mean_in // 2},{4 * mean_in};out={mean_out},{mean_out // 2},{3 * mean_out}"
+    unbounded = _problem(model, name, gpus, law, math.inf)
+    assert unbounded.cluster is not None
+    part = unbounded.part(min(8, unbounded.cluster.num_gpus))
+    alone = optimize(replace(part.limited_to(1e-9), bound=Bound(seconds=1e9)), policies=("orca",), advise=False)
+    search = alone.candidates[0].search
+    assert search is not None
+    return unbounded.limited_to(float(f"{search.lowest_latency.outcome.latency * rng.uniform(1.5, 12):.2g}"))
+
+
+if __name__ == "__main__":
+    main()

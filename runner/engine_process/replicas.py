@@ -1,0 +1,212 @@
+"""ReplicaSet: the engine processes of a plan with several replicas, used like the client of one.
+
+A request goes to one replica, with all its sequences, by the plan's router; a replica that restarts its workers or has
+failed gets none while another is up. The set has failed when all replicas have.
+
+Not here: one engine process (`client.py`), and replicas on other hosts.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace as with_fields
+
+from exeplan.core.schedule import ROUTERS, moved
+from exeplan.errors import InputError
+from exeplan.runner.engine_process.client import EngineClient, Job
+from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
+
+log = logging.getLogger(__name__)
+_SHORTEST_QUEUE, _ROUND_ROBIN, _RANDOM = ROUTERS
+
+OnStep = Callable[[list[Event], Stats], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """An engine process, the setup that it runs, and its first device."""
+
+    client: EngineClient
+    setup: EngineSetup
+    first_device: int
+
+
+class ReplicaSet:
+    """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
+
+    def __init__(self, replicas: Sequence[_Replica], router: str) -> None:
+        self._replicas, self._router = list(replicas), router
+        self._jobs: dict[str, EngineClient] = {}
+        self._turns = itertools.count()
+        self._random = random.Random(0)
+        self._on_step: OnStep = lambda events, stats: None
+        self.failure: str | None = None
+        self.ended = asyncio.Event()
+        self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(replicas))]
+
+    @classmethod
+    async def launch(cls, setups: Sequence[EngineSetup], first_devices: Sequence[int], router: str) -> "ReplicaSet":
+        """Starts an engine process for each setup; they load at the same time."""
+        numbers = itertools.count(1)
+        clients: list[EngineClient] = []
+        try:
+            for setup in setups:
+                clients.append(await EngineClient.launch(setup, numbers=numbers))
+        except BaseException:
+            await asyncio.gather(*(client.close() for client in clients))
+            raise
+        return cls(list(map(_Replica, clients, setups, first_devices)), router)
+
+    async def until_ready(self) -> None:
+        """Waits until all replicas are loaded and warm. Raises what the first of them raises that is not."""
+        await asyncio.gather(*(client.until_ready() for client in self._clients))
+
+    @property
+    def _clients(self) -> list[EngineClient]:
+        return [replica.client for replica in self._replicas]
+
+    @property
+    def on_step(self) -> OnStep:
+        return self._on_step
+
+    @on_step.setter
+    def on_step(self, on_step: OnStep) -> None:
+        def all_together(events: list[Event], stats: Stats) -> None:
+            one = {name: getattr(stats, name) for name in ("iteration_tokens", "num_prefill", "num_decode")}
+            on_step(events, with_fields(self.stats, **one))
+
+        self._on_step = on_step
+        for client in self._clients:
+            client.on_step = all_together
+
+    @property
+    def stats(self) -> Stats:
+        """The sums over all replicas; of what an iteration ran, 0."""
+        every = [client.stats for client in self._clients]
+        names = ("num_waiting", "num_running", "free_blocks", "num_blocks", "num_preemptions")
+        return Stats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the smallest replica: what limits a request."""
+        return min(client.num_blocks for client in self._clients)
+
+    @property
+    def loading(self) -> Loading | None:
+        return next((client.loading for client in self._clients if client.loading), None)
+
+    @property
+    def unready(self) -> str | None:
+        return next((client.unready for client in self._clients if client.unready), None)
+
+    @property
+    def pause(self) -> str | None:
+        """Why nothing runs: every replica that has not failed is paused."""
+        pauses = [client.pause for client in self._clients if not client.failure]
+        return pauses[0] if pauses and all(pauses) else None
+
+    @property
+    def stall(self) -> str | None:
+        return next((client.stall for client in self._clients if not client.failure and client.stall), None)
+
+    @property
+    def num_jobs(self) -> int:
+        return sum(client.num_jobs for client in self._clients)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(client.num_waiting for client in self._clients)
+
+    def reserve(self, count: int) -> Job:
+        """A job of `count` sequences on the replica that the router chooses."""
+        client = self._choose()
+        job = client.reserve(count)
+        self._jobs[job.job_id] = client
+        return job
+
+    def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
+        self._jobs[job.job_id].submit(job, prompts, stream=stream)
+
+    def release(self, job: Job) -> None:
+        if client := self._jobs.pop(job.job_id, None):
+            client.release(job)
+
+    def _choose(self) -> EngineClient:
+        """By the router, among the replicas that work, or all where none does."""
+        up = [client for client in self._clients if not client.failure and not client.pause and not client.stall]
+        clients = up or [client for client in self._clients if not client.failure] or self._clients
+        turn = next(self._turns) % len(clients)
+        if self._router == _ROUND_ROBIN:
+            return clients[turn]
+        if self._router == _RANDOM:
+            return self._random.choice(clients)
+        # Of equally short queues each in turn, so that an idle set is used evenly.
+        return min(clients[turn:] + clients[:turn], key=lambda client: client.num_sequences)
+
+    async def length_stats(self) -> LengthStatsReport:
+        """Lengths of the requests of all replicas that work; raises EngineError when none does."""
+        clients = [client for client in self._clients if not client.failure] or self._clients[:1]
+        found = await asyncio.gather(*(client.length_stats() for client in clients))
+        return LengthStatsReport(
+            number=found[0].number,
+            now=max(report.now for report in found),
+            left=tuple(one for report in found for one in report.left),
+            running=tuple(one for report in found for one in report.running),
+        )
+
+    async def switch_plan(self, setup: EngineSetup) -> PlanSwitched:
+        """Switches all replicas to a setup, each on its own devices, one after the other; all or none.
+
+        Raises InputError where a replica cannot, EngineError when one is gone.
+        """
+        switched: list[PlanSwitched] = []
+        for number, replica in enumerate(self._replicas):
+            if replica.client.failure:
+                continue
+            placed = with_fields(setup, placement=moved(setup.placement, replica.first_device))
+            try:
+                switched.append(await replica.client.switch_plan(placed))
+            except InputError:
+                await self._switch_back(self._replicas[:number])
+                raise
+        self._replicas = [
+            _Replica(r.client, with_fields(setup, placement=moved(setup.placement, r.first_device)), r.first_device)
+            for r in self._replicas
+        ]
+        return PlanSwitched(
+            number=switched[0].number,
+            num_blocks=min(one.num_blocks for one in switched),
+            seconds=max(one.seconds for one in switched),
+            num_recomputed=sum(one.num_recomputed for one in switched),
+            num_carried=sum(one.num_carried for one in switched),
+        )
+
+    async def _switch_back(self, replicas: Sequence[_Replica]) -> None:
+        for replica in replicas:
+            if not replica.client.failure:
+                await replica.client.switch_plan(replica.setup)
+
+    def fail_all(self, error: Exception) -> None:
+        for client in self._clients:
+            client.fail_all(error)
+
+    async def close(self) -> None:
+        """Ends all engine processes."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def _watch(self, number: int) -> None:
+        """Says when a replica has failed; the set has failed with the last of them."""
+        client = self._clients[number]
+        await client.ended.wait()
+        left = sum(not other.failure for other in self._clients)
+        log.error("replica %d: %s; %d of %d replicas go on", number, client.failure, left, len(self._clients))
+        if not left:
+            self.failure = client.failure
+            self.ended.set()

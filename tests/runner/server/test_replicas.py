@@ -1,0 +1,74 @@
+"""A plan of several replicas: an engine process for each, one front end, and the router's law."""
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+
+from ..processes import PATIENCE, eventually, is_alive
+from .test_lifecycle import request, streaming
+
+ONE_AT_A_TIME = "policy: orca, max_num_seqs: 1"
+
+
+@pytest.fixture(scope="module")
+def pair(launch):
+    with launch(ONE_AT_A_TIME, replicas=(0, 1), replan="off", api_key="the key") as running:
+        yield running
+
+
+def test_two_requests_run_on_two_replicas_and_a_third_waits(pair):
+    with contextlib.ExitStack() as streams:
+        for _ in range(2):
+            streams.enter_context(streaming(pair, max_tokens=2000))
+        streams.enter_context(request(pair))
+        eventually(lambda: (pair.metric("num_requests_running"), pair.metric("num_requests_waiting")) == (2, 1))
+    eventually(lambda: pair.metric("num_requests_running") == 0)
+
+
+def test_tokens_are_those_of_one_replica(pair, server):
+    body = {"prompt": "the quick", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    found = {json.dumps(json.loads(pair.complete(body).text)["choices"]) for _ in range(4)}
+    expected = json.loads(server.complete(body).text)["choices"][0]
+    assert len(found) == 1
+    assert json.loads(found.pop())[0]["text"] == expected["text"]
+
+
+def test_another_schedule_is_adopted_by_both_and_another_number_of_replicas_refused(pair):
+    plan = json.loads(pair.call("/plan").text)
+    plan = {name: plan[name] for name in ("model", "schedule", "placement", "kv_cache_tokens", "replicas", "router")}
+    plan["schedule"] = {"policy": "orca", "max_num_seqs": 2}
+    assert pair.call("/plan", {**plan, "replicas": [0]}).status == 400
+    with streaming(pair, max_tokens=200) as response:
+        reply = pair.call("/plan", plan)
+        assert reply.status == 200, reply.text
+        assert response.read().count(b"data: {") == 199
+    with contextlib.ExitStack() as streams:
+        for _ in range(4):  # Two places on each.
+            streams.enter_context(streaming(pair, max_tokens=2000))
+        eventually(lambda: pair.metric("num_requests_running") == 4)
+
+
+def test_a_dead_replica_fails_its_requests_and_the_other_goes_on(launch, tmp_path):
+    log = tmp_path / "log"
+    with launch(ONE_AT_A_TIME, replicas=(0, 1), replan="off", log=log) as server:
+        first, second = server.engine_pids
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: "1 of 2 replicas go on" in log.read_text())
+        for _ in range(4):
+            assert server.complete({"prompt": "a", "max_tokens": 2}).status == 200
+        assert server.call("/ready").status == 200
+        os.kill(second, signal.SIGKILL)
+        assert server.process.wait(PATIENCE) == 1
+
+
+def test_sigterm_finishes_what_runs_and_leaves_no_process(launch):
+    with launch(ONE_AT_A_TIME, replicas=(0, 1), replan="off") as server, streaming(server, max_tokens=200) as response:
+        pids = server.engine_pids
+        assert len(pids) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        assert server.process.wait(PATIENCE) == 0
+        eventually(lambda: not any(is_alive(pid) for pid in pids))

@@ -21,7 +21,7 @@ from exeplan.core.metrics import window
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.profile import LINKS, Measurement, Profile
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.replay import Run
+from exeplan.simulator.run import Run
 from exeplan.simulator.timeline import phase
 from exeplan.simulator.timings import Timings
 
@@ -67,8 +67,9 @@ def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: boo
     """Splits the time of `run`, a replay on the cost model that it is given; `backlog` as for `summarize`."""
     meter = _Meter(cost)
     done = run(meter)
-    opens, closes = window([r for r in done.requests if not r.expired], backlog)
-    inside = [i for i, record in enumerate(done.passes) if opens <= record.start < closes]
+    opens, closes = window(done.requests, backlog)
+    starts = done.passes.starts
+    inside = np.flatnonzero((opens <= starts) & (starts < closes)).tolist()
     kinds = np.zeros((len(cost.placement), len(KINDS)))
     phases: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
     gpus = np.array([stage.tensor_parallel_size for stage in cost.placement])
@@ -109,7 +110,7 @@ class _Meter(CostModel):
         self.work: list[Floats] = []
         """Operations and bytes of each pass on one GPU, [stages, 2]."""
 
-    def stage_seconds(self, batch: Batch) -> list[float]:
+    def stage_seconds(self, batch: Batch, num_tokens: int | None = None) -> list[float]:
         own = [number for number, stage in enumerate(self.placement) if stage.phase == batch.phase]
         tokens = _Tokens(batch)
         split, work = np.zeros((len(self.placement), len(KINDS))), np.zeros((len(self.placement), 2))
@@ -118,7 +119,7 @@ class _Meter(CostModel):
         work[own] = [_device_work(self, number, tokens, last=number == own[-1]) for number in own]
         self.split.append(split)
         self.work.append(work)
-        return super().stage_seconds(batch)
+        return super().stage_seconds(batch, num_tokens)
 
 
 class _Tokens:

@@ -12,7 +12,7 @@ Batches are timed here one by one, the passes of a steady cycle all at once (`pa
 (`profiler/`) and what happens when (`closed_form.py`, `replay.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -32,6 +32,9 @@ from exeplan.simulator.timings import Timings, prompt_points
 _MANY_PROMPTS = 2048
 """The largest number of prompts in a batch for which attention has a curve of its own; larger batches use this one."""
 
+_FEW_PASSES = 16
+"""Of which numpy would take more time than it saves."""
+
 
 class CostModel(PlacementTimings):
     """Seconds of passes on the stages of a placement; a pure function of profile, placement and cluster."""
@@ -41,6 +44,11 @@ class CostModel(PlacementTimings):
     ) -> None:
         super().__init__(timed, placement, cluster)
         self._fixed_decode = cache(self._fixed_decode_seconds)
+        self._decode_stages = cache(self._stages_that_decode)
+        self._host_seconds = cache(self._host_seconds_of)
+        self._all_reduce_seconds = {key: _of_one(curve) for key, curve in self.all_reduces.items()}
+        self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
+        self._kinds_of = {phase: self.of_phase(phase) for phase in {kind.phase for kind in self.kinds}}
 
     def seconds(self, cycle: Cycle) -> Floats:
         """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""
@@ -54,29 +62,36 @@ class CostModel(PlacementTimings):
         """One real batch through all stages that run it."""
         return sum(self.stage_seconds(batch))
 
-    def stage_seconds(self, batch: Batch) -> list[float]:
-        """One real batch (the replay's and the runner's) on each of the stages that run it, in order."""
-        kinds = self.of_phase(batch.phase)
-        rows = len(batch.decode)
-        context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
-        context -= rows if self.first_token_from_prefill else 0  # The newest token is in no cache yet.
-        if batch.prefill:
-            return self._mixed_seconds(batch, kinds, context)
-        per_layer = {size: shard.decode_curve(rows).at(context / rows) for size, shard in self.shards.items()}
-        fixed = self._fixed_decode(rows)
-        return [fixed[kind] + kind.layers * per_layer[kind.size] for kind in kinds]
+    def stage_seconds(self, batch: Batch, num_tokens: int | None = None) -> list[float]:
+        """One real batch (the replay's and the runner's) on each of the stages that run it, in order.
 
-    def repeated_seconds(self, batch: Batch, count: int) -> Floats:
+        `num_tokens` are those of the rows that decode, where they have been counted already.
+        """
+        rows = len(batch.decode)
+        if num_tokens is None:
+            num_tokens = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
+        # The newest token is in no cache yet.
+        context = num_tokens - rows if self.first_token_from_prefill else num_tokens
+        if batch.prefill:
+            return self._mixed_seconds(batch, context)
+        curves, stages = self._decode_stages(batch.phase, rows)
+        per_layer = {size: curve.at(context / rows) for size, curve in curves}
+        return [fixed + layers * per_layer[size] for fixed, layers, size in stages]
+
+    def repeated_seconds(self, batch: Batch, num_tokens: int, growth: int, count: int) -> list[float]:
         """Seconds of each of `count` repeated passes of one decode batch, where one stage does everything.
 
-        Every row has one more token in the cache each time, except finished rows that a policy keeps.
+        Its rows have `num_tokens` tokens, and together `growth` more in each pass than in the one before: one each,
+        except finished rows that a policy keeps.
         """
         (kind,), rows = self.kinds, len(batch.decode)
-        context = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
-        context -= rows if self.first_token_from_prefill else 0
-        growth = sum(not s.finished for s in batch.decode) * np.arange(count)
+        context = num_tokens - (rows if self.first_token_from_prefill else 0)
         curve = self.shards[kind.size].decode_curve(rows)
-        return self._fixed_decode(rows)[kind] + kind.layers * curve((context + growth) / rows)
+        fixed, layers = self._fixed_decode(rows)[kind], kind.layers
+        if count <= _FEW_PASSES:
+            return [fixed + layers * curve.at((context + growth * number) / rows) for number in range(count)]
+        seconds: list[float] = (fixed + layers * curve((context + growth * np.arange(count)) / rows)).tolist()
+        return seconds
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
         """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.
@@ -111,40 +126,55 @@ class CostModel(PlacementTimings):
 
     def _fixed_decode_seconds(self, rows: int) -> dict[StageKind, float]:
         """Seconds of a pass of `rows` decode rows on each kind of stage, without the attention."""
-        return self._without_attention(self.kinds, 0.0, rows, 0)
+        return dict(self._without_attention(self.kinds, 0.0, rows, 0))
 
-    def _mixed_seconds(self, batch: Batch, kinds: Sequence[StageKind], context: float) -> list[float]:
-        rows, prefills = len(batch.decode), len(batch.prefill)
+    def _stages_that_decode(
+        self, phase: str, rows: int
+    ) -> tuple[list[tuple[int, Curve]], list[tuple[float, int, int]]]:
+        """The attention curve of each shard for so many rows, and of each stage its time without the attention, its
+        layers and its tensor-parallel size."""
+        fixed = self._fixed_decode(rows)
+        curves = [(size, shard.decode_curve(rows)) for size, shard in self.shards.items()]
+        return curves, [(fixed[kind], kind.layers, kind.size) for kind in self._kinds_of[phase]]
+
+    def _mixed_seconds(self, batch: Batch, context: float) -> list[float]:
+        kinds, rows, prefills = self._kinds_of[batch.phase], len(batch.decode), len(batch.prefill)
         spans = batch.spans
-        prompts = float(sum(end - start for start, end in spans))
+        prompts = 0.0
+        for start, end in spans:
+            prompts += end - start
+        together = min(len(spans), _MANY_PROMPTS)
         prefill, decode = {}, {}
         for size, shard in self.shards.items():
-            together = min(len(spans), _MANY_PROMPTS)
             curve = shard.prefill_curve(together)
-            prefill[size] = sum(_span(curve, *span) for span in spans) / together
+            prefill[size] = sum([_span(curve, *span) for span in spans]) / together
             decode[size] = shard.decode_curve(rows).at(context / rows) if rows else 0.0
-        others = self._without_attention(kinds, prompts, rows, prefills)
-        return [
-            others[kind]
-            + (kind.encoder_layers or (0 if self.spec.is_encoder_decoder else kind.layers)) * prefill[kind.size]
+        apart = self.spec.is_encoder_decoder
+        seconds = {
+            id(kind): other
+            + (kind.encoder_layers or (0 if apart else kind.layers)) * prefill[kind.size]
             + kind.layers * decode[kind.size]
-            for kind in kinds
-        ]
+            for kind, other in self._without_attention(kinds, prompts, rows, prefills)
+        }
+        return [seconds[id(kind)] for kind in kinds]
 
     def _without_attention(
         self, kinds: Sequence[StageKind], prompts: float, rows: float, prefills: float
-    ) -> dict[StageKind, float]:
+    ) -> list[tuple[StageKind, float]]:
         """Seconds of a pass on each kind of stage, without the attention."""
         host = self._host_seconds(rows, prefills)
-        layers = {link: self._layer_seconds(*link, prompts, rows) for link in {(k.size, k.all_reduce) for k in kinds}}
-        seconds = {}
-        for kind in set(kinds):
-            decoder, encoder = layers[kind.size, kind.all_reduce]
+        layers: dict[tuple[int, str], tuple[float, float]] = {}
+        seconds = []
+        for kind in {id(kind): kind for kind in kinds}.values():
+            link = kind.size, kind.all_reduce
+            if link not in layers:
+                layers[link] = self._layer_seconds(*link, prompts, rows)
+            decoder, encoder = layers[link]
             around = self._around_seconds(kind, prompts, rows, prefills)
-            seconds[kind] = host + kind.layers * decoder + kind.encoder_layers * encoder + around
+            seconds.append((kind, host + kind.layers * decoder + kind.encoder_layers * encoder + around))
         return seconds
 
-    def _host_seconds(self, rows: float, prefills: float) -> float:
+    def _host_seconds_of(self, rows: float, prefills: float) -> float:
         """A pass with prefills pays their overhead over that of as many decode rows."""
         seconds = self.overhead.at(rows + prefills)
         if prefills:
@@ -153,12 +183,12 @@ class CostModel(PlacementTimings):
 
     def _layer_seconds(self, size: int, link: str, prompts: float, rows: float) -> tuple[float, float]:
         """Products and all-reduces of a decoder and of an encoder layer; the former has all where there is no other."""
-        rest, reduce = self.shards[size].rest, self.all_reduces.get((size, link))
+        rest, reduce = self.shards[size].rest, self._all_reduce_seconds.get((size, link))
 
         def seconds(phase: str, tokens: float, num_sums: int) -> float:
             if not tokens:
                 return 0.0
-            sums = num_sums * float(reduce(self.activation_bytes(tokens))) if reduce else 0.0
+            sums = num_sums * reduce(self._bytes_per_token * tokens) if reduce else 0.0
             return rest[phase].at(tokens) + sums
 
         if not self.spec.is_encoder_decoder:
@@ -173,9 +203,14 @@ class CostModel(PlacementTimings):
         if kind.first and self.control:
             seconds += self.control.at(rows + prefills)
         if kind.send:
-            seconds += float(self.sends[kind.send](self.activation_bytes(prompts + rows)))
+            seconds += self._send_seconds[kind.send](self._bytes_per_token * (prompts + rows))
         sampled = rows + prefills if self.first_token_from_prefill else rows
         return seconds + (shard.head.at(sampled) if kind.last and sampled else 0.0)
+
+
+def _of_one(curve: Callable[[Floats | float], Floats]) -> Callable[[float], float]:
+    """The same for one number, without numpy's overhead where it is a measured curve."""
+    return curve.one if isinstance(curve, Curve) else lambda x: float(curve(x))
 
 
 def _span(curve: Curve, start: int, end: int) -> float:

@@ -33,11 +33,28 @@ class Curve:
     def at(self, x: float) -> float:
         """The value at one number, without numpy's overhead."""
         xs, seconds = self._lists
-        i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+        i = bisect_right(xs, x)
+        if 0 < i < len(xs):
+            low = xs[i - 1]
+            return seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (x - low) / (xs[i] - low)
+        i = min(max(i, 1), len(xs) - 1)
         if x <= xs[0] or len(xs) == 1:
             return seconds[0]
         value = seconds[i - 1] + (seconds[i] - seconds[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
         return value if x <= xs[-1] else seconds[-1] + self.last_slope * (x - xs[-1])
+
+    def one(self, x: float) -> float:
+        """What a call gives for one number, to the last digit, without numpy's overhead."""
+        xs, seconds = self._lists_with_last_slope
+        i = bisect_right(xs, x)
+        if not 0 < i < len(xs):
+            return seconds[max(i - 1, 0)]
+        return (seconds[i] - seconds[i - 1]) / (xs[i] - xs[i - 1]) * (x - xs[i - 1]) + seconds[i - 1]
+
+    @cached_property
+    def _lists_with_last_slope(self) -> tuple[list[float], list[float]]:
+        x, seconds = self._with_last_slope
+        return x.tolist(), seconds.tolist()
 
     @cached_property
     def _with_last_slope(self) -> tuple[Floats, Floats]:

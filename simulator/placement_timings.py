@@ -56,7 +56,10 @@ class PlacementTimings:
         self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
         self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
         self.control = self.timings.control if multi_device else None
-        self.kinds = [self._kind(i) for i in range(len(self.placement))]
+        one_object: dict[StageKind, StageKind] = {}
+        kinds = (self._kind(i) for i in range(len(self.placement)))
+        self.kinds = [one_object.setdefault(kind, kind) for kind in kinds]
+        """Of each stage; equal ones are the same object."""
         self.all_reduces = {
             (k.size, k.all_reduce): self._all_reduce_curve(k.size, k.all_reduce) for k in self.kinds if k.all_reduce
         }

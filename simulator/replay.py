@@ -1,71 +1,37 @@
 """Replay: a schedule executed request by request on predicted times.
 
-The engine runs the same Scheduler and policy; only the clock differs: here it is the cost model. Where one stage does
-everything, repeated decode passes of one batch are timed and completed together, up to the next event.
+The engine runs the same Scheduler and policy; only the clock differs: here it is the cost model. Rows that decode
+together are counted together (`lockstep.py`). Where one stage does everything, repeated decode passes of one batch are
+timed and completed together, up to the next event.
 
 Not here: the time of a pass (`cost.py`), and which batch is next (`exeplan/scheduling`).
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
-from typing import NamedTuple, cast
+from itertools import accumulate, pairwise
+from typing import cast
 
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
-from exeplan.core.metrics import RequestRecord
+from exeplan.core.batch import BLOCK_SIZE, Batch
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.cost import CostModel
-
-
-class PassRecord(NamedTuple):
-    """One pass over the stages: seconds on the run's clock, rows and tokens."""
-
-    start: float
-    end: float
-    """When it has left its last stage."""
-    spans: tuple[tuple[int, float, float], ...]
-    """(stage, start, end), in the order of the stages."""
-    num_prefill: int
-    num_decode: int
-    num_new_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What happened: one record a request, in order of arrival, expired ones too, and one a pass."""
-
-    requests: tuple[RequestRecord, ...]
-    passes: tuple[PassRecord, ...]
-    peak_kv_tokens: int
-    num_preemptions: int
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Request(SequenceState):
-    arrival: float
-    patience: float | None = None
-    """Seconds from arrival to deadline."""
-    start: float | None = None
-    token_times: list[float]
-
-    def arrive(self, now: float) -> None:
-        self.arrival = now
-        self.deadline = None if self.patience is None else now + self.patience
+from exeplan.simulator.lockstep import LockstepScheduler, Row
+from exeplan.simulator.run import Run, RunLog
+from exeplan.workload.length_law import Ints
 
 
 def replay(
     schedule: Schedule,
     cost: CostModel,
     *,
-    input_tokens: np.ndarray,
-    output_tokens: np.ndarray,
+    input_tokens: Ints,
+    output_tokens: Ints,
     num_blocks: int,
     arrivals: Floats | None = None,
     concurrency: int | None = None,
@@ -73,116 +39,217 @@ def replay(
     deadlines: Floats | None = None,
     weights: Floats | None = None,
     seed: int = 0,
+    record_passes: bool = True,
 ) -> Run:
     """Runs the requests in order; all are there at time 0 unless `arrivals` (seconds, rising) says otherwise.
 
     `concurrency` makes a closed loop: that many clients, each of which sends its next request when it has an answer, or
     after an exponential pause of mean `think_seconds` drawn by `seed`. `deadlines` are seconds from a request's arrival
-    by which its prefill must start; `weights` enter the utility. Raises InputError when a request alone exceeds the KV
-    cache.
+    by which its prefill must start; `weights` enter the utility. Without `record_passes` the run is the same and has no
+    `passes`, which take most of its memory. Raises InputError when a request alone exceeds the KV cache.
     """
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
-    requests = _requests(input_tokens, output_tokens, arrivals, deadlines, weights)
-    scheduler = Scheduler(
+    pipelines = [_Pipeline(cost, phase, number) for number, phase in enumerate(_phases(cost))]
+    log = RunLog(
+        len(input_tokens),
+        tuple(p.stages for p in pipelines),
+        has_leads=cost.first_token_from_prefill,
+        record_passes=record_passes,
+    )
+    clients = None if concurrency is None else _Clients(concurrency, think_seconds, seed)
+    requests = _Requests(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    scheduler = LockstepScheduler(
         schedule,
         num_blocks,
+        make=requests.row,
+        log=log,
         num_prefill_stages=len(cost.prefill_stages),
         whole_prompts=cost.spec.is_encoder_decoder,
     )
-    # Decode stages come first: a request that they take frees a place for the next prefill.
-    pipelines = [_Pipeline(cost, phase) for phase in sorted({stage.phase for stage in cost.placement})]
-    pauses = _pauses(think_seconds, seed)
-    clients = None if concurrency is None else sorted(next(pauses) for _ in range(concurrency))
-    passes: list[PassRecord] = []
-    events: list[_Event] = []
-    now, arrived, peak_blocks = 0.0, 0, 0
-    while True:
-        while (coming := _next_arrival(requests, arrived, clients)) <= now:
-            requests[arrived].arrive(requests[arrived].arrival if clients is None else coming)
-            if clients is not None:
-                heappop(clients)
-            scheduler.add(requests[arrived])
-            arrived += 1
-        for expired in cast(list[_Request], scheduler.expire(now)):
-            expired.start = now
-            if clients is not None:
-                heappush(clients, now + next(pauses))
-        for pipeline in pipelines:
-            while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
-                records = pipeline.run(batch, now, coming, scheduler)
-                ends = [record.end for record in records]
-                heappush(events, _Event(ends[-1], len(passes), "done", batch, ends))
-                passes += records
-        peak_blocks = max(peak_blocks, num_blocks - scheduler.free_blocks)
-        upcoming = [coming, *(pipeline.free[0] for pipeline in pipelines if pipeline.free[0] > now)]
-        if not events and arrived == len(requests) and not scheduler.has_work:
-            break
-        now = min([events[0].time, *upcoming] if events else upcoming)
-        while events and events[0].time <= now:
-            _, number, what, batch, ends = heappop(events)
-            if what == "arrived":
-                scheduler.kv_arrived(batch)
-                continue
-            num_finished = _produce(batch, passes[number].start, ends, prefills=cost.first_token_from_prefill)
-            if clients is not None:
-                for _ in range(num_finished):
-                    heappush(clients, now + next(pauses))
-            scheduler.complete(batch)
-            if batch.phase == "prefill":
-                heappush(events, _Event(now + _kv_transfer_seconds(batch, cost), number, "arrived", batch, ends))
+    requests.check(scheduler)
+    peak_blocks = _run(scheduler, pipelines, requests, log)
     return Run(
-        requests=tuple(_record(r) for r in requests),
-        passes=tuple(passes),
+        requests=log.requests(
+            requests.inputs, requests.outputs, requests.arrivals, patience=deadlines, weights=weights
+        ),
+        passes=log.passes(),
+        num_passes=log.num_passes,
         peak_kv_tokens=peak_blocks * BLOCK_SIZE,
         num_preemptions=scheduler.num_preemptions,
     )
 
 
-class _Event(NamedTuple):
-    """A batch has left its last stage, or its keys and values have arrived."""
+def _run(scheduler: LockstepScheduler, pipelines: "list[_Pipeline]", requests: "_Requests", log: RunLog) -> int:
+    """From the first arrival to the last token. Returns the most KV blocks in use at once."""
+    cost, clients = pipelines[0].cost, requests.clients
+    least_free = scheduler.free_blocks
+    events: list[_Event] = []
+    now = 0.0
+    while True:
+        if requests.coming <= now:
+            scheduler.arrive(*requests.arrive(now))
+        if requests.expire and scheduler.has_deadlines:
+            for expired in cast(list[Row], scheduler.expire(now)):
+                log.starts[expired.index] = now
+                if clients is not None:
+                    clients.answered(now, 1)
+                    requests.wait()
+        for pipeline in pipelines:
+            while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
+                number = log.num_passes
+                start, ends = pipeline.run(batch, now, requests.coming, scheduler, log)
+                heappush(events, (ends[-1], number, batch, start, ends))
+        if scheduler.free_blocks < least_free:
+            least_free = scheduler.free_blocks
+        upcoming = requests.coming
+        for pipeline in pipelines:
+            if now < pipeline.free[0] < upcoming:
+                upcoming = pipeline.free[0]
+        if events:
+            now = min(events[0][0], upcoming)
+        elif requests.all_arrived and not scheduler.has_work:
+            return scheduler.num_blocks - least_free
+        else:
+            now = upcoming
+        while events and events[0][0] <= now:
+            _, number, batch, start, ends = heappop(events)
+            if not ends:
+                scheduler.kv_arrived(batch)
+                continue
+            num_finished = scheduler.advance(batch, start, ends, prefills=cost.first_token_from_prefill)
+            if clients is not None and num_finished:
+                clients.answered(now, num_finished)
+                requests.wait()
+            scheduler.complete(batch)
+            if batch.phase == "prefill":
+                heappush(events, (now + _kv_transfer_seconds(batch, cost), number, batch, start, []))
 
-    time: float
-    number: int
-    """Of its first pass."""
-    what: str
-    batch: Batch
-    ends: list[float]
-    """Of each of its passes."""
+
+_Event = tuple[float, int, Batch, float, list[float]]
+"""Its time, the number of the batch's first pass, the batch; the start of that pass, and the ends of all its passes, of
+which there are none where the event is that the batch's keys and values have arrived."""
 
 
 class _Pipeline:
     """Stages that a batch passes in order, each running one batch at a time."""
 
-    def __init__(self, cost: CostModel, phase: str) -> None:
-        self.cost, self.phase = cost, phase
-        self.stages = [number for number, stage in enumerate(cost.placement) if stage.phase == phase]
+    def __init__(self, cost: CostModel, phase: str, number: int) -> None:
+        self.cost, self.phase, self.number = cost, phase, number
+        self.stages = tuple(number for number, stage in enumerate(cost.placement) if stage.phase == phase)
         self.free = [0.0] * len(self.stages)
         """When each stage is free."""
 
-    def run(self, batch: Batch, now: float, coming: float, scheduler: Scheduler) -> list[PassRecord]:
-        """The batch's pass, or as many in a row as begin before the next request is `coming`, which may change it."""
+    def run(
+        self, batch: Batch, now: float, coming: float, scheduler: LockstepScheduler, log: RunLog
+    ) -> tuple[float, list[float]]:
+        """The batch's pass, or as many in a row as begin before the next request is `coming`, which may change it.
+
+        Returns when the first begins, and the ends of all.
+        """
+        context = scheduler.context_tokens(batch)
+        sizes = (len(batch.prefill), len(batch.decode), batch.num_new_tokens) if log.record_passes else (0, 0, 0)
         count = scheduler.num_repeats(batch) if self.cost.times_repeats else 1
         if count > 1:
-            times = now + np.concatenate([[0.0], np.cumsum(self.cost.repeated_seconds(batch, count))])
-            count = min(int(np.searchsorted(times[1:], coming)) + 1, count)
-            scheduler.repeat(batch, count)
-            spans = [((0, start, end),) for start, end in pairwise(times[: count + 1].tolist())]
-            self.free[0] = spans[-1][0][2]
-            return [_pass_record(batch, span) for span in spans]
-        single, ready, free = [], now, self.free
-        for number, seconds in enumerate(self.cost.stage_seconds(batch)):
+            growth = scheduler.lanes[batch.group].num_advancing
+            seconds = self.cost.repeated_seconds(batch, context, growth, count)
+            rising = list(accumulate(seconds, initial=now))
+            del rising[max(bisect_left(rising, min(coming, scheduler.next_expiry), 1) + 1, 2) :]
+            scheduler.repeat(batch, len(rising) - 1)
+            for span in pairwise(rising):
+                log.passed(self.number, span, sizes)
+            self.free[0] = rising[-1]
+            return now, rising[1:]
+        ready, free = now, self.free
+        spans: list[float] = []
+        for number, taken in enumerate(self.cost.stage_seconds(batch, context)):
             start = free[number] if free[number] > ready else ready
-            ready = free[number] = start + seconds
-            single.append((self.stages[number], start, ready))
-        return [_pass_record(batch, tuple(single))]
+            ready = free[number] = start + taken
+            spans += start, ready
+        log.passed(self.number, spans, sizes)
+        return spans[0], [ready]
 
 
-def _next_arrival(requests: list[_Request], arrived: int, clients: list[float] | None) -> float:
-    """Seconds; infinity where no request arrives before another finishes."""
-    if arrived == len(requests) or clients == []:
-        return math.inf
-    return requests[arrived].arrival if clients is None else max(requests[arrived].arrival, clients[0])
+class _Clients:
+    """Of a closed loop: when each that has its answer sends the next request."""
+
+    def __init__(self, concurrency: int, think_seconds: float, seed: int) -> None:
+        self._pauses = _pauses(think_seconds, seed)
+        self.times = sorted(next(self._pauses) for _ in range(concurrency))
+
+    def answered(self, now: float, count: int) -> None:
+        """That many have an answer."""
+        for _ in range(count):
+            heappush(self.times, now + next(self._pauses))
+
+
+class _Requests:
+    """All requests, as arrays, and when the next one comes."""
+
+    def __init__(
+        self,
+        inputs: Ints,
+        outputs: Ints,
+        arrivals: Floats | None,
+        deadlines: Floats | None,
+        weights: Floats | None,
+        clients: _Clients | None,
+    ) -> None:
+        self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
+        self.arrivals = np.zeros(len(inputs)) if arrivals is None else np.array(arrivals, dtype=float)
+        # One out of order waits for those before it.
+        self._rising = self.arrivals if arrivals is None else np.maximum.accumulate(self.arrivals)
+        self._deadlines, self._weights, self.clients = deadlines, weights, clients
+        self.expire = deadlines is not None
+        self._num_arrived = 0
+        self.coming = math.inf
+        """Seconds; infinity where no request arrives before another finishes."""
+        self.wait()
+
+    @property
+    def all_arrived(self) -> bool:
+        return self._num_arrived == len(self.inputs)
+
+    def wait(self) -> None:
+        """Sets when the next one comes."""
+        if self.all_arrived or (self.clients is not None and not self.clients.times):
+            self.coming = math.inf
+            return
+        self.coming = float(self._rising[self._num_arrived])
+        if self.clients is not None:
+            self.coming = max(float(self.arrivals[self._num_arrived]), self.clients.times[0])
+
+    def arrive(self, now: float) -> tuple[int, float]:
+        """Takes those that have come by now. Returns how many have in all, and the first deadline of the new ones."""
+        first = self._num_arrived
+        if self.clients is None:
+            self._num_arrived = int(np.searchsorted(self._rising, now, side="right"))
+            self.wait()
+        while self.clients is not None and self.coming <= now:
+            self.arrivals[self._num_arrived] = self.coming
+            heappop(self.clients.times)
+            self._num_arrived += 1
+            self.wait()
+        if self._deadlines is None:
+            return self._num_arrived, math.inf
+        new = slice(first, self._num_arrived)
+        return self._num_arrived, float(np.min(self.arrivals[new] + self._deadlines[new]))
+
+    def row(self, number: int) -> Row:
+        due = None if self._deadlines is None else float(self.arrivals[number] + self._deadlines[number])
+        weight = 1.0 if self._weights is None else float(self._weights[number])
+        return Row(number, int(self.inputs[number]), int(self.outputs[number]), due, weight)
+
+    def check(self, scheduler: LockstepScheduler) -> None:
+        """Raises InputError for the first that exceeds the KV cache alone."""
+        too_long = np.flatnonzero(self.inputs + self.outputs > scheduler.num_blocks * BLOCK_SIZE)
+        if len(too_long):
+            scheduler.check(self.row(int(too_long[0])))
+
+
+def _phases(cost: CostModel) -> list[str]:
+    """Decode stages come first: a request that they take frees a place for the next prefill."""
+    return sorted({stage.phase for stage in cost.placement})
 
 
 def _pauses(think_seconds: float, seed: int) -> Iterator[float]:
@@ -192,76 +259,7 @@ def _pauses(think_seconds: float, seed: int) -> Iterator[float]:
         yield float(rng.exponential(think_seconds))
 
 
-def _requests(
-    inputs: np.ndarray,
-    outputs: np.ndarray,
-    arrivals: Floats | None,
-    deadlines: Floats | None,
-    weights: Floats | None,
-) -> list[_Request]:
-    times = np.zeros(len(inputs)) if arrivals is None else arrivals
-    patience = [None] * len(inputs) if deadlines is None else deadlines.tolist()
-    worth = np.ones(len(inputs)) if weights is None else weights
-    return [
-        _Request(
-            request_id=str(index),
-            num_prompt_tokens=int(prompt),
-            max_output_tokens=int(output),
-            weight=float(weight),
-            arrival=float(time),
-            patience=patient,
-            token_times=[],
-        )
-        for index, (prompt, output, time, patient, weight) in enumerate(
-            zip(inputs, outputs, times, patience, worth, strict=True)
-        )
-    ]
-
-
-def _produce(batch: Batch, start: float, ends: list[float], *, prefills: bool) -> int:
-    """Every row but finished ones, which are only kept, yields a token at the end of each pass.
-
-    A prefill yields one only if `prefills`, at its last chunk. Returns the number of requests that finished.
-    """
-    num_finished = 0
-    for row in cast(tuple[_Request, ...], batch.prefill):
-        if row.start is None:
-            row.start = start
-    producing = batch.whole_prefills + batch.decode if prefills else batch.decode
-    for row in cast(tuple[_Request, ...], producing):
-        if row.finished:
-            continue
-        row.num_output_tokens += len(ends)
-        row.token_times += ends
-        row.finished = row.num_output_tokens >= row.max_output_tokens
-        num_finished += row.finished
-    return num_finished
-
-
 def _kv_transfer_seconds(batch: Batch, cost: CostModel) -> float:
     """Of the rows that continue to decode; the token that the prefill yielded is in no cache yet."""
     going_on = [row.num_tokens - cost.first_token_from_prefill for row in batch.prefill if not row.finished]
     return cost.kv_transfer_seconds(sum(going_on)) if going_on else 0.0
-
-
-def _pass_record(batch: Batch, spans: tuple[tuple[int, float, float], ...]) -> PassRecord:
-    return PassRecord(
-        start=spans[0][1],
-        end=spans[-1][2],
-        spans=spans,
-        num_prefill=len(batch.prefill),
-        num_decode=len(batch.decode),
-        num_new_tokens=batch.num_new_tokens,
-    )
-
-
-def _record(request: _Request) -> RequestRecord:
-    assert request.start is not None
-    return RequestRecord(
-        input_tokens=request.num_prompt_tokens,
-        arrival=request.arrival,
-        start=request.start,
-        token_times=tuple(request.token_times),
-        deadline=request.deadline,
-        weight=request.weight,
-    )

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from exeplan.errors import InputError
 from exeplan.figures import SUFFIXES, check_picture, new_figure, save_figure
 from exeplan.files import write_text
-from exeplan.simulator.replay import PassRecord, Run
+from exeplan.simulator.run import PassRecord, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,11 +68,15 @@ def trace_events(run: Run) -> list[dict[str, Any]]:
             for stage, start, end in record.spans
         ]
         events.append({"name": "rows", "ph": "C", "pid": 0, "ts": record.start * 1e6, "args": rows})
-    for index, request in enumerate(run.requests):
+    requests = run.requests
+    ends = np.where(requests.answered, requests.last_tokens, requests.starts)
+    sizes = zip(requests.input_tokens.tolist(), requests.output_tokens.tolist(), strict=True)
+    for index, ((given, answered), start, end) in enumerate(
+        zip(sizes, requests.starts.tolist(), ends.tolist(), strict=True)
+    ):
         common = {"cat": "request", "id": index, "pid": 0, "name": f"request {index}"}
-        args = {"input_tokens": request.input_tokens, "output_tokens": request.output_tokens}
-        events.append({**common, "ph": "b", "ts": request.start * 1e6, "args": args})
-        end = request.start if request.expired else request.token_times[-1]
+        args = {"input_tokens": given, "output_tokens": answered}
+        events.append({**common, "ph": "b", "ts": start * 1e6, "args": args})
         events.append({**common, "ph": "e", "ts": end * 1e6})
     return events
 
@@ -126,7 +132,8 @@ def _draw_requests(run: Run, axes: "Axes") -> None:
 
 def _shown(run: Run) -> list[PassRecord]:
     begin, end = _middle(run.passes)
-    return [record for record in run.passes if record.start < end and record.end > begin]
+    shown = np.flatnonzero((run.passes.starts < end) & (run.passes.ends > begin))
+    return [run.passes[number] for number in shown.tolist()]
 
 
 def _middle(passes: Sequence[PassRecord]) -> tuple[float, float]:

@@ -20,7 +20,8 @@ from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.planner.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 

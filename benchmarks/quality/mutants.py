@@ -227,6 +227,7 @@ COST = "tests/simulator/test_cost.py"
 PASSES = "tests/simulator/test_pass_oracle.py"
 REPLAY = "tests/simulator/test_replay.py"
 REPLAY_ORACLE = "tests/simulator/test_replay_against_oracle.py"
+STEPWISE = "tests/simulator/test_replay_against_stepwise.py"
 DAS_ORACLE = "tests/core/test_das_oracle.py"
 SEARCH = "tests/search/test_search.py"
 POLICIES = "tests/policies/test_policies.py"
@@ -253,8 +254,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/cost.py",
-        "self.activation_bytes(prompts + rows)))",
-        "self.activation_bytes(rows)))",
+        "self._bytes_per_token * (prompts + rows)",
+        "self._bytes_per_token * rows",
         "a pipeline sends no prompt tokens",
         (COMMUNICATION,),
     ),
@@ -325,8 +326,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/replay.py",
-        "int(np.searchsorted(times[1:], coming)) + 1",
-        "int(np.searchsorted(times[1:], coming)) + 2",
+        "scheduler.next_expiry), 1) + 1, 2)",
+        "scheduler.next_expiry), 1) + 2, 2)",
         "a pass booked ahead begins after an arrival that would join it",
         ("tests/simulator/test_closed_loop.py",),
     ),
@@ -346,8 +347,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/core/metrics.py",
-        "/ (r.output_tokens - 1) for r",
-        "/ r.output_tokens for r",
+        "/ (requests.output_tokens[long] - 1)",
+        "/ requests.output_tokens[long]",
         "tpot over all tokens instead of the later ones",
         ("tests/core/test_metrics.py",),
     ),
@@ -524,11 +525,11 @@ MUTANTS = (
         ("tests/policies/test_concat.py",),
     ),
     Mutant(
-        "exeplan/scheduling/scheduler.py",
-        "and self._growth(batch, left) <= self.free_blocks",
-        "",
+        "simulator/lockstep.py",
+        "left == 1 or lane.growth(left - 1) <= self.free_blocks",
+        "True",
         "passes are booked ahead beyond the free blocks",
-        (REPLAY,),
+        (STEPWISE,),
     ),
     Mutant(
         "exeplan/core/batch.py",

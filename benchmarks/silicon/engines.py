@@ -24,7 +24,8 @@ from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_e
 from exeplan.profiler.importing import import_profile
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_capacity_tokens
-from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 from exeplan.workload.laws import fixed
 
 ENGINES = ("trtllm", "vllm", "sglang")
@@ -86,8 +87,8 @@ def has_tables(data: Path, row: Row) -> bool:
 def predict(data: Path, row: Row, setting: Setting) -> Prediction:
     """Means over all requests of a replay."""
     run = _replayed(data, row, setting, _REQUESTS)
-    first = [r.token_times[0] - r.arrival for r in run.requests]
-    rest = [r.token_times[-1] - r.token_times[0] for r in run.requests]
+    first = run.requests.first_tokens - run.requests.arrivals
+    rest = run.requests.last_tokens - run.requests.first_tokens
     return Prediction(float(np.mean(first)), float(np.mean(rest)) / max(row.output_tokens - 1, 1))
 
 
@@ -126,7 +127,7 @@ class PassCosts:
 def pass_costs(data: Path, row: Row, setting: Setting) -> PassCosts:
     """Of a replay of the row; a pass's context is taken for the mean one of its rows."""
     run = _replayed(data, row, setting, _FEW_REQUESTS)
-    sizes = np.array([(p.num_prefill, p.num_decode, p.num_new_tokens) for p in run.passes])
+    sizes = np.stack([run.passes.num_prefill, run.passes.num_decode, run.passes.num_new_tokens], axis=1)
     found, kind = np.unique(sizes, axis=0, return_inverse=True)
     prefill, decode, tokens = found.T.astype(float)
     kinds = Cycle(
@@ -145,10 +146,8 @@ def pass_costs(data: Path, row: Row, setting: Setting) -> PassCosts:
 def _weights(row: Row, run: Run) -> tuple[Floats, Floats]:
     """Of each pass: the requests that get a token but the first from it, and those that wait for their first, as shares
     of the mean."""
-    ends = np.array([p.end for p in run.passes])
-    starts = np.array([p.start for p in run.passes])
-    first, last = (np.searchsorted(ends, [r.token_times[i] for r in run.requests]) for i in (0, -1))
-    arrivals = np.array([r.arrival for r in run.requests])
+    starts, ends, arrivals = run.passes.starts, run.passes.ends, run.requests.arrivals
+    first, last = (np.searchsorted(ends, times) for times in (run.requests.first_tokens, run.requests.last_tokens))
     came = np.searchsorted(ends, arrivals, side="right")
     generating = np.cumsum(
         np.bincount(first + 1, minlength=len(ends) + 1) - np.bincount(last + 1, minlength=len(ends) + 1)

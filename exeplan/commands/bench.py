@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from exeplan.core.plan import Plan
     from exeplan.core.schedule import Estimate
     from exeplan.runner.load import EngineRun, Load
-    from exeplan.simulator.replay import Run
+    from exeplan.simulator.run import Run
     from exeplan.workload.workload import Workload
 
 POSITION = 80

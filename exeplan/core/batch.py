@@ -149,6 +149,8 @@ class Batch:
     @property
     def num_new_tokens(self) -> int:
         """Rows of the flat matrix products, padding included."""
+        if not self.prefill:
+            return len(self.decode)
         return sum(end - start for start, end in self.spans) + len(self.decode)
 
 

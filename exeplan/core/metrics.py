@@ -26,7 +26,8 @@ is that of the arrivals but for the first tenth of them, while the engine fills 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,9 @@ from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
 from exeplan.core.request_times import RequestTimes
 from exeplan.core.schedule import Estimate
+from exeplan.core.token_times import TokenTimes
 from exeplan.workload.deadlines import EXPIRED
+from exeplan.workload.length_law import Ints
 
 _SAME_START = 5e-3
 _LEAST_INSIDE = 0.2
@@ -70,6 +73,87 @@ class RequestRecord:
         return not self.expired and (self.deadline is None or self.token_times[-1] <= self.deadline)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Requests(Sequence[RequestRecord]):
+    """The requests of a run as arrays, one entry each, and as a sequence of records that are made when asked for."""
+
+    input_tokens: Ints
+    output_tokens: Ints
+    """0 for a request that expired."""
+    arrivals: Floats
+    starts: Floats
+    first_tokens: Floats
+    """NaN for a request that expired; likewise the last token."""
+    last_tokens: Floats
+    deadlines: Floats | None
+    """NaN for a request without; None where no request has one."""
+    weights: Floats | None
+    """None where every request's is 1."""
+    times: TokenTimes
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord]) -> "Requests":
+        """These records, or themselves where they are arrays already."""
+        if isinstance(records, Requests):
+            return records
+        due = [math.nan if r.deadline is None else r.deadline for r in records]
+        return cls(
+            input_tokens=np.array([r.input_tokens for r in records]),
+            output_tokens=np.array([r.output_tokens for r in records]),
+            arrivals=np.array([r.arrival for r in records]),
+            starts=np.array([r.start for r in records]),
+            first_tokens=np.array([math.nan if r.expired else r.token_times[0] for r in records]),
+            last_tokens=np.array([math.nan if r.expired else r.token_times[-1] for r in records]),
+            deadlines=None if np.isnan(due).all() else np.array(due),
+            weights=np.array([r.weight for r in records]),
+            times=TokenTimes.of_lists([r.token_times for r in records]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, number: int) -> RequestRecord: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[RequestRecord]: ...
+    def __getitem__(self, number: int | slice) -> RequestRecord | Sequence[RequestRecord]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        i = range(len(self))[number]
+        due = math.nan if self.deadlines is None else float(self.deadlines[i])
+        return RequestRecord(
+            input_tokens=int(self.input_tokens[i]),
+            arrival=float(self.arrivals[i]),
+            start=float(self.starts[i]),
+            token_times=tuple(self.times.of(i).tolist()),
+            deadline=None if math.isnan(due) else due,
+            weight=1.0 if self.weights is None else float(self.weights[i]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Requests) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Requests({len(self)})"
+
+    @property
+    def answered(self) -> NDArray[np.bool_]:
+        """Those that did not expire."""
+        return self.output_tokens > 0
+
+    @property
+    def patience(self) -> Floats:
+        """Seconds from arrival to deadline; NaN where there is none."""
+        return np.full(len(self), math.nan) if self.deadlines is None else self.deadlines - self.arrivals
+
+    @property
+    def in_time(self) -> NDArray[np.bool_]:
+        """Whose whole answer was there by the deadline."""
+        return self.answered if self.deadlines is None else self.answered & ~(self.last_tokens > self.deadlines)
+
+
 def summarize(
     records: Sequence[RequestRecord],
     *,
@@ -84,85 +168,90 @@ def summarize(
     """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window;
     `waiting` that they came at their own times and the wait counts. `bounds` are those that its percentiles, attainment
     and goodput are of; the first one replaces `bound_metric`."""
-    all_records, bound_metric = records, bounds[0].metric if bounds else bound_metric
-    records = [r for r in all_records if not r.expired]
-    if not records:
-        return _nothing(all_records, bound_metric, bounds, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
-    if waiting:
-        records = [replace(r, start=r.arrival) for r in records]
-    opens, closes = _arrival_window(records) if waiting else window(records, backlog)
-    inside = [r for r in records if opens <= r.start < closes] or records
-    e2e = np.array([r.token_times[-1] - r.start for r in inside])
+    requests, bound_metric = Requests.of(records), bounds[0].metric if bounds else bound_metric
+    answered = requests.answered
+    if not answered.any():
+        return _nothing(requests, bound_metric, bounds, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
+    begins = requests.arrivals if waiting else requests.starts
+    opens, closes = _arrival_window(requests) if waiting else window(requests, backlog)
+    inside = answered & (begins >= opens) & (begins < closes)
+    inside = inside if inside.any() else answered
+    e2e = (requests.last_tokens - begins)[inside]
     share = share_of_requests(bound_metric)
-    rate = _token_rate(records, opens, closes)
-    came = [r for r in all_records if opens <= r.arrival < closes] if waiting else list(all_records)
+    rate = requests.times.num_within(opens, closes) / (closes - opens)
+    arrivals = requests.arrivals
+    came = (opens <= arrivals) & (arrivals < closes) if waiting else np.ones(len(requests), dtype=bool)
     latency: float | None
     if is_deadline(bound_metric) and share is not None:
-        latency = _deadline_latency(came, share)
+        latency = _deadline_latency(requests, came, share)
     elif share is None:
-        latency = _length_latency(records, p99_output, opens, math.inf if waiting else closes)
+        latency = _length_latency(requests, begins, p99_output, opens, math.inf if waiting else closes)
     else:
         latency = float(np.quantile(e2e, share))
-    times, throughput = request_times(inside, p99_output), float(rate / np.mean([r.output_tokens for r in records]))
+    throughput = float(rate / np.mean(requests.output_tokens[answered]))
+    times = request_times(requests, p99_output, begins=begins, some=inside)
     kept = times.attainment(bounds)
     return Estimate(
         throughput=throughput,
         token_throughput=rate,
-        ttft=float(np.mean([r.token_times[0] - r.start for r in inside])),
-        tpot=_tpot(inside),
+        ttft=float(np.mean((requests.first_tokens - begins)[inside])),
+        tpot=_tpot(requests, inside),
         latency=latency,
         latency_p50=float(np.quantile(e2e, 0.5)),
         latency_p99=float(np.quantile(e2e, 0.99)),
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
-        deadline_share=_deadline_share(came),
-        utility=_utility(came, closes - opens),
-        attainment=None if kept is None else kept * _served_share(came),
+        deadline_share=_deadline_share(requests, came),
+        utility=_utility(requests, came, closes - opens),
+        attainment=None if kept is None else kept * _served_share(requests, came),
         goodput=None if kept is None else kept * throughput,
         percentiles=times.percentiles(bounds),
     )
 
 
-def request_times(records: Sequence[RequestRecord], p99_output: int) -> RequestTimes:
-    """The times of requests that did not expire, from their start; those of deadlines count from the arrival."""
-    later = np.array([r.output_tokens - 1 for r in records])
-    planned = np.minimum(later, p99_output - 1).tolist()
-    rows = [
-        (r.start, r.arrival, r.token_times[0], r.token_times[-1], r.token_times[number])
-        for r, number in zip(records, planned, strict=True)
-    ]
-    starts, arrivals, firsts, lasts, until = np.array(rows).T
-    due = None
-    if all(r.deadline is not None for r in records):
-        patience = np.array([r.deadline for r in records], float) - arrivals
-        due = (lasts - arrivals) / patience * patience.mean()
+def request_times(
+    records: Sequence[RequestRecord],
+    p99_output: int,
+    *,
+    begins: Floats | None = None,
+    some: NDArray[np.bool_] | None = None,
+) -> RequestTimes:
+    """The times of requests that did not expire, or of `some` of those, from their start, or from `begins`; times of
+    deadlines count from the arrival."""
+    requests = Requests.of(records)
+    some = requests.answered if some is None else some
+    starts, arrivals = (requests.starts if begins is None else begins)[some], requests.arrivals[some]
+    firsts, lasts, later = requests.first_tokens[some], requests.last_tokens[some], requests.output_tokens[some] - 1
+    until = requests.times.nth(np.minimum(requests.output_tokens, p99_output))[some]
+    patience = requests.patience[some]
     return RequestTimes(
         ttft=firsts - starts,
         tpot=np.where(later > 0, (lasts - firsts) / np.maximum(later, 1), 0.0),
         latency=lasts - starts,
         length=until - starts,
-        due=due,
+        due=None if np.isnan(patience).any() else (lasts - arrivals) / patience * patience.mean(),
         single=later == 0,
     )
 
 
-def _served_share(records: Sequence[RequestRecord]) -> float:
-    """The share that did not expire; 1 of no requests."""
-    return sum(not r.expired for r in records) / len(records) if records else 1.0
+def _served_share(requests: Requests, some: NDArray[np.bool_]) -> float:
+    """The share of these that did not expire; 1 of no requests."""
+    return float(requests.answered[some].mean()) if some.any() else 1.0
 
 
 def _nothing(
-    records: Sequence[RequestRecord], metric: str, bounds: Sequence[Bound], *, kv_tokens: float, memory_bytes: float
+    requests: Requests, metric: str, bounds: Sequence[Bound], *, kv_tokens: float, memory_bytes: float
 ) -> Estimate:
     """The Estimate of a run in which every request expired."""
     share = share_of_requests(metric)
     kept = 0.0 if targets_of(bounds) else None
+    all_of_them = np.ones(len(requests), dtype=bool)
     return Estimate(
         throughput=0.0,
         token_throughput=0.0,
         ttft=0.0,
         tpot=0.0,
-        latency=_deadline_latency(records, share) if share is not None and is_deadline(metric) else None,
+        latency=_deadline_latency(requests, all_of_them, share) if share is not None and is_deadline(metric) else None,
         latency_p50=0.0,
         latency_p99=0.0,
         kv_tokens=kv_tokens,
@@ -174,24 +263,26 @@ def _nothing(
     )
 
 
-def _deadline_latency(records: Sequence[RequestRecord], share: float) -> float | None:
+def _deadline_latency(requests: Requests, some: NDArray[np.bool_], share: float) -> float | None:
     """The share of its own deadline that such a share of the requests does not exceed, times the mean one."""
-    due = [(r.deadline - r.arrival, r) for r in records if r.deadline is not None]
-    if not due:
+    patience = requests.patience
+    due = some & ~np.isnan(patience)
+    if not due.any():
         return None
-    shares = [EXPIRED if r.expired else (r.token_times[-1] - r.arrival) / patience for patience, r in due]
-    return float(np.quantile(shares, share, method="inverted_cdf") * np.mean([patience for patience, _ in due]))
+    shares = np.where(requests.answered, (requests.last_tokens - requests.arrivals) / patience, EXPIRED)[due]
+    return float(np.quantile(shares, share, method="inverted_cdf") * np.mean(patience[due]))
 
 
-def _deadline_share(records: Sequence[RequestRecord]) -> float | None:
-    due = [r.in_time for r in records if r.deadline is not None]
-    return float(np.mean(due)) if due else None
+def _deadline_share(requests: Requests, some: NDArray[np.bool_]) -> float | None:
+    due = some & ~np.isnan(requests.patience)
+    return float(np.mean(requests.in_time[due])) if due.any() else None
 
 
-def _utility(records: Sequence[RequestRecord], seconds: float) -> float | None:
-    if all(r.deadline is None for r in records):
+def _utility(requests: Requests, some: NDArray[np.bool_], seconds: float) -> float | None:
+    if np.isnan(requests.patience[some]).all():
         return None
-    return sum(r.weight / r.input_tokens for r in records if r.in_time) / seconds
+    worth = (1.0 if requests.weights is None else requests.weights) / requests.input_tokens
+    return sum(worth[some & requests.in_time].tolist()) / seconds
 
 
 def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, float]:
@@ -199,52 +290,54 @@ def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, floa
 
     The whole run too where the window would hold little of it, as when all requests are admitted at once.
     """
-    times = np.sort(np.concatenate([r.token_times for r in records]))
-    whole = min(r.arrival for r in records), float(times[-1])
-    starts, batch = _batches(np.array([r.start for r in records]))
+    requests = Requests.of(records)
+    answered, times = requests.answered, requests.times
+    whole = float(requests.arrivals[answered].min()), float(np.nanmax(requests.last_tokens))
+    starts, batch = _batches(requests.starts[answered])
     if not backlog or len(starts) <= 2:
         return whole
     gone = np.zeros(len(starts))
-    np.maximum.at(gone, batch, [r.token_times[-1] for r in records])
+    np.maximum.at(gone, batch, requests.last_tokens[answered])
     if (gone[:-1] <= starts[1:] + _SAME_START).all():  # Batches do not overlap: every start is as good as any other.
         return float(starts[0]), float(starts[-1])
-    warm = min(gone[0], times[len(times) // 4])
+    num_tokens = int(requests.output_tokens.sum())
+    warm = min(gone[0], times.in_order(num_tokens // 4))
     opens, closes = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)], starts[-1]
-    inside = np.count_nonzero((times > opens) & (times <= closes))
-    return (float(opens), float(closes)) if inside >= _LEAST_INSIDE * len(times) else whole
+    inside = times.num_within(opens, closes)
+    return (float(opens), float(closes)) if inside >= _LEAST_INSIDE * num_tokens else whole
 
 
-def _arrival_window(records: Sequence[RequestRecord]) -> tuple[float, float]:
-    arrivals = np.sort([r.arrival for r in records])
+def _arrival_window(requests: Requests) -> tuple[float, float]:
+    arrivals = np.sort(requests.arrivals[requests.answered])
     opens, closes = float(arrivals[int(_FILLING_UP * len(arrivals))]), float(arrivals[-1])
-    return (opens, closes) if closes > opens else (opens, max(r.token_times[-1] for r in records))
+    return (opens, closes) if closes > opens else (opens, float(np.nanmax(requests.last_tokens)))
 
 
 def _batches(starts: Floats) -> tuple[Floats, NDArray[np.int64]]:
     """When each batch of requests started, and which batch each request is in: those that start together to within the
     few milliseconds by which a client at the other end of a connection sees them apart."""
     order = np.argsort(starts, kind="stable")
-    firsts: list[float] = []
+    rising = starts[order]
+    firsts = [0] if len(starts) else []
+    while firsts and (after := int(np.searchsorted(rising, rising[firsts[-1]] + _SAME_START, side="right"))) < len(
+        rising
+    ):
+        firsts.append(after)
     batch = np.zeros(len(starts), dtype=np.int64)
-    for index in order:
-        if not firsts or starts[index] > firsts[-1] + _SAME_START:
-            firsts.append(float(starts[index]))
-        batch[index] = len(firsts) - 1
-    return np.array(firsts), batch
+    batch[order] = np.searchsorted(firsts, np.arange(len(starts)), side="right") - 1
+    return rising[firsts], batch
 
 
-def _token_rate(records: Sequence[RequestRecord], opens: float, closes: float) -> float:
-    """Output tokens a second."""
-    times = np.concatenate([r.token_times for r in records])
-    return float(np.count_nonzero((times > opens) & (times <= closes)) / (closes - opens))
+def _tpot(requests: Requests, some: NDArray[np.bool_]) -> float:
+    long = some & (requests.output_tokens > 1)
+    gaps = (requests.last_tokens - requests.first_tokens)[long] / (requests.output_tokens[long] - 1)
+    return float(np.mean(gaps)) if len(gaps) else 0.0
 
 
-def _tpot(records: Sequence[RequestRecord]) -> float:
-    gaps = [(r.token_times[-1] - r.token_times[0]) / (r.output_tokens - 1) for r in records if r.output_tokens > 1]
-    return float(np.mean(gaps)) if gaps else 0.0
-
-
-def _length_latency(records: Sequence[RequestRecord], length: int, opens: float, closes: float) -> float | None:
-    reached = [r for r in records if r.output_tokens >= length]
-    inside = [r for r in reached if r.start >= opens and r.token_times[length - 1] <= closes] or reached
-    return float(np.mean([r.token_times[length - 1] - r.start for r in inside])) if inside else None
+def _length_latency(requests: Requests, begins: Floats, length: int, opens: float, closes: float) -> float | None:
+    reached = requests.output_tokens >= length
+    if not reached.any():
+        return None
+    then = requests.times.nth(length)
+    inside = reached & (begins >= opens) & (then <= closes)
+    return float(np.mean((then - begins)[inside if inside.any() else reached]))

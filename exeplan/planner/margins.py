@@ -53,7 +53,9 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: i
     predicted = values_of(problem.bounds, problem.estimate(schedule))
     # A trace is replayed at its own times: other seeds give the same run.
     seeds = 1 if problem.arrivals and problem.arrivals.of_trace else _SEEDS
-    runs = [replay_estimate(problem, schedule, seed=seed + 1 + number)[1] for number in range(seeds)]
+    runs = [
+        replay_estimate(problem, schedule, seed=seed + 1 + number, record_passes=False)[1] for number in range(seeds)
+    ]
     replayed = [values_of(problem.bounds, run) for run in runs]
     values, laws = [], []
     for number, bound in enumerate(problem.bounds):

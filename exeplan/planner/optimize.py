@@ -39,7 +39,7 @@ from exeplan.planner.search_space import pareto
 from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
-from exeplan.simulator.replay import Run
+from exeplan.simulator.run import Run
 from exeplan.units import show_bytes
 
 _RETRIES = 8

@@ -20,8 +20,9 @@ from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
-from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.replay import replay
 from exeplan.simulator.request_times import times_under_backlog, with_bounds
+from exeplan.simulator.run import Run
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
 from exeplan.workload.workload import Workload
@@ -339,9 +340,16 @@ def check_placement_memory(problem: Problem) -> None:
 
 
 def replay_estimate(
-    problem: Problem, schedule: Schedule, *, seed: int, num_requests: int | None = None, kv_tokens: int | None = None
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    seed: int,
+    num_requests: int | None = None,
+    kv_tokens: int | None = None,
+    record_passes: bool = True,
 ) -> tuple[Run, Estimate]:
-    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache.
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
+    and without `record_passes` the run has no passes.
 
     With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
     """
@@ -370,6 +378,7 @@ def replay_estimate(
         num_blocks=num_blocks,
         arrivals=arrivals,
         deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
+        record_passes=record_passes,
     )
     return run, summarize(
         run.requests,

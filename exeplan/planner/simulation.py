@@ -17,7 +17,7 @@ from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
 from exeplan.planner.tables import html, html_table, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
-from exeplan.simulator.replay import Run
+from exeplan.simulator.run import Run
 from exeplan.simulator.timeline import draw_stages, write_timeline
 
 if TYPE_CHECKING:
@@ -89,17 +89,19 @@ class Simulation:
 
     def requests(self) -> Any:
         """A pandas DataFrame with one row a request of the replay; seconds from the start of the run."""
-        rows = [
-            {
-                "input_tokens": request.input_tokens,
-                "output_tokens": request.output_tokens,
-                "arrival": request.arrival,
-                "start": request.start,
-                "first_token": request.token_times[0] if request.token_times else None,
-                "end": request.token_times[-1] if request.token_times else None,
-            }
-            for request in self.run.requests
-        ]
+        requests = self.run.requests
+        columns = (
+            requests.input_tokens,
+            requests.output_tokens,
+            requests.arrivals,
+            requests.starts,
+            requests.first_tokens,
+            requests.last_tokens,
+        )
+        rows = []
+        for given, answered, arrival, start, first, end in zip(*(each.tolist() for each in columns), strict=True):
+            times = {"first_token": first if answered else None, "end": end if answered else None}
+            rows.append({"input_tokens": given, "output_tokens": answered, "arrival": arrival, "start": start, **times})
         return frame(rows)
 
     @property
@@ -108,7 +110,7 @@ class Simulation:
 
     @property
     def _headline(self) -> str:
-        requests, passes = len(self.run.requests), len(self.run.passes)
+        requests, passes = len(self.run.requests), self.run.num_passes
         return f"{self.plan.schedule} on {self.problem.workload.name}, {requests} requests, {passes} passes"
 
     @property

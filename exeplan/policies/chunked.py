@@ -11,6 +11,7 @@ tokens do, and every pass is full; a group completes `completed` prompts a pass.
 as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -242,8 +243,9 @@ def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -
 
 def _pass_of(schedule: Schedule, queue: Queue, number: int) -> Batch | None:
     running = queue.groups[number]
-    begun = tuple(row for row in running if row.num_computed_tokens)  # The one that was cut.
-    decode = tuple(row for row in running if not row.num_computed_tokens)
+    # Only the youngest may have been cut: others are admitted after it in a pass that completes it.
+    begun = tuple(running[-1:]) if running and running[-1].num_computed_tokens else ()
+    decode = tuple(running[: len(running) - len(begun)])
     room = schedule["max_num_batched_tokens"] - len(decode)
     free = slot_share(schedule["max_num_seqs"], len(queue.groups), number) - len(running)
     if cap := schedule.variables.get("max_num_prefills"):
@@ -262,3 +264,8 @@ def _pass_of(schedule: Schedule, queue: Queue, number: int) -> Batch | None:
         room -= end - start
     prefill = prefill[: len(chunks)]
     return Batch(prefill=prefill, decode=decode, chunks=tuple(chunks), group=number) if running or prefill else None
+
+
+def repeats(schedule: Schedule, queue: Queue, state: Stateless) -> float:
+    """For as long as every slot is taken."""
+    return math.inf if len(queue.running) == schedule["max_num_seqs"] else 0

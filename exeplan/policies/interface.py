@@ -249,10 +249,16 @@ class Policy(Protocol):
     def next_batch(self, schedule: Schedule, queue: Queue, state: State, phase: str) -> Batch | None:
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
 
+    def repeats(self, schedule: Schedule, queue: Queue, state: State) -> float:
+        """How many more times the decode batch that has just begun follows itself, whatever waits, where one group runs
+        everything: until a request arrives or has its last token, and at most that often. It spares a replay the
+        asking. A policy may leave this out, which says never while requests wait.
+        """
+
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
-    """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only."""
-    optional = () if getattr(module, "SEPARATE_STAGES", False) else ("SPLIT_BY",)
+    """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, `repeats` never."""
+    optional = ("repeats",) if getattr(module, "SEPARATE_STAGES", False) else ("repeats", "SPLIT_BY")
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
 
 

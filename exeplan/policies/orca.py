@@ -12,6 +12,7 @@ one that takes longest holds up the others behind it: a round takes max(T*, t* +
 of m draws.
 """
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -128,6 +129,11 @@ def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -
         if admitted or running:
             return Batch(prefill=admitted, decode=tuple(running), group=number)
     return None
+
+
+def repeats(schedule: Schedule, queue: Queue, state: Stateless) -> float:
+    """For as long as every slot is taken."""
+    return math.inf if len(queue.running) == schedule["max_num_seqs"] else 0
 
 
 def _binomial(trials: float, chance: float) -> tuple[Floats, Floats]:

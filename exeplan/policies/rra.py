@@ -207,6 +207,11 @@ def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> B
     return Batch(decode=tuple(queue.groups[group]), group=group)
 
 
+def repeats(schedule: Schedule, queue: Queue, state: Rounds) -> float:
+    """Until the next prefill phase."""
+    return schedule["decode_steps"] - state.iterations_since_prefill[0]
+
+
 def _prefills_now(schedule: Schedule, queue: Queue, state: Rounds) -> bool:
     group = state.next_group(queue)
     if state.consecutive_prefills or group is None:

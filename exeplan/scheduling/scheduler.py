@@ -21,11 +21,12 @@ Not here: which blocks (the runner's KV cache places them), and the tokens thems
 """
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
+from operator import attrgetter
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, SequenceState, num_blocks_for
 from exeplan.core.queue_order import das_of, queue_of, ranking
@@ -133,7 +134,10 @@ class Scheduler:
         while self.waiting and id(self.waiting[0]) in gone:
             gone.discard(id(self.waiting.popleft()))
         if gone:
-            self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+            self._drop_waiting(gone)
+
+    def _drop_waiting(self, gone: set[int]) -> None:
+        self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def check(self, sequence: SequenceState) -> None:
         """Raises InputError when cache or device could not hold the sequence even alone."""
@@ -180,7 +184,7 @@ class Scheduler:
         """The first of these waiting sequences, in the order given, that fit as `admissible` counts them."""
         room = self.free_blocks
         if reserve:
-            room = self.num_blocks - sum(_reserved(s) for s in self.running)
+            room = self.num_blocks - self._reserved_blocks()
         chosen: list[SequenceState] = []
         longest = total = 0
         for sequence in sequences:
@@ -188,13 +192,17 @@ class Scheduler:
             computed = (len(chosen) + 1) * longest if self.policy.PADS_PROMPTS else total
             if self.pass_tokens is not None and computed > self.pass_tokens:
                 break
-            room -= _reserved(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
+            room -= num_reserved_blocks(sequence) if reserve else num_blocks_for(sequence.num_tokens + 1)
             if room < 0 or len(chosen) >= limit or (max_tokens is not None and max_tokens <= 0):
                 break
             chosen.append(sequence)
             if max_tokens is not None:
                 max_tokens -= sequence.num_tokens
         return tuple(chosen)
+
+    def _reserved_blocks(self) -> int:
+        """Of the running sequences, at their full length."""
+        return sum(num_reserved_blocks(s) for s in self.running)
 
     def _ranked(self, limit: int) -> Iterable[SequenceState]:
         """The waiting sequences in the schedule's order, behind those that have begun already."""
@@ -224,66 +232,46 @@ class Scheduler:
         batch: Batch | None = self.policy.next_batch(self.schedule, self, self.state, phase)
         if batch is None:
             return None
-        decode = self._grow(batch.decode)
-        admitted = self._admit(batch)
+        decode = self._grow(batch)
+        admitted = self._admit(batch) if batch.prefill else ()
         if not decode and not admitted:  # Everything proposed was preempted: ask again with the blocks that came free.
             return self.next_batch(phase) if self.has_work and not self.in_flight else None
-        chunks = batch.chunks[: len(admitted)]
-        batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
+        if (len(decode), len(admitted), phase) != (len(batch.decode), len(batch.prefill), batch.phase):
+            chunks = batch.chunks[: len(admitted)]
+            batch = replace(batch, prefill=admitted, decode=decode, chunks=chunks, phase=phase)
         if batch.packing:
             batch = replace(batch, packing=_placed(admitted, batch.packing))
         self._begin(batch)
         return batch
 
-    def num_repeats(self, batch: Batch) -> int:
-        """How often this batch, just scheduled, would repeat without arrivals: until a sequence has its last token.
-
-        Above 1 only where a single group runs everything and only decodes: the next batch is then the same, whatever
-        the policy. Waiting sequences do not change it where a batch runs to its end.
-        """
-        waiting = self.waiting and not self.policy.KEEPS_FINISHED_ROWS
-        if batch.prefill or waiting or len(self.groups) > 1 or self.policy.SEPARATE_STAGES:
-            return 1
-        left = min((s.max_output_tokens - s.num_output_tokens for s in batch.decode if not s.finished), default=1)
-        return left if len(batch.decode) == len(self.running) and self._growth(batch, left) <= self.free_blocks else 1
-
-    def repeat(self, batch: Batch, count: int) -> None:
-        """Schedules a batch in flight `count` times in all, at most `num_repeats`, and takes all its blocks."""
-        self.free_blocks -= self._growth(batch, count)
-        for row in batch.decode:
-            if not row.finished:
-                row.num_blocks = max(row.num_blocks, num_blocks_for(row.num_tokens + count - 1))
-        self.state.began(batch, count - 1)
-
-    def _growth(self, batch: Batch, count: int) -> int:
-        """Blocks that the rows need beyond those they have, to be scheduled `count` times."""
-        return sum(
-            max(num_blocks_for(row.num_tokens + count - 1) - row.num_blocks, 0)
-            for row in batch.decode
-            if not row.finished
-        )
-
     def complete(self, batch: Batch) -> list[SequenceState]:
         """Accounts for a batch that has run. Returns the sequences that left and freed their blocks."""
-        for row, chunk in zip(batch.prefill, batch.chunks, strict=bool(batch.chunks)):
-            row.num_computed_tokens = 0 if chunk.last else chunk.end
+        if batch.chunks:
+            for row, chunk in zip(batch.prefill, batch.chunks, strict=True):
+                row.num_computed_tokens = 0 if chunk.last else chunk.end
         self.num_prefills_in_flight -= bool(batch.prefill)
-        handing_over = batch.phase == "prefill"
-        if not handing_over:
+        if batch.phase != "prefill":
             self.busy.discard(batch.group)
-        rows = batch.prefill + batch.decode
-        for row in rows:
-            row.in_flight = handing_over and not row.finished
-        if self.policy.KEEPS_FINISHED_ROWS:
-            if self.busy:
-                return []
-            kept = {s.slot for s in self.running if not s.finished}
-            left = [s for s in self.running if s.slot not in kept]
-        else:
-            left = [s for s in rows if s.finished and s.num_blocks]
+        self._land(batch)
+        left = self._done(batch)
         for sequence in left:
             self._leave(sequence)
         return left
+
+    def _land(self, batch: Batch) -> None:
+        handing_over = batch.phase == "prefill"
+        for row in batch.prefill + batch.decode:
+            row.in_flight = handing_over and not row.finished
+
+    def _done(self, batch: Batch) -> list[SequenceState]:
+        """Sequences that leave after this batch."""
+        if self.policy.KEEPS_FINISHED_ROWS:
+            return [] if self.busy else self._done_slots()
+        return [s for s in batch.prefill + batch.decode if s.finished and s.num_blocks]
+
+    def _done_slots(self) -> list[SequenceState]:
+        kept = {s.slot for s in self.running if not s.finished}
+        return [s for s in self.running if s.slot not in kept]
 
     def kv_arrived(self, batch: Batch) -> None:
         """The keys and values of a prefilled batch have arrived at the stages that decode."""
@@ -291,21 +279,25 @@ class Scheduler:
             if row.num_blocks:  # Neither finished by its prefill nor removed since.
                 row.in_flight = False
                 self.num_in_transfer -= 1
-                insort(self.ready, row, key=lambda s: s.admission)
+                insort(self.ready, row, key=_admission)
 
     def _begin(self, batch: Batch) -> None:
         if batch.phase != "prefill":
             self.busy.add(batch.group)
             self.group_order.remove(batch.group)
             self.group_order.append(batch.group)
-        for row in batch.prefill + batch.decode:
-            row.in_flight = True
+        self._launch(batch)
         if batch.prefill:
             self.num_prefills_in_flight += 1
         self.state.began(batch, 1)
 
-    def _grow(self, rows: tuple[SequenceState, ...]) -> tuple[SequenceState, ...]:
-        """The rows that have room for one more token; younger ones are preempted for it."""
+    def _launch(self, batch: Batch) -> None:
+        for row in batch.prefill + batch.decode:
+            row.in_flight = True
+
+    def _grow(self, batch: Batch) -> tuple[SequenceState, ...]:
+        """The decode rows that have room for one more token; younger ones are preempted for it."""
+        rows = batch.decode
         short = [s for s in rows if s.num_prompt_tokens + s.num_output_tokens > s.num_blocks * BLOCK_SIZE]
         if not short:
             return rows
@@ -342,9 +334,7 @@ class Scheduler:
                 break
             sequence.num_blocks = needed
             self.free_blocks -= needed
-            self.running.append(sequence)
-            sequence.admission = self.num_admissions
-            self.num_admissions += 1
+            self._enter(sequence)
             if self.policy.SEPARATE_STAGES:
                 self.num_in_transfer += 1
             else:
@@ -353,6 +343,11 @@ class Scheduler:
             fresh.append(sequence)
         self._leave_queue(fresh)
         return tuple(admitted)
+
+    def _enter(self, sequence: SequenceState) -> None:
+        self.running.append(sequence)
+        sequence.admission = self.num_admissions
+        self.num_admissions += 1
 
     def add_to_group(self, sequence: SequenceState, group: int) -> None:
         """Puts a running sequence into a group."""
@@ -376,7 +371,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: SequenceState) -> None:
-        self.running.remove(sequence)
+        del self.running[bisect_left(self.running, sequence.admission, key=_admission)]
         if sequence in self.groups[sequence.group]:
             self.groups[sequence.group].remove(sequence)
         elif sequence in self.ready:
@@ -389,6 +384,9 @@ class Scheduler:
             self.state.drained()
 
 
+_admission = attrgetter("admission")
+
+
 def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
     """The packing of the admitted sequences, whose slots are set."""
     packing = replace(packing, places=packing.places[: len(admitted)])
@@ -397,5 +395,6 @@ def _placed(admitted: tuple[SequenceState, ...], packing: Packing) -> Packing:
     return packing
 
 
-def _reserved(sequence: SequenceState) -> int:
+def num_reserved_blocks(sequence: SequenceState) -> int:
+    """KV blocks at its full length."""
     return num_blocks_for(sequence.num_prompt_tokens + sequence.max_output_tokens)

@@ -17,7 +17,8 @@ from exeplan.policies import waa_c, waa_m
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 from exeplan.workload.workload import Workload
 
 from ..simulator import oracle

@@ -5,7 +5,8 @@ import pytest
 
 from exeplan.core.schedule import Schedule
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 
 ORCA = Schedule("orca", {"max_num_seqs": 4})
 

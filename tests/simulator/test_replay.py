@@ -12,7 +12,8 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.replay import Run, replay
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 from exeplan.workload.workload import Workload
 
 ORCA = Schedule("orca", {"max_num_seqs": 2})

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from exeplan.core.metrics import RequestRecord
+from exeplan.core.metrics import RequestRecord, Requests
 from exeplan.errors import InputError
-from exeplan.simulator.replay import PassRecord, Run
+from exeplan.simulator.run import Passes, PassRecord, Run, RunLog
 from exeplan.simulator.timeline import phase, trace_events, write_timeline
 
 
@@ -23,16 +23,30 @@ def one(start: float, end: float, *, prefill: int, decode: int) -> PassRecord:
     )
 
 
+def logged(*records: PassRecord) -> Passes:
+    stages = tuple(stage for stage, _, _ in records[0].spans)
+    log = RunLog(0, (stages,), has_leads=True, record_passes=True)
+    for record in records:
+        times = [time for _, *span in record.spans for time in span]
+        log.passed(0, times, (record.num_prefill, record.num_decode, record.num_new_tokens))
+    passes = log.passes()
+    assert tuple(passes) == records
+    return passes
+
+
 RUN = Run(
-    requests=(
-        RequestRecord(input_tokens=10, arrival=0.0, start=0.0, token_times=(1.0, 1.5, 3.0)),
-        RequestRecord(input_tokens=10, arrival=0.0, start=1.5, token_times=(3.0,)),
+    requests=Requests.of(
+        [
+            RequestRecord(input_tokens=10, arrival=0.0, start=0.0, token_times=(1.0, 1.5, 3.0)),
+            RequestRecord(input_tokens=10, arrival=0.0, start=1.5, token_times=(3.0,)),
+        ]
     ),
-    passes=(
+    passes=logged(
         one(0.0, 1.0, prefill=1, decode=0),
         one(1.0, 1.5, prefill=0, decode=1),
         one(1.5, 3.0, prefill=1, decode=1),
     ),
+    num_passes=3,
     peak_kv_tokens=32,
     num_preemptions=0,
 )
@@ -54,7 +68,7 @@ def test_passes_are_complete_events_in_microseconds() -> None:
 
 PIPELINED = replace(
     RUN,
-    passes=(
+    passes=logged(
         PassRecord(0.0, 3.0, ((0, 0.0, 1.0), (1, 1.0, 3.0)), num_prefill=1, num_decode=0, num_new_tokens=10),
         PassRecord(1.0, 4.0, ((0, 1.0, 2.0), (1, 3.0, 4.0)), num_prefill=0, num_decode=1, num_new_tokens=1),
     ),

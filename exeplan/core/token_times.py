@@ -1,0 +1,132 @@
+"""When the tokens of many requests were there, without a number for each: passes have times, requests have passes.
+
+All requests of a batch have a token at the end of its pass, so that a run keeps the ends of its passes, by the group
+that decoded (a track), and of each request the stretches of passes in which it took part. A request that decodes from
+beginning to end in one group has one stretch, however long its answer.
+
+Not here: what is computed from these times (`metrics.py`).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.workload.length_law import Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTimes:
+    """Requests are numbered from 0; a stretch is `track[begin:end]` of one request, in order of time for each."""
+
+    leads: Floats | None
+    """[requests] A token before all stretches, the first one where the prefill yields it; NaN where there is none."""
+    tracks: tuple[Floats, ...]
+    """Times in seconds, rising in each stretch."""
+    owners: Ints
+    """[stretches] The request."""
+    numbers: Ints
+    """[stretches] The track."""
+    begins: Ints
+    ends: Ints
+    num_requests: int
+
+    @classmethod
+    def of_lists(cls, times: Sequence[Sequence[float]]) -> "TokenTimes":
+        """Of requests that each have times of their own."""
+        lengths = np.array([len(own) for own in times], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        return cls(
+            leads=None,
+            tracks=(np.array([time for own in times for time in own], dtype=float),),
+            owners=np.arange(len(times)),
+            numbers=np.zeros(len(times), dtype=np.int64),
+            begins=ends - lengths,
+            ends=ends,
+            num_requests=len(times),
+        )
+
+    @cached_property
+    def counts(self) -> Ints:
+        """[requests] Tokens."""
+        found = np.bincount(self.owners, self.ends - self.begins, self.num_requests).astype(np.int64)
+        return found if self.leads is None else found + ~np.isnan(self.leads)
+
+    def of(self, request: int) -> Floats:
+        """All token times of one request."""
+        first, last = np.searchsorted(self._sorted_owners, (request, request + 1))
+        own = self._by_owner[first:last]
+        parts = [self.tracks[self.numbers[i]][self.begins[i] : self.ends[i]] for i in own]
+        lead = [] if self.leads is None or np.isnan(self.leads[request]) else [self.leads[request : request + 1]]
+        return np.concatenate([*lead, *parts, np.zeros(0)])
+
+    def nth(self, n: Ints | int) -> Floats:
+        """[requests] When each had its n-th token, n from 1 and one for all or one each; NaN where it has fewer."""
+        wanted = np.broadcast_to(np.asarray(n, dtype=np.int64), self.num_requests)
+        found = np.full(self.num_requests, np.nan)
+        enough = (wanted >= 1) & (wanted <= self.counts)
+        if self.leads is not None:
+            has_lead = ~np.isnan(self.leads)
+            found = np.where(enough & has_lead & (wanted == 1), self.leads, found)
+            wanted = wanted - has_lead
+            enough &= wanted >= 1
+        # Of these requests alone, often few.
+        stretches = np.flatnonzero(enough[self.owners])
+        stretches = stretches[np.argsort(self.owners[stretches], kind="stable")]
+        lengths = self.ends[stretches] - self.begins[stretches]
+        until = np.cumsum(lengths, dtype=np.int64)
+        some = np.flatnonzero(enough)
+        first = np.searchsorted(self.owners[stretches], some)
+        before = until[first] - lengths[first]
+        at = np.searchsorted(until, before + wanted[some], side="left")
+        places = self.ends[stretches[at]] - 1 - (until[at] - before - wanted[some])
+        numbers = self.numbers[stretches[at]]
+        for number, track in enumerate(self.tracks):
+            here = numbers == number
+            found[some[here]] = track[places[here]]
+        return found
+
+    def in_order(self, position: int) -> float:
+        """The time at this position, from 0, among all tokens of all requests."""
+        tracks = [(times, np.append(0, until)) for times, until in self._until()]
+
+        def num_until(time: float) -> int:
+            return sum(int(until[np.searchsorted(times, time, side="right")]) for times, until in tracks)
+
+        # The first time of each track with more tokens until then: no merged list is made, which would be large.
+        found = (bisect_right(times, position, key=num_until) for times, _ in tracks)
+        return min(float(times[at]) for (times, _), at in zip(tracks, found, strict=True) if at < len(times))
+
+    def num_within(self, opens: float, closes: float) -> int:
+        """Tokens of all requests after `opens` and not after `closes`."""
+        found = 0
+        for times, until in self._until():
+            low, high = np.searchsorted(times, (opens, closes), side="right")
+            found += int(until[high - 1] - (until[low - 1] if low else 0)) if high > low else 0
+        return found
+
+    def _until(self) -> Iterator[tuple[Floats, Ints]]:
+        """The rising times of each track, and of all leads, and the number of tokens until each."""
+        for number, track in enumerate(self.tracks):
+            here = self.numbers == number
+            steps = np.bincount(self.begins[here], minlength=len(track) + 1)
+            steps -= np.bincount(self.ends[here], minlength=len(track) + 1)
+            counts = np.cumsum(steps)[:-1]
+            if np.any(track[1:] < track[:-1]):
+                order = np.argsort(track, kind="stable")
+                track, counts = track[order], counts[order]
+            yield track, np.cumsum(counts)
+        if self.leads is not None:
+            leads = np.sort(self.leads[~np.isnan(self.leads)])
+            yield leads, np.arange(1, len(leads) + 1)
+
+    @cached_property
+    def _by_owner(self) -> Ints:
+        return np.argsort(self.owners, kind="stable").astype(self.owners.dtype)
+
+    @cached_property
+    def _sorted_owners(self) -> Ints:
+        return self.owners[self._by_owner]

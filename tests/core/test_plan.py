@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exeplan.core.bounds import Bound
-from exeplan.core.plan import Plan, as_json, save_plan
+from exeplan.core.plan import Plan, as_json, save_plan, single_plans
 from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan
@@ -152,3 +152,45 @@ def test_a_number_in_an_estimate_is_a_number(tmp_path: Path) -> None:
 def vars_of(text: str, folder: Path) -> dict[str, object]:
     plan = load_plan(written(folder, text))
     return {"model": plan.model, "schedule": plan.schedule, "placement": plan.placement}
+
+
+REPLICAS = """
+model: demo
+schedule: {policy: orca, max_num_seqs: 4, micro_batches: 2}
+placement: [{devices: [0], layers: [0, 2]}, {devices: [1], layers: [2, 6]}]
+replicas: [0, 2]
+more_replicas:
+- schedule: {policy: rra, prefill_batch: 4, decode_steps: 16}
+  placement: [{devices: [0], layers: [0, 6]}]
+  replicas: [4]
+"""
+
+
+def test_replicas_survive_a_file_and_each_is_a_plan_on_its_own_devices(tmp_path: Path) -> None:
+    plan = load_plan(written(tmp_path, REPLICAS))
+    assert (plan.num_replicas, plan.router) == (3, "shortest-queue")
+    save_plan(plan, tmp_path / "again.yaml")
+    assert load_plan(tmp_path / "again.yaml") == plan
+    alone = single_plans(plan)
+    assert [[stage.devices for stage in one.placement] for one in alone] == [[(0,), (1,)], [(2,), (3,)], [(4,)]]
+    assert [one.schedule.policy for one in alone] == ["orca", "orca", "rra"]
+    assert all(one.num_replicas == 1 and one.router is None for one in alone)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("replicas: [0, 2]", "replicas: 2", "replicas must list the first device of each, such as [0, 8], found 2"),
+        ("replicas: [0, 2]", "replicas: [0, 0]", "replicas must list the first device of each"),
+        ("replicas: [4]", "replica: [4]", "more_replicas must list groups of kv_cache_tokens, placement, replicas"),
+        ("max_num_seqs: 4", "max_num_seqs: 0", "max_num_seqs"),
+        ("prefill_batch: 4", "prefill_batch: 0", "prefill_batch"),
+        ("replicas: [0, 2]", "replicas: [0, 2]\nrouter: nearest", "router must be one of shortest-queue, round-robin"),
+    ],
+)
+def test_a_wrong_group_of_replicas_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
+    assert message in refusal(tmp_path, REPLICAS.replace(old, new))
+
+
+def test_one_pipeline_has_no_router(tmp_path: Path) -> None:
+    assert "is for several replicas" in refusal(tmp_path, BY_HAND + "router: random\n")

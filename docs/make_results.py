@@ -19,7 +19,7 @@ Every figure comes from a record under `benchmarks/records`; `python -m docs.mak
 holds it against them. No figure was measured on a GPU. The machine is shared: compare ratios within a record.
 """
 _ABOUT = ("benchmark", "command", "commit", "date", "hardware", "versions", "python")
-_MOST_ROWS, _MOST_COLUMNS = 30, 8
+_MOST_ROWS, _MOST_COLUMNS, _LONGEST = 30, 8, 250
 
 
 def page() -> str:
@@ -70,7 +70,8 @@ def _rows(value: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float)
+    """Whether the value fits a cell; a sentence that a command printed stays in the record."""
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _LONGEST)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

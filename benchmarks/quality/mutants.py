@@ -342,7 +342,7 @@ MUTANTS = (
         "exeplan/planner/replicas.py",
         "max([*options, best[places - 1]], key=lambda use: use.throughput)",
         "max([*options, best[0]], key=lambda use: use.throughput)",
-        "no GPU may stay idle beside replicas",
+        "no GPU may stay idle where replicas leave one over",
         ("tests/planner/test_replicas.py",),
     ),
     Mutant(

@@ -51,18 +51,18 @@ class RequestTimes:
         assert found is not None
         quantity, share = found
         if quantity == "all":
-            return quantile(self.fullest(bound.targets), share) * bound.targets[0][1]
+            return quantile(self.utilizations(bound.targets), share) * bound.targets[0][1]
         times = self.tpot[~self.single] if quantity == "tpot" else self.of(quantity)
         return quantile(times, share)
 
-    def fullest(self, targets: Sequence[tuple[str, float]]) -> Floats:
+    def utilizations(self, targets: Sequence[tuple[str, float]]) -> Floats:
         """The largest of time / target of each request: at most 1 where it keeps all."""
         return np.max([self.of(quantity) / seconds for quantity, seconds in targets], axis=0)
 
     def attainment(self, bounds: Sequence[Bound]) -> float | None:
         """The share that keeps all bounds; None where no bound is finite."""
         targets = targets_of(bounds)
-        return float(np.mean(self.fullest(targets) <= 1)) if targets else None
+        return float(np.mean(self.utilizations(targets) <= 1)) if targets else None
 
     def percentiles(self, bounds: Sequence[Bound]) -> Mapping[str, float]:
         """The value of each bound on a percentile of ttft or tpot or of all together, by its metric."""

@@ -89,7 +89,7 @@ def test_an_expired_request_keeps_nothing() -> None:
 def test_what_a_joint_bound_limits_is_the_scale_at_which_enough_keep_all() -> None:
     # Time over target, the largest of each request: 1, 2, 1, 3.
     bound = joint("75", ttft=0.3, tpot=0.25)
-    assert request_times(FOUR, 5).fullest(bound.targets) == pytest.approx([1, 2, 1, 3])
+    assert request_times(FOUR, 5).utilizations(bound.targets) == pytest.approx([1, 2, 1, 3])
     assert measured(bound).percentiles == {"p75-all": pytest.approx(2 * 0.3)}
 
 

@@ -13,7 +13,7 @@ BYTES = 4  # float32
 WHOLE = (Stage(layers=(0, 6)),)
 PIPELINE = (Stage(devices=(0,), layers=(0, 2)), Stage(devices=(1,), layers=(2, 5)), Stage(devices=(2,), layers=(5, 6)))
 WIDE = (Stage(devices=(0, 1), layers=(0, 1)), Stage(devices=tuple(range(2, 10)), layers=(1, 6)))
-"""Of four key/value heads two GPUs hold two each, and eight GPUs, the fullest, one each: every head is there twice."""
+"""Of four key/value heads two GPUs hold two each, and eight GPUs hold one each: every head is there twice."""
 APART = (
     Stage(devices=(0, 1), layers=(0, 6), phase="prefill"),
     Stage(devices=(2,), layers=(0, 3), phase="decode"),

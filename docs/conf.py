@@ -19,7 +19,7 @@ nitpick_ignore_regex = [
     # Parts of answers that are no part of the public API.
     (
         "py:class",
-        r"exeplan\.(planner\.(optimize|problem|sizing|explain|frontier_plot|plan_request)|simulator\.replay)\..*",
+        r"exeplan\.(planner\.(optimize|problem|sizing|explain|frontier_plot|plan_request)|simulator\.run)\..*",
     ),
     ("py:class", r"exeplan\.(core\.(cluster\.Link|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))"),
 ]

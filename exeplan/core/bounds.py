@@ -48,7 +48,7 @@ class Bound:
     seconds: float
     metric: str = "p99-length"
     targets: tuple[tuple[str, float], ...] = ()
-    """Of pNN-all alone: seconds of each request's own `ttft`, `tpot` and `latency`, as far as they are bounded."""
+    """Only for pNN-all, the seconds of each request's own `ttft`, `tpot` and `latency`, as far as they are bounded."""
 
     def __post_init__(self) -> None:
         if not _is_time(self.seconds):
@@ -81,7 +81,7 @@ class Bound:
 
     @property
     def name(self) -> str:
-        """Its metric for people: means say that they are means."""
+        """Its metric for people; a mean says that it is one."""
         return f"mean {self.metric}" if self.metric in ("ttft", "tpot") else self.metric
 
 

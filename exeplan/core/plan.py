@@ -42,7 +42,7 @@ class Plan:
     placement: Placement
     """The same; device numbers count from the replica's first device."""
     replicas: tuple[int, ...] = (0,)
-    """The first device of each replica of the first group: one number for each replica."""
+    """The first device of each replica of the first group."""
     more_replicas: tuple[ReplicaGroup, ...] = ()
     """Further groups of replicas, whose schedule or placement is another one."""
     router: str | None = None

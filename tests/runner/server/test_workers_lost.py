@@ -62,11 +62,16 @@ def test_requests_go_on_after_a_worker_was_killed(pipeline, undisturbed, stage):
     assert not any(map(is_alive, before))
 
 
-def test_a_killed_worker_is_detected_while_idle(pipeline):
+def kill_a_worker(pipeline):
+    """Returns when others have taken the place of all; the server may be unready too shortly to be seen."""
     before = pipeline.worker_pids
     os.kill(before[0], signal.SIGKILL)
-    eventually(lambda: pipeline.call("/ready").status == 503)
+    eventually(lambda: len(pipeline.worker_pids) == 2 and not set(before) & set(pipeline.worker_pids))
     eventually(lambda: pipeline.call("/ready").status == 200)
+
+
+def test_a_killed_worker_is_detected_while_idle(pipeline):
+    kill_a_worker(pipeline)
     assert tokens(pipeline.complete({**BODIES[0], "max_tokens": 3, "logprobs": 0}))
 
 
@@ -74,8 +79,7 @@ def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline):
     wait = answers(pipeline, [{**BODIES[0], "max_tokens": 4000}])
     for _ in range(2):
         eventually(lambda: pipeline.metric("num_requests_running") == 1 and pipeline.call("/ready").status == 200)
-        os.kill(pipeline.worker_pids[0], signal.SIGKILL)
-        eventually(lambda: pipeline.call("/ready").status == 503)
+        kill_a_worker(pipeline)
     (reply,) = wait()
     assert reply.status == 500
     assert "worker" in json.loads(reply.text)["error"]["message"]
@@ -91,7 +95,6 @@ def test_a_worker_that_hangs_is_detected_by_the_deadline_and_the_next_ones_end_w
         wait = answers(server, BODIES[:3])
         eventually(lambda: server.metric("num_requests_running") == 3)
         os.kill(before[1], signal.SIGSTOP)
-        eventually(lambda: server.call("/ready").status == 503)
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))
         with streaming(server):

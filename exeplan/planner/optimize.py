@@ -37,7 +37,7 @@ from exeplan.planner.replicas import (
 )
 from exeplan.planner.search_space import pareto
 from exeplan.policies import load_policy, policy_names, policy_reference
-from exeplan.search.search import Result
+from exeplan.search.search import Result, Trial
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
 from exeplan.units import show_bytes
@@ -472,11 +472,16 @@ def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> 
             looser = placed.limited_to(float(seconds))
             found = candidate(looser, one.policy, "branch-and-bound").search
             trials += found.frontier if found else ()
-    front = [
-        replace(trial, outcome=replace(trial.outcome, throughput=factor * trial.outcome.throughput))
-        for trial in pareto(trials)
-    ]
-    return replace(one.search, frontier=tuple(front))
+    return replace(
+        one.search,
+        best=_times(one.search.best, factor) if one.search.best else None,
+        frontier=tuple(_times(trial, factor) for trial in pareto(trials)),
+    )
+
+
+def _times(trial: Trial, factor: float) -> Trial:
+    """The trial with that many times the throughput."""
+    return replace(trial, outcome=replace(trial.outcome, throughput=factor * trial.outcome.throughput))
 
 
 def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:

@@ -2,11 +2,18 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.cluster import Cluster, Link
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import Cluster, Link, load_cluster
+from exeplan.core.model import load_model_spec
+from exeplan.planner.optimize import optimize, with_frontier
+from exeplan.planner.problem import make_problem
 from exeplan.planner.replicas import best_division, division_throughput, first_devices, num_replicas, pipeline_sizes
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.workload.files import load_workload
 
 LINK = Link(bytes_per_second=1e9, latency=1e-6)
 
@@ -84,3 +91,17 @@ def test_an_idle_gpu_is_better_than_a_slow_pipeline():
 
 def test_equal_throughput_goes_to_fewer_replicas():
     assert best_division({1: 1.0, 2: 2.0, 4: 4.0}, cluster(1, 4)) == {4: 1}
+
+
+def test_the_frontier_of_replicas_has_the_throughput_of_all_and_holds_the_plan():
+    a40 = load_cluster("a40")
+    sheet = with_links(load_datasheet("a40-48gb"), a40)
+    profile = profile_from_datasheet(load_model_spec("opt-13b"), sheet, dtype="float16")
+    problem = make_problem(profile, load_workload("S"), Bound(seconds=11.5), cluster=a40.part(4))
+    found = optimize(problem, policies=("orca",))
+    assert found.plan.num_replicas > 1
+    (candidate,) = found.candidates
+    frontier = with_frontier(problem, candidate, num_bounds=4)
+    assert frontier.best is not None
+    assert frontier.best.outcome.throughput == pytest.approx(found.plan.estimate.throughput)
+    assert any(trial.outcome == frontier.best.outcome for trial in frontier.frontier)

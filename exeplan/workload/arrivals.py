@@ -37,6 +37,8 @@ class Arrivals:
     """At the times of the workload's own trace."""
     sharing: int = 1
     """Replicas among which a stream of `sharing * rate` goes, each request to the one with the fewest."""
+    share: float = 1.0
+    """Of a trace's requests, those that come here: evenly taken, as a router that balances takes them."""
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
@@ -47,8 +49,9 @@ class Arrivals:
             trace = workload.trace
             assert trace is not None
             assert trace.arrival_s is not None
-            n = min(num_requests, len(trace.inputs))
-            return trace.inputs[:n], trace.outputs[:n], trace.arrival_s[:n] - trace.arrival_s[0]
+            whole = np.floor(self.share * np.arange(len(trace.inputs) + 1) + 1e-9)
+            here = np.flatnonzero(np.diff(whole))[:num_requests]
+            return trace.inputs[here], trace.outputs[here], trace.arrival_s[here] - trace.arrival_s[0]
         inputs, outputs = workload.sample(num_requests, seed=seed)
         gaps = np.random.default_rng([seed, num_requests]).exponential(1 / self.rate, num_requests)
         return inputs, outputs, np.cumsum(gaps)
@@ -62,10 +65,10 @@ class Arrivals:
         """
         share = 1 / replicas if share is None else share
         if router == "random":
-            return replace(self, rate=self.rate * share, variability=1 + (self.variability - 1) * share)
+            return replace(self, rate=self.rate * share, variability=1 + (self.variability - 1) * share, share=share)
         if router == "round-robin":
-            return replace(self, rate=self.rate * share, variability=self.variability * share)
-        return replace(self, rate=self.rate * share, sharing=replicas)
+            return replace(self, rate=self.rate * share, variability=self.variability * share, share=share)
+        return replace(self, rate=self.rate * share, sharing=replicas, share=share)
 
     def __str__(self) -> str:
         return f"{self.rate:.3g} requests/s ({'as in the trace' if self.of_trace else 'Poisson'})"

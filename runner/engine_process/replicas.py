@@ -17,7 +17,7 @@ from msgspec.structs import replace as with_fields
 
 from exeplan.core.schedule import ROUTERS, moved
 from exeplan.errors import InputError
-from exeplan.runner.engine_process.client import EngineClient, Job
+from exeplan.runner.engine_process.client import EngineClient, EngineError, Job
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,8 @@ class ReplicaSet:
         Raises InputError where a replica cannot, EngineError when one is gone.
         """
         switched: list[PlanSwitched] = []
+        if self.failure:
+            raise EngineError(self.failure)
         for number, replica in enumerate(self._replicas):
             if replica.client.failure:
                 continue
@@ -173,6 +175,9 @@ class ReplicaSet:
             except InputError:
                 await self._switch_back(self._replicas[:number])
                 raise
+            except EngineError:  # It has died, and is left out from now on.
+                if not any(other.client.failure is None for other in self._replicas):
+                    raise
         self._replicas = [
             _Replica(r.client, with_fields(setup, placement=moved(setup.placement, r.first_device)), r.first_device)
             for r in self._replicas

@@ -265,3 +265,15 @@ def test_wrong_arrivals_are_answered_with_one_sentence(
     assert status == 2
     assert captured.err.startswith(f"exeplan optimize: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_replicas_share_the_requests_of_a_trace_evenly() -> None:
+    lengths = {"inputs": np.arange(10, 20), "outputs": np.arange(1, 11)}
+    trace = Workload.of("trace", **lengths, weights=np.ones(10))
+    times = np.arange(10) / 4
+    arrivals = trace_arrivals(replace(trace, trace=Trace(**lengths, arrival_s=times)))
+    whole = replace(trace, trace=Trace(**lengths, arrival_s=times))
+    inputs, _, found = arrivals.split(5, "shortest-queue").draw(whole, 100, seed=0)
+    assert inputs.tolist() == [14, 19]
+    assert found.tolist() == [1.0, 2.25]
+    assert arrivals.draw(whole, 3, seed=0)[0].tolist() == [10, 11, 12]

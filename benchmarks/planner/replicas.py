@@ -29,7 +29,8 @@ from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.optimize import Optimum, optimize, resolve_policies
-from exeplan.planner.problem import Problem, make_problem, replay_estimate
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.replays import replay_estimate
 from exeplan.planner.tables import table
 from exeplan.policies import load_policy
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links

@@ -12,7 +12,8 @@ from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.candidates import Candidate, capacity
 from exeplan.planner.optimize import Optimum
-from exeplan.planner.problem import Problem, replay_estimate
+from exeplan.planner.problem import Problem
+from exeplan.planner.replays import replay_estimate
 from exeplan.simulator.breakdown import Breakdown, PhaseTime, break_down
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel

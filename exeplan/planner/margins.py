@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from exeplan.core.bounds import Bound, quantities, values_of
 from exeplan.core.schedule import Schedule
-from exeplan.planner.problem import Problem, replay_estimate
+from exeplan.planner.problem import Problem
+from exeplan.planner.replays import replay_estimate
 from exeplan.planner.risk import ErrorLaw, compound, error_law
 
 _SEEDS = 8

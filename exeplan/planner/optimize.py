@@ -26,7 +26,8 @@ from exeplan.errors import Infeasible
 from exeplan.planner.candidates import Candidate, Key, candidate, candidates, capacity, sustained
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
-from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, rate_headroom, replay_estimate
+from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
+from exeplan.planner.replays import kv_cache_tokens, replay_estimate
 from exeplan.planner.replicas import (
     Division,
     best_division,

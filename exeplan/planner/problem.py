@@ -9,7 +9,6 @@ import numpy as np
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.bounds import Bound, check_together, limit, percentile, targets_of, utilizations, worst
 from exeplan.core.cluster import Cluster
-from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, num_devices, single_stage
@@ -19,26 +18,17 @@ from exeplan.search.search import Outcome
 from exeplan.simulator.at_rate import estimate_at_rate
 from exeplan.simulator.closed_form import SteadyState, estimate, steady_state
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
-from exeplan.simulator.replay import replay
+from exeplan.simulator.memory import memory_bytes
 from exeplan.simulator.request_times import times_under_backlog, with_bounds
-from exeplan.simulator.run import Run
 from exeplan.units import show_bytes
 from exeplan.workload.arrivals import Arrivals, Wait, with_spare_places
 from exeplan.workload.workload import Workload
 
 MEMORY_UTILIZATION = 0.9
 """Share of the device's memory that weights, KV cache and workspace may take."""
-KV_SLACK = 1.5
-"""The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
-_REPLAY_REQUESTS = (300, 8000)
-_MOST_ARRIVING = 10_000
-"""Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
 _HEADROOM_LIMIT, _HEADROOM_STEPS = 4.0, 1024
 _BATCH_SIZES = 12
 """Batch sizes at which the closed form evaluates a schedule with partly filled batches."""
-_LONG_REQUESTS = 4
-"""Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,75 +327,6 @@ def check_placement_memory(problem: Problem) -> None:
             f"tokens, {problem.profile.device.name} has {show_bytes(problem.memory)} for it; "
             "place fewer layers on it"
         )
-
-
-def replay_estimate(
-    problem: Problem,
-    schedule: Schedule,
-    *,
-    seed: int,
-    num_requests: int | None = None,
-    kv_tokens: int | None = None,
-    record_passes: bool = True,
-) -> tuple[Run, Estimate]:
-    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
-    and without `record_passes` the run has no passes.
-
-    With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
-    """
-    steady = steady_state(schedule, problem.workload, problem.cost)
-    low, high = _REPLAY_REQUESTS
-    # Several generations of the longest planned requests.
-    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
-    generations = 4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
-    n = num_requests or int(min(max(low, generations), high))
-    p99 = problem.workload.output_quantile(0.99)
-    inputs, outputs = problem.workload.sample(n, seed=seed)
-    while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
-        n = min(2 * n, high)
-        inputs, outputs = problem.workload.sample(n, seed=seed)
-    arrivals = None
-    if problem.arrivals:
-        n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
-        inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
-    due = problem.workload.deadlines
-    num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
-    run = replay(
-        schedule,
-        problem.cost,
-        input_tokens=inputs,
-        output_tokens=outputs,
-        num_blocks=num_blocks,
-        arrivals=arrivals,
-        deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
-        record_passes=record_passes,
-    )
-    return run, summarize(
-        run.requests,
-        p99_output=p99,
-        bounds=problem.bounds,
-        backlog=arrivals is None,
-        waiting=arrivals is not None,
-        kv_tokens=float(run.peak_kv_tokens),
-        memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
-    )
-
-
-def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
-    """Enough for the queue to reach its steady length, which takes longer near the engine's capacity."""
-    if arrivals.of_trace:
-        return _MOST_ARRIVING
-    spare = max(1.0 - arrivals.rate / capacity, 1e-3)
-    return int(min(_REPLAY_REQUESTS[1] / spare, _MOST_ARRIVING))
-
-
-def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
-    """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
-    needed = (
-        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
-    )
-    room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
-    return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def drift_headroom(problem: Problem, schedule: Schedule) -> float | None:

@@ -13,7 +13,8 @@ from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible, InputError
 from exeplan.planner.optimize import Optimum, optimize, resolve_policies, with_frontier
-from exeplan.planner.problem import Problem, drift_headroom, kv_cache_tokens, make_problem, replay_estimate
+from exeplan.planner.problem import Problem, drift_headroom, make_problem
+from exeplan.planner.replays import kv_cache_tokens, replay_estimate
 from exeplan.policies import load_policy, policy_names
 from exeplan.search.search import METHODS
 from exeplan.units import seconds

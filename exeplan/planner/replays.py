@@ -1,0 +1,90 @@
+"""Replays of a planned schedule: how many requests, which KV cache, and the Estimate of what happened."""
+
+import numpy as np
+
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.metrics import summarize
+from exeplan.core.schedule import Estimate, Schedule
+from exeplan.planner.problem import Problem
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
+from exeplan.workload.arrivals import Arrivals
+
+KV_SLACK = 1.5
+"""The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
+_REPLAY_REQUESTS = (300, 8000)
+_MOST_ARRIVING = 10_000
+"""Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
+_LONG_REQUESTS = 4
+"""Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
+
+
+def replay_estimate(
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    seed: int,
+    num_requests: int | None = None,
+    kv_tokens: int | None = None,
+    record_passes: bool = True,
+) -> tuple[Run, Estimate]:
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
+    and without `record_passes` the run has no passes.
+
+    With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
+    """
+    steady = steady_state(schedule, problem.workload, problem.cost)
+    low, high = _REPLAY_REQUESTS
+    # Several generations of the longest planned requests.
+    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
+    generations = 4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
+    n = num_requests or int(min(max(low, generations), high))
+    p99 = problem.workload.output_quantile(0.99)
+    inputs, outputs = problem.workload.sample(n, seed=seed)
+    while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
+        n = min(2 * n, high)
+        inputs, outputs = problem.workload.sample(n, seed=seed)
+    arrivals = None
+    if problem.arrivals:
+        n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
+        inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    due = problem.workload.deadlines
+    num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
+    run = replay(
+        schedule,
+        problem.cost,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_blocks=num_blocks,
+        arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
+        record_passes=record_passes,
+    )
+    return run, summarize(
+        run.requests,
+        p99_output=p99,
+        bounds=problem.bounds,
+        backlog=arrivals is None,
+        waiting=arrivals is not None,
+        kv_tokens=float(run.peak_kv_tokens),
+        memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
+    )
+
+
+def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
+    """Enough for the queue to reach its steady length, which takes longer near the engine's capacity."""
+    if arrivals.of_trace:
+        return _MOST_ARRIVING
+    spare = max(1.0 - arrivals.rate / capacity, 1e-3)
+    return int(min(_REPLAY_REQUESTS[1] / spare, _MOST_ARRIVING))
+
+
+def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
+    """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
+    needed = (
+        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
+    )
+    room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
+    return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE

@@ -17,7 +17,7 @@ from exeplan.planner.load_problem import load_plan
 from exeplan.planner.margins import Risk
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import make_problem
-from exeplan.planner.risk import compound, default_laws, error_law, load_errors, parse_risk
+from exeplan.planner.risk import compound, error_law, load_errors, parse_risk
 from exeplan.workload.files import load_workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
@@ -103,16 +103,9 @@ def test_an_error_that_never_varies_adds_its_bias_alone() -> None:
 
 
 def test_less_risk_and_more_candidates_need_a_larger_margin() -> None:
-    law = default_laws()["latency"]
+    law = error_law(lognormal(np.random.default_rng(4), 18).tolist(), "synthetic")
     assert law.margin(0.05) < law.margin(0.01) < law.margin(0.001)
     assert law.margin(0.01) < law.margin(0.01, num_compared=6) == law.margin(0.01 / 6)
-
-
-def test_the_default_laws_are_the_demo_records() -> None:
-    latency = default_laws()["latency"]
-    assert latency.count == 18
-    assert latency.spread == pytest.approx(0.0487, abs=1e-4)
-    assert 0.1 < latency.margin(0.01) < 0.16
 
 
 def test_one_error_says_nothing_of_the_spread() -> None:
@@ -144,15 +137,21 @@ def test_errors_come_from_a_list_of_pairs_or_a_record(tmp_path: Path) -> None:
 def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profile: Profile) -> None:
     problem = make_problem(profile, load_workload(LAW), Bound(seconds=0.15), max_seqs=32)
     bold = optimize(problem, policies=(policy,)).plan
-    careful = optimize(problem, policies=(policy,), risk=Risk(share=0.01, laws=default_laws())).plan
+    careful = optimize(problem, policies=(policy,), risk=Risk(share=0.01)).plan
     assert bold.estimate is not None
     assert careful.estimate is not None
     assert careful.estimate.latency is not None
     margin = careful.promise["margin"]["p99-length"]
-    assert 0.1 < margin < 0.4
+    assert 0.05 < margin < 0.4
     assert careful.estimate.latency * (1 + margin) <= 0.15 * 1.0001
     assert careful.estimate.throughput > 0.5 * bold.estimate.throughput
-    assert careful.promise["source"].startswith("8 replays of the winner; 18 runs of the demo model")
+    parts = {part["from"].split(":")[0]: part for part in careful.promise["parts"]}
+    assert list(parts) == ["closed form", "deployment", "lengths", "profile"]
+    assert parts["closed form"]["from"] == "closed form: 8 replays of the winner"
+    assert parts["closed form"]["observations"] == 8
+    assert parts["lengths"] == {"from": "lengths: a stated law, no sample: no sampling error"}
+    assert "no run of this deployment" in parts["deployment"]["from"]
+    assert 0 < parts["deployment"]["margin"]["p99-length"] < margin
 
 
 def command(*options: str) -> list[str]:
@@ -168,7 +167,10 @@ def test_a_plan_prints_and_stores_its_margin(folder: Path, capsys: pytest.Captur
     assert "with a chance of at most 5 %" in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.promise["risk"] == 0.05
-    assert "3 pairs in errors.json" in plan.promise["source"]
+    deployment = next(part for part in plan.promise["parts"] if part["from"].startswith("deployment"))
+    assert "3 runs of this deployment" in deployment["from"]
+    assert deployment["from"] in text
+    assert f"{deployment['observations']} observations" in text
 
 
 @pytest.mark.parametrize(

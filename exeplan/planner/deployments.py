@@ -219,9 +219,12 @@ def _said(new: Deployment, others: Sequence[Deployment], num_own: int, num_famil
     devices = ", ".join(sorted({d.device for d in others}))
     families = len({d.family for d in others})
     own = f"{num_own} runs of this deployment" if num_own else "no run of this deployment"
+    of_engine = f"{num_family or 'none'} of the others of this engine on this device"
+    if not new.engine:
+        of_engine = "the profile names no engine"
     return (
         f"deployment: errors of {len(others)} others that were measured, {families} engines on {devices}; {own}, "
-        f"{num_family or 'none'} of the others of this engine on this device"
+        f"{of_engine}"
     )
 
 

@@ -11,13 +11,17 @@ from numpy.typing import NDArray
 
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan
 from exeplan.planner.margins import Risk
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import make_problem
+from exeplan.planner.report import promise_report
 from exeplan.planner.risk import compound, error_law, load_errors, parse_risk
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
@@ -152,6 +156,27 @@ def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profil
     assert parts["lengths"] == {"from": "lengths: a stated law, no sample: no sampling error"}
     assert "no run of this deployment" in parts["deployment"]["from"]
     assert 0 < parts["deployment"]["margin"]["p99-length"] < margin
+
+
+def test_every_group_of_replicas_keeps_its_own_margin() -> None:
+    # Too little memory for many requests on one GPU: two together are better, and the third one serves alone.
+    gpus = load_cluster("a40").part(3)
+    sheet = with_links(load_datasheet("a40-48gb"), gpus)
+    sheet_profile = profile_from_datasheet(load_model_spec("opt-13b"), sheet, dtype="bfloat16")
+    problem = make_problem(sheet_profile, load_workload("S"), Bound(seconds=6.0), cluster=gpus)
+    optimum = optimize(problem, policies=("orca",), risk=Risk(share=0.01))
+    plan = optimum.plan
+    assert len(plan.groups) == 2
+    promised = [plan.promise["margin"], *(group["margin"] for group in plan.promise["more_groups"])]
+    assert promised[0] != promised[1]
+    for group, margin in zip(plan.groups, promised, strict=True):
+        latency = problem.at(group.placement).estimate(group.schedule).latency
+        assert latency is not None
+        assert latency * (1 + margin["p99-length"]) <= 6.0 * 1.0001
+    text = "\n".join(promise_report(problem, plan))
+    for number, margin in enumerate(promised, 1):
+        assert f"margin in replicas of group {number}: the closed form keeps every bound with" in text
+        assert f"{100 * margin['p99-length']:.1f} % on p99-length added" in text
 
 
 def command(*options: str) -> list[str]:

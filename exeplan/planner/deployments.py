@@ -36,7 +36,9 @@ from exeplan.planner.risk import QUANTITIES, ErrorLaw
 
 _SHARED = {"measured": "tables with an engine"}
 """A kind of prediction that takes another kind's deployments in addition to its own."""
-OWN_ENGINE = "exeplan"
+_KINDS = {"measured": "measured", "imported": "tables", "datasheet": "datasheet"}
+"""By the first word of a profile's source."""
+_OWN_ENGINE = "exeplan"
 _LEAST_FREEDOM, _MOST_FREEDOM = 4.0, 1e6
 """Of the variances of single runs: as few as leave them a mean square, and as many as make them equal."""
 _FEW = 5
@@ -83,12 +85,15 @@ def errors_of(logs: Sequence[float]) -> Errors:
 
 
 def deployment_of(profile: Profile, tensor_parallel_size: int) -> Deployment:
-    """Where a profile's predictions belong, without any errors."""
+    """Where a profile's predictions belong, without any errors. Raises InputError for a source of no known kind."""
     times, _, engine = profile.source.partition(" with ")
-    kind = {"datasheet": "datasheet", "imported": "tables"}.get(times.split(" ")[0], "measured")
+    if (kind := _KINDS.get(times.split(" ")[0])) is None:
+        raise InputError(
+            f"a profile's source must begin with {', '.join(_KINDS)} for a margin, found '{profile.source}'"
+        )
     return Deployment(
         kind=f"{kind} with an engine" if engine else kind,
-        engine=engine or (OWN_ENGINE if kind == "measured" else ""),
+        engine=engine or (_OWN_ENGINE if kind == "measured" else ""),
         device=profile.device.name,
         model=profile.model.name,
         dtype=profile.dtype,

@@ -140,6 +140,11 @@ def test_a_profile_says_which_errors_are_like_its_own(profile: Profile) -> None:
         assert (found.kind, found.engine, found.tensor_parallel_size) == (kind, engine, 2)
 
 
+def test_a_profile_of_an_unknown_source_is_refused(profile: Profile) -> None:
+    with pytest.raises(InputError, match="must begin with measured, imported, datasheet for a margin, found 'a guess'"):
+        deployment_of(replace(profile, source="a guess"), 1)
+
+
 @pytest.mark.parametrize(
     "kind", ["measured", "tables", "tables with an engine", "datasheet", "datasheet with an engine"]
 )

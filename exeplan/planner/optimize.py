@@ -246,7 +246,11 @@ class _Pipelines:
         run, replayed = replay_estimate(placed, winner.schedule, seed=self.seed)
         margin = self.margin
         if self.risk:
-            margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+            try:
+                margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+            except Infeasible as error:
+                self.found[key] = replace(winner, schedule=None, refusal=str(error))
+                return
         filled = _filled(part, winner, replayed, margin)
         if max(filled) <= 1:
             self._prove(key, _Proof(run=run, replayed=replayed, margin=margin))
@@ -325,7 +329,7 @@ class _Pipelines:
         pairs = zip(keys, groups, strict=True)
         alone = [(_at(self.parts[size], group.placement), group) for (size, _), group in pairs]
         estimates = [one.estimate(group.schedule) for one, group in alone]
-        plan = _plan(self.problem, placed, groups, proof.margin)
+        plan = _plan(self.problem, placed, groups, [self.proofs[key].margin for key in keys])
         found = tuple(self._candidate(policy) for policy in self.policies)
         plan = replace(
             plan,
@@ -439,12 +443,15 @@ class _Pipelines:
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
         run, replayed = replay_estimate(placed, schedule, seed=self.seed)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
-        filled = _filled(part, winner, replayed, self.margin)
+        margin = self.margin
+        if self.risk:
+            margin = margins(placed, schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+        filled = _filled(part, winner, replayed, margin)
         if max(filled) > 1:
             bound = self.problem.bounds[filled.index(max(filled))]
             raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
         self.found[key] = winner
-        self.proofs[key] = _Proof(run=run, replayed=replayed, margin=self.margin)
+        self.proofs[key] = _Proof(run=run, replayed=replayed, margin=margin)
         self.replayed[key] = [replayed.throughput]
         return self.optimum({key[0]: (key[1], self._count(key[0]))})
 
@@ -561,7 +568,7 @@ def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Mar
     return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]
 
 
-def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], margin: Margins | None) -> Plan:
+def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], margins: Sequence[Margins | None]) -> Plan:
     """The plan of these replicas without its estimates; `placed` is the problem of one of the first group."""
     model, first = problem.profile.model, groups[0]
     several = len(groups) > 1 or first.num_replicas > 1
@@ -591,15 +598,16 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         profile_fingerprint=problem.profile.fingerprint,
         drift_headroom=drift_headroom(placed, first.schedule),
         rate_headroom=rate_headroom(placed, first.schedule),
-        promise=_promise(problem, margin),
+        promise=_promise(problem, [margin for margin in margins if margin]),
     )
 
 
-def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
-    if margin is None:
+def _promise(problem: Problem, found: Sequence[Margins]) -> dict[str, Any]:
+    """The margins of every group of replicas, that of the first in the promise itself."""
+    if not found:
         return {}
-    kept = {bound.metric: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
-    return {"risk": margin.risk, "margin": kept, "source": margin.source}
+    first, *more = (margin.promise(problem.bounds) for margin in found)
+    return {"risk": found[0].risk, **first, **({"more_groups": more} if more else {})}
 
 
 def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:

@@ -1,7 +1,8 @@
 """An optimum in lines for people: the winner, where it runs, its estimates, what it promises, and every policy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from exeplan.core.bounds import Bound, binding, values_of
 from exeplan.core.plan import Plan
@@ -178,9 +179,24 @@ def _headroom_lines(problem: Problem, plan: Plan) -> list[str]:
 def _risk_lines(plan: Plan) -> list[str]:
     if not plan.promise:
         return []
-    kept = ", ".join(f"{100 * value:.1f} % on {about}" for about, value in plan.promise["margin"].items())
-    return [
-        f"margin: the closed form keeps every bound with {kept} added, so that a bound breaks with a chance of at most "
-        f"{100 * plan.promise['risk']:g} %",
-        f"  from {plan.promise['source']}",
-    ]
+    groups = [plan.promise, *plan.promise.get("more_groups", ())]
+    lines = []
+    for number, group in enumerate(groups, 1):
+        of_group = f" in replicas of group {number}" if len(groups) > 1 else ""
+        lines += [
+            f"margin{of_group}: the closed form keeps every bound with {_shown_margin(group['margin'])} added, so that "
+            f"a bound breaks with a chance of at most {100 * plan.promise['risk']:g} %",
+            *(f"  {_shown_part(part)}" for part in group["parts"]),
+        ]
+    return lines
+
+
+def _shown_part(part: Mapping[str, Any]) -> str:
+    """One reason for a margin, with what it alone would take."""
+    if "margin" not in part:
+        return str(part["from"])
+    return f"{_shown_margin(part['margin'])} alone, {part['observations']} observations: {part['from']}"
+
+
+def _shown_margin(margin: Mapping[str, float]) -> str:
+    return ", ".join(f"{100 * value:.1f} % on {about}" for about, value in margin.items())

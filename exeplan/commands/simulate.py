@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         simulation.save(args.output)
     if args.json:
-        more = {"preemptions": simulation.run.num_preemptions, "extrapolated": simulation.extrapolated}
+        more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
         print(json_line({**as_json(simulation.plan), **more}))
     else:
         print(simulation)

@@ -1,14 +1,18 @@
-"""Replays of a planned schedule: how many requests, which KV cache, and the Estimate of what happened."""
+"""Replays of a planned schedule, or of all replicas of a plan: how many requests, which KV cache, and the Estimate of
+what happened."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.metrics import summarize
-from exeplan.core.schedule import Estimate, Schedule
+from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 from exeplan.simulator.replay import replay
+from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
 from exeplan.simulator.run import Run
 from exeplan.workload.arrivals import Arrivals
 
@@ -17,6 +21,10 @@ KV_SLACK = 1.5
 _REPLAY_REQUESTS = (300, 8000)
 _MOST_ARRIVING = 10_000
 """Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
+_MOST_ROUTED = 40_000
+"""The same of all replicas together."""
+_FILLS = 20
+"""Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them twice."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
@@ -79,6 +87,64 @@ def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
         return _MOST_ARRIVING
     spare = max(1.0 - arrivals.rate / capacity, 1e-3)
     return int(min(_REPLAY_REQUESTS[1] / spare, _MOST_ARRIVING))
+
+
+def routed_estimate(
+    problem: Problem,
+    groups: Sequence[tuple[Problem, ReplicaGroup]],
+    router: str,
+    *,
+    seed: int,
+    num_requests: int | None = None,
+    record_passes: bool = True,
+) -> tuple[RoutedRun, Estimate]:
+    """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests.
+
+    Each group of replicas has a problem on its placement. KV cache tokens are added, memory is that of the fullest GPU.
+    """
+    assert problem.arrivals is not None
+    n = num_requests or _routed_requests(problem.arrivals, groups)
+    inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    placed = [one for one, group in groups for _ in range(group.num_replicas)]
+    due = problem.workload.deadlines
+    run = routed_replay(
+        [replica for one, group in groups for replica in [_replica(one, group)] * group.num_replicas],
+        router,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due else None,
+        record_passes=record_passes,
+    )
+    peaks = [float(one.peak_kv_tokens) for one in run.replicas]
+    return run, summarize(
+        run.requests,
+        p99_output=problem.workload.output_quantile(0.99),
+        bounds=problem.bounds,
+        backlog=False,
+        waiting=True,
+        kv_tokens=sum(peaks),
+        memory_bytes=max(
+            memory_bytes(one.profile, one.cost.placement, peak) for one, peak in zip(placed, peaks, strict=True)
+        ),
+    )
+
+
+def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
+    """One of the group, with the KV cache of its plan or the one that it would be planned with."""
+    tokens = group.kv_cache_tokens or kv_cache_tokens(problem, group.schedule)
+    return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE)
+
+
+def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]]) -> int:
+    """Enough for all replicas to fill up, and for their queues to reach their steady lengths."""
+    if arrivals.of_trace:
+        return min(_MOST_ARRIVING * sum(group.num_replicas for _, group in groups), _MOST_ROUTED)
+    points = [(steady_state(g.schedule, p.workload, p.cost), g.num_replicas) for p, g in groups]
+    capacity = sum(point.throughput * count for point, count in points)
+    load = min(arrivals.rate / capacity, 1.0)
+    held = load * sum(point.cycle.num_seqs * count for point, count in points)
+    return int(min(max(_arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.metrics import summarize
-from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule
+from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
@@ -23,8 +23,8 @@ _MOST_ARRIVING = 10_000
 """Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
 _MOST_ROUTED = 40_000
 """The same of all replicas together."""
-_FILLS = 20
-"""Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them twice."""
+_FILLS = 10
+"""Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
@@ -100,10 +100,11 @@ def routed_estimate(
 ) -> tuple[RoutedRun, Estimate]:
     """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests.
 
-    Each group of replicas has a problem on its placement. KV cache tokens are added, memory is that of the fullest GPU.
+    Each group comes with the problem of one of its replicas. KV cache tokens are added, memory is that of the fullest
+    GPU.
     """
     assert problem.arrivals is not None
-    n = num_requests or _routed_requests(problem.arrivals, groups)
+    n = num_requests or _routed_requests(problem.arrivals, groups, router)
     inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
     placed = [one for one, group in groups for _ in range(group.num_replicas)]
     due = problem.workload.deadlines
@@ -136,15 +137,24 @@ def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
     return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE)
 
 
-def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]]) -> int:
-    """Enough for all replicas to fill up, and for their queues to reach their steady lengths."""
+def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]], router: str) -> int:
+    """Enough for all replicas to fill up, and for their queues to reach their steady lengths: one queue together where
+    the router looks at them, one each otherwise.
+
+    Raises Infeasible where a replica does not sustain its share.
+    """
+    number = sum(group.num_replicas for _, group in groups)
     if arrivals.of_trace:
-        return min(_MOST_ARRIVING * sum(group.num_replicas for _, group in groups), _MOST_ROUTED)
-    points = [(steady_state(g.schedule, p.workload, p.cost), g.num_replicas) for p, g in groups]
-    capacity = sum(point.throughput * count for point, count in points)
-    load = min(arrivals.rate / capacity, 1.0)
-    held = load * sum(point.cycle.num_seqs * count for point, count in points)
-    return int(min(max(_arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
+        return min(_MOST_ARRIVING * number, _MOST_ROUTED)
+    capacity = held = 0.0
+    for problem, group in groups:
+        assert problem.arrivals is not None
+        capacity += group.num_replicas * steady_state(group.schedule, problem.workload, problem.cost).throughput
+        mean = problem.estimate(group.schedule)
+        seconds = mean.ttft + mean.tpot * (problem.workload.mean_output - 1)
+        held += group.num_replicas * problem.arrivals.rate * seconds
+    queues = 1 if router == ROUTERS[0] else number
+    return int(min(max(queues * _arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

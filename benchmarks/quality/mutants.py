@@ -376,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "longer = (1 + arrivals.variability) / 2",
-        "longer = arrivals.variability / 2",
+        "longer = (1 + max(arrivals.variability, 1.0)) / 2",
+        "longer = max(arrivals.variability, 1.0) / 2",
         "the queue's mean wait halved for Poisson arrivals",
         ("tests/simulator/test_at_rate_by_hand.py",),
     ),

@@ -175,8 +175,12 @@ class EngineReplay:
         self.next = now
 
     def run(self) -> Run:
-        """What happened."""
-        assert not self.scheduler.has_work
+        """What happened. Raises InputError where the policy left requests waiting with nothing in flight."""
+        if left := len(self.scheduler.waiting) + len(self.scheduler.running):
+            raise InputError(
+                f"{self.scheduler.schedule} starts nothing more, and {left} requests are not finished; its policy must "
+                "name a batch when nothing is in flight"
+            )
         assert self.incoming.all_arrived
         return Run(
             requests=self.incoming.ended(self.log),

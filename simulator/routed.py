@@ -38,7 +38,7 @@ class Replica:
     """Of its KV cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutedRun:
     """What happened: all requests in order of arrival, and the run of each replica with its own."""
 

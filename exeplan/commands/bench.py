@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of each GPU's memory that the engine here may use (default: the plan's, 0.9)",
     )
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write the predicted passes (.json, .png, .svg, .pdf)"
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write the predicted passes, of the first replica (.json, .png, .svg, .pdf)",
     )
     parser.add_argument(
         "--engine-timeline", type=Path, metavar="FILE", help="write the passes that the engine here ran (.json)"

@@ -120,26 +120,28 @@ class EngineReplay:
 
     def advance(self, until: float) -> None:
         """Does all that happens before `until`, and ends what ends then."""
-        while self.next < until:
-            now = self.next
+        while (now := self.next) < until:
             self.end(now)
             self.begin(now)
-        if self.next == until:
+        if now == until:
             self.end(until)
 
     def begin(self, now: float) -> None:
         """Takes the requests that have come, drops those whose deadline has passed, and starts what can start."""
-        scheduler, incoming, events = self.scheduler, self.incoming, self._events
+        scheduler, incoming, events, log = self.scheduler, self.incoming, self._events, self.log
         if incoming.coming <= now:
             scheduler.arrive(*incoming.arrive(now))
         if incoming.expire and scheduler.has_deadlines:
             for expired in cast(list[Row], scheduler.expire(now)):
-                self.log.starts[expired.index] = now
+                log.starts[expired.index] = now
                 incoming.answered(now, 1)
         for pipeline in self.pipelines:
             while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
-                number = self.log.num_passes
-                start, ends = self._start(pipeline, batch, now)
+                number = log.num_passes
+                if self.cost.times_repeats and (count := scheduler.num_repeats(batch)) > 1:
+                    start, ends = now, self._repeat(pipeline, batch, now, count)
+                else:
+                    start, ends = pipeline.run(batch, now, scheduler, log)
                 heappush(events, (ends[-1], number, batch, start, ends))
         if scheduler.free_blocks < self._least_free:
             self._least_free = scheduler.free_blocks
@@ -190,23 +192,16 @@ class EngineReplay:
             num_preemptions=self.scheduler.num_preemptions,
         )
 
-    def _start(self, pipeline: "_Pipeline", batch: Batch, now: float) -> tuple[float, list[float]]:
-        """The batch's pass, or as many in a row as begin before the next request comes, which may change it.
-
-        Returns when the first begins, and the ends of all.
-        """
-        scheduler, log = self.scheduler, self.log
-        context = scheduler.context_tokens(batch)
-        sizes = (len(batch.prefill), len(batch.decode), batch.num_new_tokens) if log.record_passes else (0, 0, 0)
-        count = scheduler.num_repeats(batch) if self.cost.times_repeats else 1
-        if count <= 1:
-            return pipeline.run(batch, now, context, sizes, log)
-        growth = scheduler.lanes[batch.group].num_advancing
+    def _repeat(self, pipeline: "_Pipeline", batch: Batch, now: float, count: int) -> list[float]:
+        """The ends of the batch's passes: as many of `count` as begin before the next request comes, which may change
+        it."""
+        scheduler = self.scheduler
+        context, growth = scheduler.context_tokens(batch), scheduler.lanes[batch.group].num_advancing
         seconds = self.cost.repeated_seconds(batch, context, growth, count)
         rising = _begun(list(accumulate(seconds, initial=now)), min(self.incoming.coming, scheduler.next_expiry))
-        self._repeating = _Repeating(pipeline, sizes)
+        self._repeating = _Repeating(pipeline, _sizes(batch, self.log))
         pipeline.free[0] = rising[-1]
-        return now, rising[1:]
+        return rising[1:]
 
     def _repeated(self, batch: Batch, start: float, ends: list[float]) -> None:
         """A batch in flight has been repeated: takes the blocks of its passes, and writes them down."""
@@ -231,6 +226,11 @@ class _Repeating(NamedTuple):
     sizes: tuple[int, int, int]
 
 
+def _sizes(batch: Batch, log: RunLog) -> tuple[int, int, int]:
+    """What a log that records passes writes down of each."""
+    return (len(batch.prefill), len(batch.decode), batch.num_new_tokens) if log.record_passes else (0, 0, 0)
+
+
 def _begun(rising: list[float], until: float) -> list[float]:
     """The start of the first pass and the ends of those that begin before `until`; of the first one in any case."""
     del rising[max(bisect_left(rising, until, 1) + 1, 2) :]
@@ -246,17 +246,15 @@ class _Pipeline:
         self.free = [0.0] * len(self.stages)
         """When each stage is free."""
 
-    def run(
-        self, batch: Batch, now: float, context: int, sizes: tuple[int, int, int], log: RunLog
-    ) -> tuple[float, list[float]]:
+    def run(self, batch: Batch, now: float, scheduler: LockstepScheduler, log: RunLog) -> tuple[float, list[float]]:
         """One pass of the batch. Returns when it begins, and, alone in a list, when it ends."""
         ready, free = now, self.free
         spans: list[float] = []
-        for number, taken in enumerate(self.cost.stage_seconds(batch, context)):
+        for number, taken in enumerate(self.cost.stage_seconds(batch, scheduler.context_tokens(batch))):
             start = free[number] if free[number] > ready else ready
             ready = free[number] = start + taken
             spans += start, ready
-        log.passed(self.number, spans, sizes)
+        log.passed(self.number, spans, _sizes(batch, log))
         return spans[0], [ready]
 
 

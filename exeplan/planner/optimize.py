@@ -29,7 +29,7 @@ from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
 from exeplan.planner.ranking import CONFIDENCE, MOST_SEEDS, Order, behind
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate, too_short
+from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate, too_short
 from exeplan.planner.replicas import (
     Division,
     best_division,
@@ -76,7 +76,7 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proof:
-    """The replay of a candidate, which keeps all bounds."""
+    """The replay of a candidate, which keeps all bounds; at a rate of all its replicas, `run` of the first."""
 
     run: Run
     replayed: Estimate
@@ -243,7 +243,7 @@ class _Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = replay_estimate(placed, winner.schedule, seed=self.seed)
+        run, replayed = self._replayed(size, placed, winner.schedule)
         margin = self.margin
         if self.risk:
             try:
@@ -261,6 +261,15 @@ class _Pipelines:
             self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} breaks a bound in its replays")
             return
         self._search_again(key, filled, replayed)
+
+    def _replayed(self, size: int, placed: Problem, schedule: Schedule) -> tuple[Run, Estimate]:
+        """The replay of a pipeline, and its Estimate; at a rate that of all its replicas behind the router."""
+        if not self.problem.arrivals or (count := self._count(size)) == 1:
+            return replay_estimate(placed, schedule, seed=self.seed)
+        devices = tuple(size * number for number in range(count))
+        group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)
+        run, replayed = routed_estimate(self.problem, [(placed, group)], ROUTERS[0], seed=self.seed)
+        return run.replicas[0], replayed
 
     def _prove(self, key: Key, proof: _Proof) -> None:
         """Keeps the better of this proof and the one that another variant had; looks for another variant where the
@@ -334,7 +343,9 @@ class _Pipelines:
         plan = replace(
             plan,
             estimate=together(estimates, counts),
-            replay=together([self.proofs[key].replayed for key in keys], counts),
+            replay=proof.replayed
+            if self.problem.arrivals
+            else together([self.proofs[key].replayed for key in keys], counts),
             search={
                 **search_summary([one.search for one in self.found.values() if one.search], self.method),
                 "gap": self._gap(),
@@ -441,7 +452,7 @@ class _Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = replay_estimate(placed, schedule, seed=self.seed)
+        run, replayed = self._replayed(key[0], placed, schedule)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         margin = self.margin
         if self.risk:

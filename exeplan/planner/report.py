@@ -160,10 +160,9 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     if problem.arrivals is None or plan.rate_headroom is None:
         return []
     more = 100 * plan.rate_headroom
-    alone = "every request of its share of the trace" if plan.trace_arrivals else "a Poisson stream of its own"
     return [
         f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included",
-        *([f"one of {plan.num_replicas} replicas is replayed, with {alone}"] if plan.num_replicas > 1 else []),
+        *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
         f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
         "headroom)",
     ]

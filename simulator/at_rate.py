@@ -1,19 +1,28 @@
 """Closed form of a schedule to which requests come at a rate, instead of waiting in a backlog.
 
-With n requests in the system, in service or waiting for admission, the schedule is assumed to work as in its steady
-state with batches that hold n: it serves X(n) requests/s (Little's law gives the batch). Arrivals at rate r make n a
-birth-and-death chain, P(n) ~ prod r / X(k). For processor sharing, which iteration-level scheduling approximates, that
-is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batches requests queue.
+Two laws, by how a policy admits requests.
+
+Slots: a request begins with the next pass that has a free slot. With n requests in the system, in service or waiting
+for admission, the schedule works as in its steady state with batches that hold n: it serves X(n) requests/s (Little's
+law gives the batch). Arrivals at rate r make n a birth-and-death chain, P(n) ~ prod r / X(k). For processor sharing,
+which iteration-level scheduling approximates, that is exact for any law of the lengths (Kelly 1979, section 3.3).
+Beyond full batches requests queue for one of many servers: the queue is 1 + c^2 over 2 times that of exponential
+lengths, c their coefficient of variation (Lee and Longton 1959).
 
     in service  a request shares the engine with n - 1 others for a part of its life proportional to n P(n), so its time
                 is the harmonic mean of the times at constant n under these weights
     arriving    it meets n others with probability P(n); with n = 0 there is no wait for an admission
+    interval    passes are not equally long, and most requests come during long ones: half of E[t^2] / E[t] is left
     sharing     replicas that share a stream by the shortest queue hold alike many: n of them are one chain of n times
                 the sizes and throughputs, and a request joins a replica of the fewest
-    queue       mean number beyond full batches / rate, times (1 + squared coefficient of variation of the gaps) / 2
-    percentiles as `request_times.py` has them, over the numbers that an arriving request meets
 
-Not here: bursts longer than a few gaps. The replay with arrivals has the final word.
+Gate: all that wait begin together, up to a full batch, when the batch before is done, or its cycle over (`gate.py`).
+Stages that prefill apart are a gate of their own; what decodes behind them is the policy's (`Steady.arriving`).
+
+    percentiles as `request_times.py` has them, over what an arriving request meets
+
+Arrivals of other variability than a Poisson stream's spread n, and the queue, (1 + c^2) / 2 times as much. Not here:
+bursts longer than a few gaps. The replay with arrivals has the final word.
 """
 
 from collections.abc import Sequence
@@ -24,30 +33,37 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, share_of_requests, targets_of
 from exeplan.core.schedule import Estimate
+from exeplan.policies import load_policy
 from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.request_times import times_at_rate, with_bounds
+from exeplan.simulator.gate import gate
+from exeplan.simulator.request_times import Met, prompt_variance, times_at_rate, with_bounds
 from exeplan.workload.arrivals import Arrivals, residents
 
 _ALIKE = np.ones(1)
 _WAIT_POINTS = 9
 """Points at which the wait for an admission is spread."""
+_STATES = 64
+"""Points at which the number that an arriving request meets is looked at."""
+_HELD = 6
+"""Times for which a gate is held."""
+_NORMAL = np.array([-1.38, -0.69, -0.21, 0.21, 0.69, 1.38])
+"""Means of as many slices of a normal distribution."""
+_WAITS = 16
+"""Waits of the requests that meet one batch, for quantiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mix:
-    """The distribution of the batch in service, as different observers see it."""
+    """What requests meet: weights of the steady states, and seconds."""
 
     aboard: Floats
-    """Weights of the batches as requests in service see them."""
+    """Weights of the steady states as requests in service see them."""
     joining: Floats
     """Weights as an arriving request sees them, itself included."""
-    waiting: Floats
-    """Probability of arriving while each batch runs and so waiting for the next admission; the rest finds no batch."""
-    queue: float
-    """Mean seconds in the queue beyond full batches."""
-    queues: tuple[Floats, Floats]
-    """These seconds by the number met, rising, and the chance of at most each."""
+    wait: float
+    """Mean seconds until it begins."""
+    met: Met
 
 
 def estimate_at_rate(
@@ -59,13 +75,17 @@ def estimate_at_rate(
     goodput are those of `bounds`.
     """
     full = points[-1]
-    mix = _mix(points, arrivals)
-    intervals = np.array([point.admission_interval for point in points])
-    waiting = mix.queue + float(mix.waiting @ intervals) / 2
+    if full.steady.arriving is not None:
+        points = [SteadyState(s, full.workload, at) for s, at in full.steady.arriving(arrivals.rate)]
+    if _is_gated(full):
+        points = _by_size(points)
+        mix = _through_gate(points, arrivals, cost)
+    else:
+        mix = _in_slots(points, arrivals)
     tpot = _harmonic(np.array([point.tpot for point in points]), mix.aboard)
-    ttft = mix.queue + float(mix.joining @ [point.ttft for point in points] + mix.waiting @ intervals / 2)
+    ttft = mix.wait + float(mix.joining @ [point.ttft for point in points])
     length = np.array([float(full.workload.output_quantile(0.99))])
-    at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + waiting
+    at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + mix.wait
     share = share_of_requests(metric)
     at_rate = replace(
         estimate(full, cost, metric),
@@ -75,37 +95,105 @@ def estimate_at_rate(
         tpot=tpot,
         latency=at_length
         if share is None
-        else _quantile(points, mix, share, factors=deadline_factors(full.workload, metric)),
-        latency_p50=_quantile(points, mix, 0.5),
-        latency_p99=_quantile(points, mix, 0.99),
+        else _quantile(points, mix.met, share, factors=deadline_factors(full.workload, metric)),
+        latency_p50=_quantile(points, mix.met, 0.5),
+        latency_p99=_quantile(points, mix.met, 0.99),
     )
     if not targets_of(bounds):
         return at_rate
-    empty = 1.0 - float(mix.waiting.sum())
-    times = times_at_rate(points, cost, aboard=mix.aboard, queue=mix.queues, empty=empty)
-    return with_bounds(at_rate, times, bounds)
+    return with_bounds(at_rate, times_at_rate(points, cost, mix.met), bounds)
 
 
-def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
+def _is_gated(point: SteadyState) -> bool:
+    """Requests begin together, not each with the next pass."""
+    return load_policy(point.schedule.policy).KEEPS_FINISHED_ROWS or point.steady.admission_interval is None
+
+
+def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
-    alike = arrivals.sharing
-    chance = residents(alike * arrivals.rate, alike * sizes, alike * throughputs)
+    alike, outputs = arrivals.sharing, points[-1].workload.output_law
+    chance = residents(
+        alike * arrivals.rate,
+        alike * sizes,
+        alike * throughputs,
+        variability=arrivals.variability,
+        service=(outputs.std / outputs.mean) ** 2,
+    )
     number = np.arange(len(chance), dtype=float) / alike
     served = np.minimum(number, sizes[-1])
     nearest = np.stack([np.interp(served, sizes, row) for row in np.eye(len(points))])
     after = np.stack([np.interp(np.floor(served) + 1, sizes, row) for row in np.eye(len(points))])
     aboard = nearest @ (served * chance)
-    beyond = float((number - served) @ chance)
-    longer = (1 + arrivals.variability) / 2
-    seconds = np.maximum(number + 1 - sizes[-1], 0.0) / throughputs[-1] * longer
+    aboard /= aboard.sum()
+    waiting = nearest[:, 1:] @ chance[1:]
+    intervals = np.array([point.admission_interval for point in points])
+    queue = float((number - served) @ chance) / arrivals.rate
     return _Mix(
-        aboard=aboard / aboard.sum(),
+        aboard=aboard,
         joining=after @ chance,
-        waiting=nearest[:, 1:] @ chance[1:],
-        queue=beyond / arrivals.rate * longer,
-        queues=(seconds, np.cumsum(chance)),
+        wait=queue + float(waiting @ intervals) / 2,
+        met=_met_in_slots(aboard, intervals, float(waiting.sum()), queue, chance, (number - served) / throughputs[-1]),
     )
+
+
+def _met_in_slots(
+    aboard: Floats, intervals: Floats, busy: float, queue: float, chance: Floats, seconds: Floats
+) -> Met:
+    """The longest queues go with the largest batches; `busy` is the chance of finding a batch."""
+    state = (np.arange(_STATES) + 0.5) / _STATES
+    which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)
+    queued = seconds[np.searchsorted(np.cumsum(chance), state).clip(max=len(seconds) - 1)]
+    queued *= queue / max(float(queued.mean()), 1e-300)
+    spread = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
+    waits = queued[:, None] + np.maximum(spread - (1 - busy), 0.0) / max(busy, 1e-12) * intervals[which][:, None]
+    return Met(
+        which=np.repeat(which, _WAIT_POINTS), waits=waits.ravel(), weights=np.full(waits.size, 1.0 / waits.size)
+    )
+
+
+def _by_size(points: Sequence[SteadyState]) -> list[SteadyState]:
+    """One steady state for each number that begins together: of equal ones the last."""
+    found = {round(_together(point)): point for point in points}
+    return [found[size] for size in sorted(found)]
+
+
+def _together(point: SteadyState) -> float:
+    """Requests that begin together."""
+    return point.throughput * point.admission_interval
+
+
+def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> _Mix:
+    sizes = np.array([_together(point) for point in points])
+    each = np.arange(1, max(round(float(sizes[-1])), 1) + 1, dtype=float)
+    seconds = each / np.interp(each, sizes, [point.throughput for point in points])
+    shares = np.stack([_held(point, cost) for point in points], axis=1)
+    spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
+    found = gate(arrivals.rate, seconds[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
+    table = np.eye(len(points))
+    joining = np.stack([np.interp(found.sizes, sizes, row) for row in table]) @ found.chance
+    position = np.interp(found.together, sizes, np.arange(len(points)))
+    met = Met(which=np.rint(position).astype(int), waits=found.waits, weights=found.weights)
+    return _Mix(aboard=joining, joining=joining, wait=found.wait, met=met)
+
+
+def _held(point: SteadyState, cost: CostModel) -> Floats:
+    """Equally likely times for which those that begin together hold the gate, over their mean.
+
+    Until the longest of them is done, but no longer than makes the mean right; and what their prompts differ by.
+    """
+    together = max(_together(point), 1.0)
+    law = point.workload.output_law.longest_of(together)
+    seconds, weights, mean = point.latency(law.tokens.astype(float)), law.weights, point.admission_interval
+    reached = np.cumsum(weights)
+    means = np.cumsum(weights * seconds) + seconds * (1 - reached)  # Of min(seconds, each of them).
+    held = np.minimum(seconds, np.interp(mean, means, seconds))
+    mass = np.append(0.0, np.cumsum(weights * held))
+    slices = np.diff(np.interp(np.linspace(0, 1, _HELD + 1), np.append(0.0, reached), mass)) * _HELD
+    variance = max(float(weights @ held**2 - mass[-1] ** 2), 0.0) + prompt_variance(point, cost, together)
+    shape = slices / mean - 1 if np.std(slices) > 1e-3 * mean else _NORMAL
+    deviation = (shape - shape.mean()) / np.std(shape) * np.sqrt(variance) / mean
+    return np.asarray(1.0 + np.maximum(deviation, -0.95))
 
 
 def _in_system(point: SteadyState) -> float:
@@ -121,13 +209,13 @@ def _harmonic(values: Floats, weights: Floats) -> float:
     return float(1 / (weights @ (1 / values))) if (values > 0).all() else 0.0
 
 
-def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float, *, factors: Floats = _ALIKE) -> float:
-    """Over the length law, the batches, the waits and the factors; a batch is assumed to last as long as a request."""
+def _quantile(points: Sequence[SteadyState], met: Met, share: float, *, factors: Floats = _ALIKE) -> float:
+    """Over the length law, what requests meet, and the factors; a batch is assumed to last as long as a request."""
     law = points[0].workload.output_law
-    spread = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
-    times = [
-        np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.admission_interval * spread) for p in points
-    ]
-    times = [np.multiply.outer(t, factors) for t in times]
-    weights = [w * np.repeat(law.weights / times[0][0].size, times[0][0].size) for w in mix.aboard]
-    return weighted_quantile(np.concatenate([t.ravel() for t in times]), np.concatenate(weights), share)
+    times, weights = [], []
+    for number in np.unique(met.which):
+        waits, likely = met.at(int(number), _WAITS)
+        found = np.add.outer(points[number].latency(law.tokens.astype(float)), waits)
+        times.append(np.multiply.outer(found, factors).ravel())
+        weights.append(np.repeat(np.multiply.outer(law.weights, likely).ravel() / len(factors), len(factors)))
+    return weighted_quantile(np.concatenate(times), np.concatenate(weights), share)

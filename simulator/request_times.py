@@ -12,7 +12,7 @@ first cycles of a request, queues behind bursts; the replay has the last word.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
 from exeplan.simulator.closed_form import SteadyState
+from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
 _SAMPLE = 2048
@@ -61,22 +62,48 @@ def times_under_backlog(point: SteadyState, clock: Clock, admission_interval: fl
     return _times([point], clock, np.zeros(_SAMPLE, int), sample.wait * admission_interval, sample)
 
 
-def times_at_rate(
-    points: Sequence[SteadyState], clock: Clock, *, aboard: Floats, queue: tuple[Floats, Floats], empty: float
-) -> RequestTimes:
-    """Of a mix of steady states, `aboard` their weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """What arriving requests meet, one array entry a kind of arrival."""
 
-    `queue` holds seconds of wait beyond full batches, rising, and the chance of at most each; `empty` is the chance of
-    finding no batch, and so no wait for an admission.
-    """
+    which: Ints
+    """The steady state in which it is served."""
+    waits: Floats
+    """Seconds until it begins."""
+    weights: Floats
+    """How likely it is; they sum to 1."""
+
+    def at(self, which: int, count: int) -> tuple[Floats, Floats]:
+        """At most `count` waits of the requests in a steady state, and their weights: means of alike shares."""
+        here = self.which == which
+        order = np.argsort(self.waits[here])
+        waits, weights = self.waits[here][order], self.weights[here][order]
+        if len(waits) <= count:
+            return waits, weights
+        edges = np.linspace(0.0, 1.0, count + 1)
+        reached = np.append(0.0, np.cumsum(weights)) / weights.sum()
+        mass = np.append(0.0, np.cumsum(weights * waits)) / weights.sum()
+        return np.diff(np.interp(edges, reached, mass)) * count, np.full(count, float(weights.sum()) / count)
+
+    def drawn(self, chance: Floats) -> tuple[Ints, Floats]:
+        """Steady states and waits at these quantiles, the waits rising in each state."""
+        order = np.lexsort((self.waits, self.which))
+        reached = np.cumsum(self.weights[order])
+        entries = order[np.searchsorted(reached, chance * reached[-1]).clip(max=len(order) - 1)]
+        return self.which[entries], self.waits[entries]
+
+
+def times_at_rate(points: Sequence[SteadyState], clock: Clock, met: Met) -> RequestTimes:
+    """Of a mix of steady states."""
     sample = draws(points[0].workload)
-    which = np.searchsorted(np.cumsum(aboard), sample.state * aboard.sum()).clip(max=len(points) - 1)
-    intervals = np.array([point.admission_interval for point in points])[which]
-    waits = np.where(sample.wait < empty, 0.0, (sample.wait - empty) / max(1 - empty, 1e-12) * intervals)
-    # The longest queues go with the largest batches.
-    seconds, chance = queue
-    waits += seconds[np.searchsorted(chance, sample.state).clip(max=len(seconds) - 1)]
+    which, waits = met.drawn(sample.state)
     return _times(points, clock, which, waits, sample)
+
+
+def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:
+    """Of the seconds that so many prompts take."""
+    one = _one_prompt(point, clock) * point.workload.input_law.std / point.workload.mean_input
+    return 0.0 if point.cycle.padded else prompts * one**2
 
 
 def with_bounds(estimate: Estimate, times: RequestTimes, bounds: Sequence[Bound]) -> Estimate:

@@ -26,6 +26,7 @@ from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
 from exeplan.policies._circulation import GroupGate, Prefills, circulate, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
+from exeplan.workload.arrivals import residents
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
 
@@ -37,6 +38,8 @@ _BUNCHING = 4
 """Steps towards how unequal bunched groups become."""
 _LEAST_SPREAD = 0.02
 """Even requests of one length do not keep step for ever."""
+_BATCHES = 8
+"""Sizes of prefill batches that are timed where requests come at a rate."""
 _SIGMAS = 3.0
 """Standard deviations of the prompts' tokens for which stages that prefill have room."""
 
@@ -65,7 +68,84 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=flow.throughput,
         latency=partial(_latency, flow, round_, last, 1.0 if clock.first_token_from_prefill else 0.0),
+        arriving=partial(_arriving, schedule, workload, clock, decodes, cycle),
     )
+
+
+def _arriving(
+    schedule: Schedule, workload: Workload, clock: Clock, decodes: "_Decodes", cycle: Cycle, rate: float
+) -> tuple[tuple[Schedule, Steady], ...]:
+    """With prefill batches of as many as have come, and the residents that the rate makes.
+
+    The residents are a birth-and-death chain, as at_rate.py has it; a prefill begins when the stage before is free and
+    the places allow it.
+    """
+    batch, shift = schedule["prefill_batch"], 1.0 if clock.first_token_from_prefill else 0.0
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
+    going_on, places = float(law.survival[0]), len(clock.prefill_stages) + 1
+    sizes = np.unique(np.geomspace(1, batch, _BATCHES).astype(int))
+    none = 0.0 * sizes
+    prefill = replace(cycle, num_prefill=sizes + none, num_decode=none, context_tokens=none)
+    seconds = clock.seconds(prefill)[list(clock.prefill_stages)]
+    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
+    transfer = np.array([clock.kv_transfer_seconds(k * going_on * workload.mean_input) for k in sizes])
+    mean_batch = float(np.interp(rate, *_rising(sizes / slowest, sizes))) if len(sizes) > 1 else 1.0
+    behind = _Behind.of(replace(decodes, together=max(1.0, mean_batch * going_on)), rate * going_on)
+    line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
+    turn = behind.until_decode - behind.queue
+    held = 1.0 / circulate(line.batches, places, float(transfer[-1]) + turn).rate
+    shut = np.maximum(slowest, sizes * (through + transfer + turn) / (places * batch))
+    shut = shut * max(held / float(shut[-1]), 1.0)
+    found = []
+    for k, first, taken, moved in zip(sizes.tolist(), through, shut, transfer, strict=True):
+        waits = replace(behind, until_decode=float(first + moved) + behind.until_decode)
+        own = Steady(
+            cycle=cycle,
+            seconds=seconds,
+            throughput=k / float(taken),
+            latency=partial(waits.latency, float(first), shift),
+        )
+        found.append((replace(schedule, variables={**schedule.variables, "prefill_batch": k}), own))
+    return tuple(found)
+
+
+def _rising(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    return np.maximum.accumulate(x), y
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """Stages that decode what comes to them at a rate."""
+
+    until_decode: float
+    """Seconds until a group takes a request that is ready."""
+    queue: float
+    """Of these, until there is a free slot."""
+    pace: float
+    """Seconds a decode iteration, mean over those that decode."""
+    last: float
+    """Seconds from the start of the last iteration to its token."""
+
+    @classmethod
+    def of(cls, decodes: "_Decodes", rate: float) -> "_Behind":
+        grid = 1.0 + (decodes.slots - 1.0) * np.linspace(0.0, 1.0, _STATES) ** 2 if decodes.slots > 1 else np.ones(1)
+        finished = np.maximum.accumulate(decodes.finished(grid))
+        finished[-1] = max(float(finished[-1]), rate * (1 + 1e-3))
+        chance = residents(rate, grid, finished)
+        number = np.arange(len(chance), dtype=float)
+        served = np.minimum(number, decodes.slots)
+        round_, _ = decodes.timing(grid)
+        counts = np.clip(grid / decodes.together, 1.0, decodes.groups)
+        queue = float(chance @ (number - served)) / rate
+        turn = float(chance[1:] @ np.interp(served[1:], grid, round_ / counts)) / 2
+        pace = float(chance @ served) / (rate * decodes.steps)
+        mean = float(chance @ served)
+        return cls(until_decode=queue + turn, queue=queue, pace=pace, last=decodes.pass_seconds(mean, pace))
+
+    def latency(self, first: float, first_tokens: float, output_tokens: Floats) -> Floats:
+        """A round for every token behind the prefill's."""
+        decodes = np.asarray(output_tokens, dtype=float) - first_tokens
+        return np.where(decodes > 0, self.until_decode + (decodes - 1.0) * self.pace + self.last, first)
 
 
 def _passes(schedule: Schedule, workload: Workload, law: DecodeLaw, places: int) -> Cycle:

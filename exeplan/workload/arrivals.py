@@ -122,15 +122,22 @@ def trace_arrivals(workload: Workload) -> Arrivals:
     return Arrivals(rate=float(1 / gaps.mean()), variability=float(gaps.var() / gaps.mean() ** 2), of_trace=True)
 
 
-def residents(rate: float, sizes: Floats, throughputs: Floats) -> Floats:
+def residents(
+    rate: float, sizes: Floats, throughputs: Floats, *, variability: float = 1.0, service: float = 1.0
+) -> Floats:
     """P(n) for n = 0, 1, ... requests in a system that serves `throughputs` requests/s with `sizes` in it, both rising.
 
     Between sizes it is interpolated, below the first and beyond the last it stays. The last has to exceed the rate.
+    `variability` is the squared coefficient of variation of the gaps between arrivals, `service` that of the requests'
+    work: n spreads (variability + 1) / 2 times as much as in a Poisson stream, and beyond the last size, where work
+    queues, (variability + service) / 2 times as much.
     """
+    shared, queued = 2 / (variability + 1), 2 / max(variability + service, 0.02)
     load = rate / float(throughputs[-1])
-    tail = math.log(_NEGLIGIBLE) / math.log(load)
+    tail = math.log(_NEGLIGIBLE) / (math.log(load) * min(shared, queued))
     number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
-    logs = np.concatenate([[0.0], np.cumsum(math.log(rate) - np.log(np.interp(number, sizes, throughputs)))])
+    steps = math.log(rate) - np.log(np.interp(number, sizes, throughputs))
+    logs = np.concatenate([[0.0], np.cumsum(steps * np.where(number <= sizes[-1], shared, queued))])
     chance = np.exp(logs - logs.max())
     return np.asarray(chance / chance.sum())
 

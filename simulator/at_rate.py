@@ -36,8 +36,15 @@ from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.gate import gate
-from exeplan.simulator.request_times import Met, prompt_variance, times_at_rate, with_bounds
+from exeplan.simulator.gate import Gate, gate
+from exeplan.simulator.request_times import (
+    Met,
+    met_interval,
+    one_prompt,
+    prompt_variance,
+    times_at_rate,
+    with_bounds,
+)
 from exeplan.workload.arrivals import Arrivals, residents
 
 _ALIKE = np.ones(1)
@@ -63,7 +70,18 @@ class _Mix:
     """Weights as an arriving request sees them, itself included."""
     wait: float
     """Mean seconds until it begins."""
+    more: Floats
+    """Seconds by which its first token is later than under a backlog, in each steady state."""
     met: Met
+    harmonic: bool
+    """Requests stay while the batch changes, and meet a slow one for longer."""
+
+    def mean(self, values: "Sequence[float] | Floats") -> float:
+        """Of times in service."""
+        each = np.asarray(values)
+        if self.harmonic:
+            return float(1 / (self.aboard @ (1 / each))) if (each > 0).all() else 0.0
+        return float(self.aboard @ each)
 
 
 def estimate_at_rate(
@@ -81,11 +99,12 @@ def estimate_at_rate(
         points = _by_size(points)
         mix = _through_gate(points, arrivals, cost)
     else:
-        mix = _in_slots(points, arrivals)
-    tpot = _harmonic(np.array([point.tpot for point in points]), mix.aboard)
-    ttft = mix.wait + float(mix.joining @ [point.ttft for point in points])
+        mix = _in_slots(points, arrivals, cost)
     length = np.array([float(full.workload.output_quantile(0.99))])
-    at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + mix.wait
+    firsts, lasts = np.array([point.ttft for point in points]), [float(point.latency(length)[0]) for point in points]
+    ttft = mix.wait + float(mix.joining @ (firsts + mix.more))
+    tpot = mix.mean([point.tpot for point in points])
+    at_length = ttft + mix.mean(np.array(lasts) - firsts)
     share = share_of_requests(metric)
     at_rate = replace(
         estimate(full, cost, metric),
@@ -109,7 +128,7 @@ def _is_gated(point: SteadyState) -> bool:
     return load_policy(point.schedule.policy).KEEPS_FINISHED_ROWS or point.steady.admission_interval is None
 
 
-def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
+def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> _Mix:
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
     alike, outputs = arrivals.sharing, points[-1].workload.output_law
@@ -127,13 +146,16 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
     aboard = nearest @ (served * chance)
     aboard /= aboard.sum()
     waiting = nearest[:, 1:] @ chance[1:]
-    intervals = np.array([point.admission_interval for point in points])
+    intervals = np.array([met_interval(point, cost, arrivals.rate) for point in points])
+    longer = intervals - [point.admission_interval for point in points]
     queue = float((number - served) @ chance) / arrivals.rate
     return _Mix(
         aboard=aboard,
         joining=after @ chance,
         wait=queue + float(waiting @ intervals) / 2,
+        more=arrivals.rate * longer * [one_prompt(point, cost) for point in points],
         met=_met_in_slots(aboard, intervals, float(waiting.sum()), queue, chance, (number - served) / throughputs[-1]),
+        harmonic=True,
     )
 
 
@@ -164,17 +186,51 @@ def _together(point: SteadyState) -> float:
 
 
 def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> _Mix:
+    """Where requests stay for several cycles, most of a batch are those of earlier ones: as many as in the mean."""
     sizes = np.array([_together(point) for point in points])
+    throughputs = np.maximum.accumulate([point.throughput for point in points])
     each = np.arange(1, max(round(float(sizes[-1])), 1) + 1, dtype=float)
-    seconds = each / np.interp(each, sizes, [point.throughput for point in points])
+    mean = float(np.interp(arrivals.rate, throughputs, sizes))
+    own = 1.0 if points[-1].steady.arriving or len(points) == 1 else _own_share(points[-1])
+    blended = own * each + (1 - own) * mean
+    held = blended / np.interp(blended, sizes, throughputs)
+    held += (1 - own) * (each - mean) * one_prompt(points[-1], cost, slowest=True)
+    held[-1] = each[-1] / throughputs[-1]
     shares = np.stack([_held(point, cost) for point in points], axis=1)
     spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
-    found = gate(arrivals.rate, seconds[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
-    table = np.eye(len(points))
-    joining = np.stack([np.interp(found.sizes, sizes, row) for row in table]) @ found.chance
-    position = np.interp(found.together, sizes, np.arange(len(points)))
-    met = Met(which=np.rint(position).astype(int), waits=found.waits, weights=found.weights)
-    return _Mix(aboard=joining, joining=joining, wait=found.wait, met=met)
+    held = np.maximum(held, 1e-3 * held[-1])
+    found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
+    return _Mix(
+        aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
+        joining=_weights(found.sizes, sizes) @ found.chance,
+        wait=found.wait,
+        more=np.zeros(len(points)),
+        met=_met_at_gate(np.interp(np.interp(found.together, each, blended), sizes, np.arange(len(points))), found),
+        harmonic=False,
+    )
+
+
+def _weights(values: Floats, sizes: Floats) -> Floats:
+    """How near each value is to the steady states of these sizes, [sizes, values]."""
+    return np.stack([np.interp(values, sizes, row) for row in np.eye(len(sizes))])
+
+
+def _met_at_gate(positions: Floats, found: Gate) -> Met:
+    """Between two steady states both are met, the nearer one more often."""
+    low = np.floor(positions)
+    share = positions - low
+    return Met(
+        which=np.concatenate([low, np.ceil(positions)]).astype(int),
+        waits=np.tile(found.waits, 2),
+        weights=np.concatenate([found.weights * (1 - share), found.weights * share]),
+    )
+
+
+def _own_share(point: SteadyState) -> float:
+    """Of the residents, those that began last."""
+    law = point.workload.output_law
+    seconds = point.latency(law.tokens.astype(float))
+    return float(law.weights @ np.minimum(seconds, point.admission_interval) / (law.weights @ seconds))
 
 
 def _held(point: SteadyState, cost: CostModel) -> Floats:
@@ -202,11 +258,6 @@ def _in_system(point: SteadyState) -> float:
     return point.throughput * (
         float(law.weights @ point.latency(law.tokens.astype(float))) + point.admission_interval / 2
     )
-
-
-def _harmonic(values: Floats, weights: Floats) -> float:
-    """The weighted harmonic mean of values above 0; 0 where any value is 0."""
-    return float(1 / (weights @ (1 / values))) if (values > 0).all() else 0.0
 
 
 def _quantile(points: Sequence[SteadyState], met: Met, share: float, *, factors: Floats = _ALIKE) -> float:

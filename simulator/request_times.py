@@ -29,6 +29,8 @@ from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
 _SAMPLE = 2048
+_MOST_PREFILL = 0.95
+"""Share of the time that prompts take; with more, slots fill up."""
 
 
 class Draws(NamedTuple):
@@ -100,9 +102,30 @@ def times_at_rate(points: Sequence[SteadyState], clock: Clock, met: Met) -> Requ
     return _times(points, clock, which, waits, sample)
 
 
+def met_interval(point: SteadyState, clock: Clock, rate: float) -> float:
+    """Seconds between two passes that begin, as requests meet them that arrive at a rate in slots that are not full.
+
+    More come in a long pass, and make the next one long: with c seconds a prompt a pass of mean g has the variance
+    rate g E[c^2] / (1 - (rate c)^2), and half of g + variance / g is the mean wait for its end. Prompts that a limit on
+    tokens cuts count by their parts, and no pass is longer than the limit makes it.
+    """
+    gap = point.admission_interval
+    if not _mixed(point):
+        return gap
+    groups, law = point.schedule.num_micro_batches, point.workload.input_law
+    one = max(one_prompt(point, clock, slowest=True), one_prompt(point, clock) / groups)
+    tokens, limit = law.tokens.astype(float), load_policy(point.schedule.policy).pass_limits(point.schedule).tokens
+    room = tokens[-1] if limit is None else max(limit - point.cycle.num_seqs / groups, 1.0)
+    whole = np.floor(tokens / room)
+    squares = float(law.weights @ (whole * room**2 + (tokens - whole * room) ** 2)) / law.mean**2
+    busy = min(rate * one, _MOST_PREFILL)
+    found = gap + rate * one**2 * squares / (1 - busy**2)
+    return found if limit is None else min(found, gap + one * room / law.mean)
+
+
 def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:
     """Of the seconds that so many prompts take."""
-    one = _one_prompt(point, clock) * point.workload.input_law.std / point.workload.mean_input
+    one = one_prompt(point, clock) * point.workload.input_law.std / point.workload.mean_input
     return 0.0 if point.cycle.padded else prompts * one**2
 
 
@@ -125,7 +148,7 @@ def _times(
     for number in np.unique(which):
         here = which == number
         point, inputs, outputs = points[number], sample.inputs[here], sample.outputs[here]
-        one = _one_prompt(point, clock)
+        one = one_prompt(point, clock)
         first = _first(point, one, inputs, sample.other[here])
         mean = (point.latency(outputs) - point.ttft) / np.maximum(outputs - 1, 1)
         pace = _pace(point, one, mean, outputs - 1, sample.met[here])
@@ -180,8 +203,14 @@ def _mixed(point: SteadyState) -> bool:
     return bool(((point.cycle.num_prefill > 0) & (point.cycle.num_decode > 0)).any())
 
 
-def _one_prompt(point: SteadyState, clock: Clock) -> float:
-    """Seconds that one prompt more takes on the stages that prefill."""
+def one_prompt(point: SteadyState, clock: Clock, *, slowest: bool = False) -> float:
+    """Seconds that one prompt more takes on the stages that prefill, or on the slowest of them."""
+    seconds = _prompts_seconds(point, clock)
+    return float(max((seconds[:, 1] - seconds[:, 0]).max() if slowest else (seconds[:, 1] - seconds[:, 0]).sum(), 0.0))
+
+
+def _prompts_seconds(point: SteadyState, clock: Clock) -> Floats:
+    """Of a pass with one prompt and with two on each stage that prefills, [stages, 2]."""
     count, none = np.array([1.0, 2.0]), np.zeros(2)
     rows = point.cycle.num_seqs if _mixed(point) else 0.0
     cycle = Cycle(
@@ -194,5 +223,4 @@ def _one_prompt(point: SteadyState, clock: Clock) -> float:
         kv_tokens_std=0.0,
         num_seqs=0.0,
     )
-    seconds = clock.seconds(cycle)[list(clock.prefill_stages)].sum(axis=0)
-    return float(max(seconds[1] - seconds[0], 0.0))
+    return clock.seconds(cycle)[list(clock.prefill_stages)]

@@ -39,7 +39,7 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.gate import Gate, gate
 from exeplan.simulator.request_times import (
     Met,
-    met_interval,
+    met_passes,
     one_prompt,
     prompt_variance,
     times_at_rate,
@@ -70,8 +70,6 @@ class _Mix:
     """Weights as an arriving request sees them, itself included."""
     wait: float
     """Mean seconds until it begins."""
-    more: Floats
-    """Seconds by which its first token is later than under a backlog, in each steady state."""
     met: Met
     harmonic: bool
     """Requests stay while the batch changes, and meet a slow one for longer."""
@@ -99,10 +97,10 @@ def estimate_at_rate(
         points = _by_size(points)
         mix = _through_gate(points, arrivals, cost)
     else:
-        mix = _in_slots(points, arrivals, cost)
+        points, mix = _in_slots(points, arrivals, cost)
     length = np.array([float(full.workload.output_quantile(0.99))])
     firsts, lasts = np.array([point.ttft for point in points]), [float(point.latency(length)[0]) for point in points]
-    ttft = mix.wait + float(mix.joining @ (firsts + mix.more))
+    ttft = mix.wait + float(mix.joining @ firsts)
     tpot = mix.mean([point.tpot for point in points])
     at_length = ttft + mix.mean(np.array(lasts) - firsts)
     share = share_of_requests(metric)
@@ -128,7 +126,9 @@ def _is_gated(point: SteadyState) -> bool:
     return load_policy(point.schedule.policy).KEEPS_FINISHED_ROWS or point.steady.admission_interval is None
 
 
-def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> _Mix:
+def _in_slots(
+    points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
+) -> tuple[list[SteadyState], _Mix]:
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
     alike, outputs = arrivals.sharing, points[-1].workload.output_law
@@ -141,22 +141,20 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
     )
     number = np.arange(len(chance), dtype=float) / alike
     served = np.minimum(number, sizes[-1])
-    nearest = np.stack([np.interp(served, sizes, row) for row in np.eye(len(points))])
-    after = np.stack([np.interp(np.floor(served) + 1, sizes, row) for row in np.eye(len(points))])
-    aboard = nearest @ (served * chance)
+    aboard = _weights(served, sizes) @ (served * chance)
     aboard /= aboard.sum()
-    waiting = nearest[:, 1:] @ chance[1:]
-    intervals = np.array([met_interval(point, cost, arrivals.rate) for point in points])
-    longer = intervals - [point.admission_interval for point in points]
+    waiting = _weights(served, sizes)[:, 1:] @ chance[1:]
+    passes = [met_passes(point, cost, arrivals) for point in points]
+    intervals = np.array([each.interval for each in passes])
     queue = float((number - served) @ chance) / arrivals.rate
-    return _Mix(
+    mix = _Mix(
         aboard=aboard,
-        joining=after @ chance,
+        joining=_weights(np.floor(served) + 1, sizes) @ chance,
         wait=queue + float(waiting @ intervals) / 2,
-        more=arrivals.rate * longer * [one_prompt(point, cost) for point in points],
         met=_met_in_slots(aboard, intervals, float(waiting.sum()), queue, chance, (number - served) / throughputs[-1]),
         harmonic=True,
     )
+    return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
 
 
 def _met_in_slots(
@@ -204,7 +202,6 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
         aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
         joining=_weights(found.sizes, sizes) @ found.chance,
         wait=found.wait,
-        more=np.zeros(len(points)),
         met=_met_at_gate(np.interp(np.interp(found.together, each, blended), sizes, np.arange(len(points))), found),
         harmonic=False,
     )

@@ -25,6 +25,7 @@ from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
 from exeplan.simulator.closed_form import SteadyState
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
@@ -102,25 +103,62 @@ def times_at_rate(points: Sequence[SteadyState], clock: Clock, met: Met) -> Requ
     return _times(points, clock, which, waits, sample)
 
 
-def met_interval(point: SteadyState, clock: Clock, rate: float) -> float:
-    """Seconds between two passes that begin, as requests meet them that arrive at a rate in slots that are not full.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetPasses:
+    """The passes of slots that are not full, as requests meet them that come at a rate.
 
-    More come in a long pass, and make the next one long: with c seconds a prompt a pass of mean g has the variance
-    rate g E[c^2] / (1 - (rate c)^2), and half of g + variance / g is the mean wait for its end. Prompts that a limit on
-    tokens cuts count by their parts, and no pass is longer than the limit makes it.
+    More come in a long pass, and their prompts make the next one long: with c seconds a prompt, f = rate c, a pass of
+    mean g has the variance rate g E[c^2] / (1 - f^2); a request waits for half of g + variance / g, its first pass
+    holds the others that came in that time, and the passes behind are longer by f, f^2, ... of what this one is.
+    Prompts that a limit on tokens cuts count by their parts, and no pass is longer than the limit makes it.
     """
-    gap = point.admission_interval
+
+    interval: float
+    """Seconds of the pass during which a request comes."""
+    more: float
+    """Seconds by which its first token is later than under a backlog."""
+    after: float
+    """Seconds by which the passes behind its first one are longer, in all."""
+    share: float
+    """f"""
+
+    def of(self, point: SteadyState) -> SteadyState:
+        """The steady state with these passes."""
+        steady, latency, first = point.steady, point.steady.latency, point.steady.first
+
+        def later(output_tokens: Floats) -> Floats:
+            tokens = np.asarray(output_tokens, dtype=float)
+            return latency(tokens) + self.more + self.after * (1 - self.share ** np.maximum(tokens - 1, 0.0))
+
+        longer = None if first is None else lambda inputs, chance: first(inputs, chance) + self.more
+        return replace(point, steady=replace(steady, latency=later, first=longer, admission_interval=self.interval))
+
+
+def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals) -> MetPasses:
+    """At this batch; a batch without prefills among its decodes is as under a backlog."""
+    gap, rate = point.admission_interval, arrivals.rate
     if not _mixed(point):
-        return gap
+        return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0)
     groups, law = point.schedule.num_micro_batches, point.workload.input_law
-    one = max(one_prompt(point, clock, slowest=True), one_prompt(point, clock) / groups)
+    through = one_prompt(point, clock)
+    one = max(one_prompt(point, clock, slowest=True), through / groups)
     tokens, limit = law.tokens.astype(float), load_policy(point.schedule.policy).pass_limits(point.schedule).tokens
-    room = tokens[-1] if limit is None else max(limit - point.cycle.num_seqs / groups, 1.0)
+    room = float(tokens[-1]) if limit is None else max(limit - point.cycle.num_seqs / groups, 1.0)
     whole = np.floor(tokens / room)
     squares = float(law.weights @ (whole * room**2 + (tokens - whole * room) ** 2)) / law.mean**2
-    busy = min(rate * one, _MOST_PREFILL)
-    found = gap + rate * one**2 * squares / (1 - busy**2)
-    return found if limit is None else min(found, gap + one * room / law.mean)
+    share, come = min(rate * one, _MOST_PREFILL), rate * gap
+    bursts = (arrivals.variability - 1) * come / (come + 2)
+    interval = gap + rate * one**2 * max(squares + bursts, 0.0) / (1 - share**2)
+    others = rate * (interval - gap) + bursts
+    if limit is not None:
+        interval = min(interval, gap + one * room / law.mean)
+        others = min(others, room / law.mean)
+    return MetPasses(
+        interval=interval,
+        more=through * others,
+        after=share / (1 - share) * one * (1 + others),
+        share=share,
+    )
 
 
 def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:

@@ -129,15 +129,17 @@ def residents(
 
     Between sizes it is interpolated, below the first and beyond the last it stays. The last has to exceed the rate.
     `variability` is the squared coefficient of variation of the gaps between arrivals, `service` that of the requests'
-    work: n spreads (variability + 1) / 2 times as much as in a Poisson stream, and beyond the last size, where work
-    queues, (variability + service) / 2 times as much.
+    work: n spreads (variability + 1) / 2 times as much as in a Poisson stream. Beyond the last size, where work queues,
+    it does (variability + service) / 2 times as much; that there is a queue is as likely for all laws of the work.
     """
     shared, queued = 2 / (variability + 1), 2 / max(variability + service, 0.02)
     load = rate / float(throughputs[-1])
     tail = math.log(_NEGLIGIBLE) / (math.log(load) * min(shared, queued))
+    as_likely = math.log(load**shared / (1 - load**shared) / (load**queued / (1 - load**queued)))
     number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
     steps = math.log(rate) - np.log(np.interp(number, sizes, throughputs))
     logs = np.concatenate([[0.0], np.cumsum(steps * np.where(number <= sizes[-1], shared, queued))])
+    logs[1:] += np.where(number <= sizes[-1], 0.0, as_likely)
     chance = np.exp(logs - logs.max())
     return np.asarray(chance / chance.sum())
 

@@ -45,7 +45,7 @@ from exeplan.simulator.request_times import (
     times_at_rate,
     with_bounds,
 )
-from exeplan.workload.arrivals import Arrivals, residents
+from exeplan.workload.arrivals import Arrivals, narrowness, residents
 
 _ALIKE = np.ones(1)
 _WAIT_POINTS = 9
@@ -132,21 +132,18 @@ def _in_slots(
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
     alike, outputs = arrivals.sharing, points[-1].workload.output_law
-    chance = residents(
-        alike * arrivals.rate,
-        alike * sizes,
-        alike * throughputs,
-        variability=arrivals.variability,
-        service=(outputs.std / outputs.mean) ** 2,
-    )
+    chance = residents(alike * arrivals.rate, alike * sizes, alike * throughputs, variability=arrivals.variability)
+    longer = (arrivals.variability + (outputs.std / outputs.mean) ** 2) / 2
+    longer *= narrowness(arrivals.variability, alike * float(sizes[-1]))  # The chain spreads it already.
     number = np.arange(len(chance), dtype=float) / alike
     served = np.minimum(number, sizes[-1])
     aboard = _weights(served, sizes) @ (served * chance)
     aboard /= aboard.sum()
     waiting = _weights(served, sizes)[:, 1:] @ chance[1:]
-    passes = [met_passes(point, cost, arrivals) for point in points]
+    free = float(chance[number < sizes[-1]].sum())
+    passes = [met_passes(point, cost, arrivals, free) for point in points]
     intervals = np.array([each.interval for each in passes])
-    queue = float((number - served) @ chance) / arrivals.rate
+    queue = longer * float((number - served) @ chance) / arrivals.rate
     mix = _Mix(
         aboard=aboard,
         joining=_weights(np.floor(served) + 1, sizes) @ chance,
@@ -193,11 +190,11 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
     blended = own * each + (1 - own) * mean
     held = blended / np.interp(blended, sizes, throughputs)
     held += (1 - own) * (each - mean) * one_prompt(points[-1], cost, slowest=True)
-    held[-1] = each[-1] / throughputs[-1]
     shares = np.stack([_held(point, cost) for point in points], axis=1)
     spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
     held = np.maximum(held, 1e-3 * held[-1])
     found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
+    found = _joining(found, points[-1], cost, mean, mean / arrivals.rate)
     return _Mix(
         aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
         joining=_weights(found.sizes, sizes) @ found.chance,
@@ -205,6 +202,18 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
         met=_met_at_gate(np.interp(np.interp(found.together, each, blended), sizes, np.arange(len(points))), found),
         harmonic=False,
     )
+
+
+def _joining(found: Gate, point: SteadyState, cost: CostModel, mean: float, held: float) -> Gate:
+    """Where prompts enter a pipeline in parts, those that come meanwhile join the next part, if the batch has room."""
+    parts = point.schedule.num_micro_batches
+    if parts == 1 or point.steady.arriving is not None:
+        return found
+    each = min(mean * one_prompt(point, cost, slowest=True) / held, 1.0) / parts
+    until_last = (parts - 1) * each
+    less = (1 - until_last) ** 2 + until_last * each
+    less = 1 - (1 - less) * float(found.chance[:-1].sum())
+    return replace(found, wait=less * found.wait, waits=less * found.waits)
 
 
 def _weights(values: Floats, sizes: Floats) -> Floats:

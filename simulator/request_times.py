@@ -134,8 +134,9 @@ class MetPasses:
         return replace(point, steady=replace(steady, latency=later, first=longer, admission_interval=self.interval))
 
 
-def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals) -> MetPasses:
-    """At this batch; a batch without prefills among its decodes is as under a backlog."""
+def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float) -> MetPasses:
+    """At this batch, with a free slot so often; without one, or without prefills among the decodes, passes are as under
+    a backlog."""
     gap, rate = point.admission_interval, arrivals.rate
     if not _mixed(point):
         return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0)
@@ -154,9 +155,9 @@ def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals) -> MetPasse
         interval = min(interval, gap + one * room / law.mean)
         others = min(others, room / law.mean)
     return MetPasses(
-        interval=interval,
-        more=through * others,
-        after=share / (1 - share) * one * (1 + others),
+        interval=gap + free * (interval - gap),
+        more=free * through * others,
+        after=free * share / (1 - share) * one * (1 + others),
         share=share,
     )
 

@@ -122,26 +122,26 @@ def trace_arrivals(workload: Workload) -> Arrivals:
     return Arrivals(rate=float(1 / gaps.mean()), variability=float(gaps.var() / gaps.mean() ** 2), of_trace=True)
 
 
-def residents(
-    rate: float, sizes: Floats, throughputs: Floats, *, variability: float = 1.0, service: float = 1.0
-) -> Floats:
+def residents(rate: float, sizes: Floats, throughputs: Floats, *, variability: float = 1.0) -> Floats:
     """P(n) for n = 0, 1, ... requests in a system that serves `throughputs` requests/s with `sizes` in it, both rising.
 
     Between sizes it is interpolated, below the first and beyond the last it stays. The last has to exceed the rate.
-    `variability` is the squared coefficient of variation of the gaps between arrivals, `service` that of the requests'
-    work: n spreads (variability + 1) / 2 times as much as in a Poisson stream. Beyond the last size, where work queues,
-    it does (variability + service) / 2 times as much; that there is a queue is as likely for all laws of the work.
+    With a squared coefficient of variation of the gaps other than that of a Poisson stream, 1, n spreads
+    1 / `narrowness` times as much.
     """
-    shared, queued = 2 / (variability + 1), 2 / max(variability + service, 0.02)
-    load = rate / float(throughputs[-1])
-    tail = math.log(_NEGLIGIBLE) / (math.log(load) * min(shared, queued))
-    as_likely = math.log(load**shared / (1 - load**shared) / (load**queued / (1 - load**queued)))
+    load, narrow = rate / float(throughputs[-1]), narrowness(variability, float(sizes[-1]))
+    tail = math.log(_NEGLIGIBLE) / (math.log(load) * narrow)
     number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
     steps = math.log(rate) - np.log(np.interp(number, sizes, throughputs))
-    logs = np.concatenate([[0.0], np.cumsum(steps * np.where(number <= sizes[-1], shared, queued))])
-    logs[1:] += np.where(number <= sizes[-1], 0.0, as_likely)
+    logs = np.concatenate([[0.0], np.cumsum(narrow * steps)])
     chance = np.exp(logs - logs.max())
     return np.asarray(chance / chance.sum())
+
+
+def narrowness(variability: float, size: float) -> float:
+    """1 over how much more residents spread than in a Poisson stream, for this squared coefficient of variation of the
+    gaps: (variability + 1) / 2 in a system that holds many, 1 where there is a single place."""
+    return 1 + (2 / (variability + 1) - 1) * (1 - 1 / max(size, 1.0))
 
 
 def with_spare_places(batch: int) -> int:

@@ -148,25 +148,25 @@ def _in_slots(
         aboard=aboard,
         joining=_weights(np.floor(served) + 1, sizes) @ chance,
         wait=queue + float(waiting @ intervals) / 2,
-        met=_met_in_slots(aboard, intervals, float(waiting.sum()), queue, chance, (number - served) / throughputs[-1]),
+        met=_met_in_slots(aboard, intervals, float(waiting.sum()), queue, np.maximum(number + 1 - sizes[-1], 0.0), chance),
         harmonic=True,
     )
     return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
 
 
 def _met_in_slots(
-    aboard: Floats, intervals: Floats, busy: float, queue: float, chance: Floats, seconds: Floats
+    aboard: Floats, intervals: Floats, busy: float, queue: float, ahead: Floats, chance: Floats
 ) -> Met:
     """The longest queues go with the largest batches; `busy` is the chance of finding a batch."""
     state = (np.arange(_STATES) + 0.5) / _STATES
     which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)
-    queued = seconds[np.searchsorted(np.cumsum(chance), state).clip(max=len(seconds) - 1)]
+    reached = np.cumsum(chance)
+    queued = np.interp(state, np.append(0.0, reached), np.append(0.0, ahead))
     queued *= queue / max(float(queued.mean()), 1e-300)
     spread = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
     waits = queued[:, None] + np.maximum(spread - (1 - busy), 0.0) / max(busy, 1e-12) * intervals[which][:, None]
-    return Met(
-        which=np.repeat(which, _WAIT_POINTS), waits=waits.ravel(), weights=np.full(waits.size, 1.0 / waits.size)
-    )
+    weights = np.full(waits.size, 1.0 / waits.size)
+    return Met(which=np.repeat(which, _WAIT_POINTS), waits=waits.ravel(), weights=weights)
 
 
 def _by_size(points: Sequence[SteadyState]) -> list[SteadyState]:

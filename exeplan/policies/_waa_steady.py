@@ -19,6 +19,7 @@ requests and so becomes the largest; its iteration time is that of all groups.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 
@@ -34,6 +35,8 @@ _SIZES = 16
 """Group sizes that are timed."""
 _STATES = 128
 """States on either side of the one with full groups and no request ready."""
+_MORE_ROWS = 1.25
+"""Rows over others at which it is seen how a pass grows with them."""
 _BUNCHING = 4
 """Steps towards how unequal bunched groups become."""
 _LEAST_SPREAD = 0.02
@@ -174,6 +177,10 @@ class _Decodes:
     """Mean decode iterations of a request."""
     together: float
     """Requests that join a group at once."""
+    alike: float
+    """sum F^2 / sum F: of those that came together, how many are there together."""
+    of_largest: float
+    """Standard deviations by which the largest of the groups exceeds the mean."""
     rows: Floats
     slowest: Floats
     """Seconds on the slowest stage."""
@@ -191,6 +198,8 @@ class _Decodes:
             groups=groups,
             steps=law.mean_steps,
             together=min(max(1.0, schedule["prefill_batch"] * float(law.survival[0])), slots / groups),
+            alike=float(law.survival @ law.survival) / law.mean_steps,
+            of_largest=NormalDist().inv_cdf((groups - 0.375) / (groups + 0.25)) if groups > 1 else 0.0,
             rows=rows,
             slowest=seconds.max(axis=0),
             through=seconds.sum(axis=0),
@@ -202,9 +211,10 @@ class _Decodes:
         counts = np.clip(residents / self.together, 1.0, self.groups)
         mean = np.maximum(residents, 1.0) / counts
         in_turn = counts * self._at(mean, self.slowest)
-        others = mean
+        others, uneven = mean, mean + self._unevenness(residents)
         for _ in range(_BUNCHING):
-            largest = np.clip(residents - (counts - 1.0) * others, mean, self.slots / self.groups)
+            largest = np.maximum(residents - (counts - 1.0) * others, uneven)
+            largest = np.clip(largest, mean, self.slots / self.groups)
             round_ = np.maximum(in_turn, self._at(largest, self.through))
             gap = self._at(others, self.slowest)
             second = np.maximum(self._at(largest, self.entry), gap)
@@ -212,6 +222,25 @@ class _Decodes:
             met = (second + np.maximum(counts - 2.0, 0.0) * gap) / np.maximum(counts - 1.0, 1.0)
             others = np.clip(residents * met / round_, np.minimum(mean, self.together), mean)
         return round_, gap
+
+    def _unevenness(self, residents: Floats) -> Floats:
+        """Rows of the largest group beyond the mean, because a batch of prefills joins one group.
+
+        With fewer batches than turns each goes to any group: of N residents that came k together one group has the
+        variance k N (1 - 1/m) / m, less as requests leave (`alike`), and more as a larger group is longer under way and
+        takes more of those that come meanwhile. With more batches than turns all groups get alike many. Where not every
+        group has a batch, their number says it already.
+        """
+        if self.groups == 1:
+            return 0.0 * residents
+        mean = residents / self.groups
+        batches = mean / (self.together * self.steps)  # A turn.
+        chance = np.where(batches < 1.0, 1.0 - batches, 0.25 / np.maximum(batches, 1.0) ** 2)
+        variance = self.together * mean * self.alike * (1.0 - 1.0 / self.groups)
+        longer = (self._at(_MORE_ROWS * mean, self.slowest) / self._at(mean, self.slowest) - 1) / (_MORE_ROWS - 1)
+        variance = variance * chance / (1.0 - np.clip(longer, 0.0, 0.9))
+        share = np.clip(mean / self.together - 1.0, 0.0, 1.0)
+        return np.asarray(share * self.of_largest * np.sqrt(variance))
 
     def _at(self, rows: Floats, seconds: Floats) -> Floats:
         return np.interp(rows, self.rows, seconds)

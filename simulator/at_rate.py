@@ -126,9 +126,7 @@ def _is_gated(point: SteadyState) -> bool:
     return load_policy(point.schedule.policy).KEEPS_FINISHED_ROWS or point.steady.admission_interval is None
 
 
-def _in_slots(
-    points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
-) -> tuple[list[SteadyState], _Mix]:
+def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> tuple[list[SteadyState], _Mix]:
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
     alike, outputs = arrivals.sharing, points[-1].workload.output_law
@@ -148,15 +146,15 @@ def _in_slots(
         aboard=aboard,
         joining=_weights(np.floor(served) + 1, sizes) @ chance,
         wait=queue + float(waiting @ intervals) / 2,
-        met=_met_in_slots(aboard, intervals, float(waiting.sum()), queue, np.maximum(number + 1 - sizes[-1], 0.0), chance),
+        met=_met_in_slots(
+            aboard, intervals, float(waiting.sum()), queue, np.maximum(number + 1 - sizes[-1], 0.0), chance
+        ),
         harmonic=True,
     )
     return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
 
 
-def _met_in_slots(
-    aboard: Floats, intervals: Floats, busy: float, queue: float, ahead: Floats, chance: Floats
-) -> Met:
+def _met_in_slots(aboard: Floats, intervals: Floats, busy: float, queue: float, ahead: Floats, chance: Floats) -> Met:
     """The longest queues go with the largest batches; `busy` is the chance of finding a batch."""
     state = (np.arange(_STATES) + 0.5) / _STATES
     which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)

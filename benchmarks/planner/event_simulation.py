@@ -1,7 +1,7 @@
 """orca, chunked, rra and waa with arrivals, simulated from their definitions: what the replay is checked against.
 
-Plain lists of requests and a heap of events; no scheduler, queue, KV cache or batch state of exeplan's. Only the times of
-passes come from its cost model. Decoder-only models, memory for all, first come first served, no adjustment. Slow.
+Plain lists of requests and a heap of events; no scheduler, queue, KV cache or batch state of exeplan's. Only the times
+of passes come from its cost model. Decoder-only models, memory for all, first come first served, no adjustment. Slow.
 
     orca     a group that is back runs: its free slots are filled from the queue, prompts ride with the decodes
     chunked  the same with at most so many tokens a pass: one for each decode, then prompts, the last of them cut
@@ -53,9 +53,7 @@ class Line:
 
     def enter(self, now: float, prefills: list[tuple[Request, int]], decodes: list[Request]) -> float:
         """A pass that begins now; when it has left. Prefills are (request, new tokens)."""
-        chunks = tuple(
-            Chunk(r.prefilled, r.prefilled + new, r.prefilled + new == r.prompt) for r, new in prefills
-        )
+        chunks = tuple(Chunk(r.prefilled, r.prefilled + new, r.prefilled + new == r.prompt) for r, new in prefills)
         batch = Batch(
             prefill=tuple(r.row() for r, _ in prefills),
             decode=tuple(r.row() for r in decodes),
@@ -134,7 +132,8 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
                 room -= prefills[-1][1]
             if groups[g]:
                 back.remove(g)
-                clock.when_left(line, line.enter(now, prefills, decodes), lambda t, g=g, p=prefills, d=decodes: ended(t, g, p, d))
+                left = line.enter(now, prefills, decodes)
+                clock.when_left(line, left, lambda t, g=g, p=prefills, d=decodes: ended(t, g, p, d))
 
     def ended(now: float, g: int, prefills: list[tuple[Request, int]], decodes: list[Request]) -> None:
         _produced(now, prefills, decodes)
@@ -186,7 +185,7 @@ def _rra(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
                 return
             if admitted:
                 deal()
-            here = [g for g in range(groups) if residents[g]]
+                continue  # With none left, the next phase begins.
             if not here or busy[g := min(here, key=lambda g: (rounds[g], g))]:
                 return
             rounds[g], busy[g], rows = rounds[g] + 1, True, list(residents[g])
@@ -231,7 +230,8 @@ def _waa(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
         while first.free[0] <= now and clock.waiting and between + min(size, len(clock.waiting)) <= most:
             batch = clock.take(size)
             between += len(batch)
-            clock.when_left(first, first.enter(now, [(r, r.prompt) for r in batch], []), lambda t, b=batch: prefilled(t, b))
+            left = first.enter(now, [(r, r.prompt) for r in batch], [])
+            clock.when_left(first, left, lambda t, b=batch: prefilled(t, b))
 
     def decode(now: float) -> None:
         nonlocal between

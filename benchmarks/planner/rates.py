@@ -1,6 +1,6 @@
-"""Closed form at a rate against the replay with arrivals, by policy and load, and the replay against a simulation of its own.
+"""Closed form at a rate against the replay with arrivals, and the replay against a simulation written independently.
 
-    python -m benchmarks.planner.rates [--cases 20] [--policies orca rra ...] [--seeds 4] [--requests 6000] [--seed 0]
+    python -m benchmarks.planner.rates [--cases 20] [--policies orca rra ...] [--seeds 2] [--requests 3000] [--seed 0]
 
 A case is a policy on a random layout (one stage, tensor parallel, pipelines of two to four stages; for stages that
 prefill apart 1+1, 1+3 and 2+2) of OPT-13B on A40s, Llama-3.1-70B on H100s or Qwen3-8B on H100s, with lengths of the
@@ -38,7 +38,6 @@ from exeplan.planner.tables import table
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.closed_form import steady_state
-from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
@@ -57,6 +56,9 @@ _BOUNDS = (Bound(seconds=1e9), *(Bound(seconds=1e8, metric=name) for name in MET
 _BLOCKS = 10**7
 _CAPACITY_REQUESTS = 4000
 _CLOSE = 0.02
+_SPARE = 0.5
+"""Share of the capacity to spare for which a replay has the given number of requests; queues of less take longer to
+reach their length."""
 _NOTHING_TO_ERR = 1e-9
 
 
@@ -65,12 +67,18 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=20, help="for each policy")
     parser.add_argument("--policies", nargs="+", default=list(policy_names()))
     parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
-    parser.add_argument("--seeds", type=int, default=4, help="replays of a point at least; at most four times as many")
-    parser.add_argument("--requests", type=int, default=6000, help="of a replay at 0.5; twice as many at 0.9 and above")
+    parser.add_argument("--seeds", type=int, default=2, help="replays of a point at least; at most four times as many")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=3000,
+        help="of a replay at 0.5; more at higher loads: 11 times as many at 0.9, 32 times at 0.95",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", default="planner-rates")
     args = parser.parse_args()
-    jobs = [(policy, args.seed + n, tuple(args.loads), args.seeds, args.requests) for policy in args.policies for n in range(args.cases)]
+    numbers = range(args.seed, args.seed + args.cases)
+    jobs = [(policy, n, tuple(args.loads), args.seeds, args.requests) for policy in args.policies for n in numbers]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         points = [point for found in pool.map(_case, jobs) for point in found]
     _print(points)
@@ -81,14 +89,16 @@ def _case(job: tuple[str, int, tuple[float, ...], int, int]) -> list[dict[str, A
     return list(points_of(*job))
 
 
-def points_of(policy: str, number: int, loads: tuple[float, ...], seeds: int, requests: int) -> Iterator[dict[str, Any]]:
+def points_of(
+    policy: str, number: int, loads: tuple[float, ...], seeds: int, requests: int
+) -> Iterator[dict[str, Any]]:
     """One row for each load of a random case."""
     problem, schedule = draw(policy, number)
     capacity = _capacity(problem, schedule)
     bursts = BURSTS if number % 4 == 3 else 1.0
     for load in loads:
         arrivals = Arrivals(rate=load * capacity, variability=bursts)
-        count = requests * (2 if load >= 0.9 else 1)
+        count = int(requests * (_SPARE / max(1 - load, _SPARE / 10)) ** 1.5)
         runs = replays(problem, schedule, arrivals, count=count, seeds=seeds)
         replayed = {name: float(np.mean([_value(run, name) for run in runs])) for name in METRICS}
         spread = {name: float(np.std([_value(run, name) for run in runs])) for name in METRICS}
@@ -161,9 +171,7 @@ def replayed(problem: Problem, schedule: Schedule, arrivals: Arrivals, *, count:
 def _simulated(problem: Problem, schedule: Schedule, arrivals: Arrivals) -> dict[str, float]:
     """Errors of the replay over the independent simulation of the same requests: mean ttft and mean latency."""
     inputs, outputs, times = stream(problem, arrivals, count=1500, seed=0)
-    run = replay(
-        schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=_BLOCKS, arrivals=times
-    )
+    run = replay(schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=_BLOCKS, arrivals=times)
     requests = simulate(schedule, problem.cost, inputs.tolist(), outputs.tolist(), times.tolist())
     firsts = np.array([request.token_times[0] for request in requests])
     lasts = np.array([request.token_times[-1] for request in requests])
@@ -243,9 +251,7 @@ def _problem(model: str, cluster: str, lengths: str) -> Problem:
         load_model_spec(model), with_links(load_datasheet(found.device), found), dtype="float16"
     )
     part = found.part(8)
-    return replace(
-        make_problem(profile, _lengths(lengths), _BOUNDS[0], cluster=part), more_bounds=_BOUNDS[1:]
-    )
+    return replace(make_problem(profile, _lengths(lengths), _BOUNDS[0], cluster=part), more_bounds=_BOUNDS[1:])
 
 
 @cache
@@ -299,7 +305,8 @@ def _print(points: list[dict[str, Any]]) -> None:
     for policy in sorted({p["policy"] for p in events}):
         here = [p["events"] for p in events if p["policy"] == policy]
         worst = {name: max(abs(e[name]) for e in here) for name in here[0]}
-        print(f"replay over the independent simulation, {policy}: at most " + ", ".join(f"{n} {100 * w:.2f} %" for n, w in worst.items()))
+        shown_worst = ", ".join(f"{name} {100 * value:.2f} %" for name, value in worst.items())
+        print(f"replay over the independent simulation, {policy}: at most {shown_worst}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     wait     by Little's law, mean number that waits / rate
 
 The chain of q is solved as it is, no state left out but those too rare to count. Arrivals in a given time are Poisson,
-or where their stream is more or less variable negative binomial or binomial, by Panjer's recursion. Sources: Bailey, On queueing processes with bulk service (1954); Neuts, A
-general class of bulk queues with Poisson input (1967).
+or where their stream is more or less variable negative binomial or binomial, by Panjer's recursion. Sources: Bailey, On
+queueing processes with bulk service (1954); Neuts, A general class of bulk queues with Poisson input (1967).
 
 Used for batches that run to completion, for prefills with a stage of their own, and for the cycles of `rra`. Not here:
 what is served (`at_rate.py`).

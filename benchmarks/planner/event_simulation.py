@@ -238,6 +238,7 @@ def _waa(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
         for g in list(back):
             if second.free[0] > now:
                 return
+            ready.sort(key=lambda r: r.token_times[0])  # The oldest first, whichever transfer was faster.
             taken = ready[: slots[g] - len(groups[g])]
             del ready[: len(taken)]
             between -= len(taken)

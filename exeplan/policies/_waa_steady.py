@@ -18,7 +18,7 @@ requests and so becomes the largest; its iteration time is that of all groups.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from statistics import NormalDist
 
 import numpy as np
@@ -180,7 +180,8 @@ class _Decodes:
     alike: float
     """sum F^2 / sum F: of those that came together, how many are there together."""
     of_largest: float
-    """Standard deviations by which the largest of the groups exceeds the mean."""
+    """Standard deviations by which the largest of the groups exceeds the mean; 0 where it holds up no other, because
+    there are more groups than stages."""
     rows: Floats
     slowest: Floats
     """Seconds on the slowest stage."""
@@ -199,7 +200,7 @@ class _Decodes:
             steps=law.mean_steps,
             together=min(max(1.0, schedule["prefill_batch"] * float(law.survival[0])), slots / groups),
             alike=float(law.survival @ law.survival) / law.mean_steps,
-            of_largest=NormalDist().inv_cdf((groups - 0.375) / (groups + 0.25)) if groups > 1 else 0.0,
+            of_largest=_of_largest(groups) if 1 < groups <= len(seconds) else 0.0,
             rows=rows,
             slowest=seconds.max(axis=0),
             through=seconds.sum(axis=0),
@@ -223,7 +224,7 @@ class _Decodes:
             others = np.clip(residents * met / round_, np.minimum(mean, self.together), mean)
         return round_, gap
 
-    def _unevenness(self, residents: Floats) -> Floats:
+    def _unevenness(self, residents: Floats) -> "Floats | float":
         """Rows of the largest group beyond the mean, because a batch of prefills joins one group.
 
         With fewer batches than turns each goes to any group: of N residents that came k together one group has the
@@ -231,12 +232,12 @@ class _Decodes:
         takes more of those that come meanwhile. With more batches than turns all groups get alike many. Where not every
         group has a batch, their number says it already.
         """
-        if self.groups == 1:
-            return 0.0 * residents
+        if not self.of_largest:
+            return 0.0
         mean = residents / self.groups
         batches = mean / (self.together * self.steps)  # A turn.
         chance = np.where(batches < 1.0, 1.0 - batches, 0.25 / np.maximum(batches, 1.0) ** 2)
-        variance = self.together * mean * self.alike * (1.0 - 1.0 / self.groups)
+        variance = self.together * self.alike * (1.0 - 1.0 / self.groups) * mean
         longer = (self._at(_MORE_ROWS * mean, self.slowest) / self._at(mean, self.slowest) - 1) / (_MORE_ROWS - 1)
         variance = variance * chance / (1.0 - np.clip(longer, 0.0, 0.9))
         share = np.clip(mean / self.together - 1.0, 0.0, 1.0)
@@ -254,6 +255,12 @@ class _Decodes:
         rows = np.array(max(residents, 1.0) / np.clip(residents, 1.0, self.groups))
         through, slowest, entry = (float(self._at(rows, x)) for x in (self.through, self.slowest, self.entry))
         return max(through, round_) if entry < slowest else through
+
+
+@cache
+def _of_largest(groups: int) -> float:
+    """The mean of the largest of so many standard normal draws (Blom 1958)."""
+    return NormalDist().inv_cdf((groups - 0.375) / (groups + 0.25))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from exeplan.simulator.cost import CostModel
 from exeplan.simulator.gate import Gate, gate
 from exeplan.simulator.request_times import (
     Met,
+    MetPasses,
     met_passes,
     one_prompt,
     prompt_variance,
@@ -146,25 +147,29 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
         aboard=aboard,
         joining=_weights(np.floor(served) + 1, sizes) @ chance,
         wait=queue + float(waiting @ intervals) / 2,
-        met=_met_in_slots(
-            aboard, intervals, float(waiting.sum()), queue, np.maximum(number + 1 - sizes[-1], 0.0), chance
-        ),
+        met=_met_in_slots(aboard, passes, float(waiting.sum()), queue, np.maximum(number + 1 - sizes[-1], 0.0), chance),
         harmonic=True,
     )
     return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
 
 
-def _met_in_slots(aboard: Floats, intervals: Floats, busy: float, queue: float, ahead: Floats, chance: Floats) -> Met:
+def _met_in_slots(
+    aboard: Floats, passes: Sequence[MetPasses], busy: float, queue: float, ahead: Floats, chance: Floats
+) -> Met:
     """The longest queues go with the largest batches; `busy` is the chance of finding a batch."""
     state = (np.arange(_STATES) + 0.5) / _STATES
     which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)
     reached = np.cumsum(chance)
     queued = np.interp(state, np.append(0.0, reached), np.append(0.0, ahead))
     queued *= queue / max(float(queued.mean()), 1e-300)
-    spread = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
-    waits = queued[:, None] + np.maximum(spread - (1 - busy), 0.0) / max(busy, 1e-12) * intervals[which][:, None]
-    weights = np.full(waits.size, 1.0 / waits.size)
-    return Met(which=np.repeat(which, _WAIT_POINTS), waits=waits.ravel(), weights=weights)
+    moment = np.maximum((np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS - (1 - busy), 0.0) / max(busy, 1e-12)
+    kinds, waits, weights = [], [], []
+    for number, queued_here in zip(which.tolist(), queued.tolist(), strict=True):
+        found = passes[number]
+        waits.append((queued_here + np.multiply.outer(found.spread, moment) * found.interval).ravel())
+        kinds.append(np.full(waits[-1].size, number))
+        weights.append(np.full(waits[-1].size, 1.0 / waits[-1].size / _STATES))
+    return Met(which=np.concatenate(kinds), waits=np.concatenate(waits), weights=np.concatenate(weights))
 
 
 def _by_size(points: Sequence[SteadyState]) -> list[SteadyState]:

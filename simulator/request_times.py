@@ -30,6 +30,8 @@ from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
 _SAMPLE = 2048
+_NORMAL = np.array([-1.38, -0.67, -0.21, 0.21, 0.67, 1.38])
+"""Quantiles of a normal distribution in the middle of as many slices."""
 _MOST_PREFILL = 0.95
 """Share of the time that prompts take; with more, slots fill up."""
 
@@ -121,6 +123,8 @@ class MetPasses:
     """Seconds by which the passes behind its first one are longer, in all."""
     share: float
     """f"""
+    spread: Floats
+    """Equally likely lengths of the pass over their mean, as those meet them that come meanwhile."""
 
     def of(self, point: SteadyState) -> SteadyState:
         """The steady state with these passes."""
@@ -139,7 +143,7 @@ def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float
     a backlog."""
     gap, rate = point.admission_interval, arrivals.rate
     if not _mixed(point):
-        return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0)
+        return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0, spread=np.ones(1))
     groups, law = point.schedule.num_micro_batches, point.workload.input_law
     through = one_prompt(point, clock)
     one = max(one_prompt(point, clock, slowest=True), through / groups)
@@ -159,7 +163,18 @@ def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float
         more=free * through * others,
         after=free * share / (1 - share) * one * (1 + others),
         share=share,
+        spread=_met_lengths((interval - gap) / gap),
     )
+
+
+def _met_lengths(variation: float) -> Floats:
+    """Equally likely values, of mean 1, of a gamma law with this squared coefficient of variation as it is met: each in
+    proportion to its length (Wilson and Hilferty's quantiles)."""
+    if variation <= 0.0:
+        return np.ones(1)
+    shape = 1 + 1 / variation
+    values = np.maximum(1 - 1 / (9 * shape) + _NORMAL / (3 * np.sqrt(shape)), 0.0) ** 3
+    return np.asarray(values / values.mean())
 
 
 def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:
@@ -211,7 +226,7 @@ def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Flo
     else:
         more = prompts / np.sqrt(together) * (inputs / point.workload.mean_input - 1.0)
     if _mixed(point):
-        expected = point.throughput * point.tpot / point.schedule.num_micro_batches / _widening(point)
+        expected = point.throughput * point.admission_interval / _widening(point)
         more = more + one * _widening(point) * (_number(other, expected) - expected)
     return np.maximum(point.ttft + more, 0.01 * point.ttft)
 

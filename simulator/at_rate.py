@@ -96,7 +96,7 @@ def estimate_at_rate(
         points = [SteadyState(s, full.workload, at) for s, at in full.steady.arriving(arrivals.rate)]
     if _is_gated(full):
         points = _by_size(points)
-        mix = _through_gate(points, arrivals, cost)
+        mix = _through_gate(points, arrivals, cost, apart=full.steady.arriving is not None)
     else:
         points, mix = _in_slots(points, arrivals, cost)
     length = np.array([float(full.workload.output_quantile(0.99))])
@@ -147,10 +147,24 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
         aboard=aboard,
         joining=_weights(np.floor(served) + 1, sizes) @ chance,
         wait=queue + float(waiting @ intervals) / 2,
-        met=_met_in_slots(aboard, passes, float(waiting.sum()), queue, np.maximum(number + 1 - sizes[-1], 0.0), chance),
+        met=_met_in_slots(
+            _as_requests(aboard, points),
+            passes,
+            float(waiting.sum()),
+            queue,
+            np.maximum(number + 1 - sizes[-1], 0.0),
+            chance,
+        ),
         harmonic=True,
     )
     return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
+
+
+def _as_requests(aboard: Floats, points: Sequence[SteadyState]) -> Floats:
+    """The weights with which requests have the pace of each batch: a slow one keeps them aboard for longer."""
+    paces = np.array([point.tpot for point in points])
+    weights = aboard / paces if (paces > 0).all() else aboard
+    return np.asarray(weights / weights.sum())
 
 
 def _met_in_slots(
@@ -183,13 +197,16 @@ def _together(point: SteadyState) -> float:
     return point.throughput * point.admission_interval
 
 
-def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> _Mix:
-    """Where requests stay for several cycles, most of a batch are those of earlier ones: as many as in the mean."""
+def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, *, apart: bool) -> _Mix:
+    """Where requests stay for several cycles, most of a batch are those of earlier ones: as many as in the mean.
+
+    `apart`: what begins together only prefills together.
+    """
     sizes = np.array([_together(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
     each = np.arange(1, max(round(float(sizes[-1])), 1) + 1, dtype=float)
     mean = float(np.interp(arrivals.rate, throughputs, sizes))
-    own = 1.0 if points[-1].steady.arriving or len(points) == 1 else _own_share(points[-1])
+    own = 1.0 if apart or len(points) == 1 else _own_share(points[-1])
     blended = own * each + (1 - own) * mean
     held = blended / np.interp(blended, sizes, throughputs)
     held += (1 - own) * (each - mean) * one_prompt(points[-1], cost, slowest=True)
@@ -197,7 +214,8 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
     spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
     held = np.maximum(held, 1e-3 * held[-1])
     found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
-    found = _joining(found, points[-1], cost, mean, mean / arrivals.rate)
+    if not apart:
+        found = _joining(found, points[-1], cost, mean, mean / arrivals.rate)
     return _Mix(
         aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
         joining=_weights(found.sizes, sizes) @ found.chance,
@@ -210,7 +228,7 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
 def _joining(found: Gate, point: SteadyState, cost: CostModel, mean: float, held: float) -> Gate:
     """Where prompts enter a pipeline in parts, those that come meanwhile join the next part, if the batch has room."""
     parts = point.schedule.num_micro_batches
-    if parts == 1 or point.steady.arriving is not None:
+    if parts == 1:
         return found
     each = min(mean * one_prompt(point, cost, slowest=True) / held, 1.0) / parts
     until_last = (parts - 1) * each

@@ -178,9 +178,10 @@ def _met_lengths(variation: float) -> Floats:
 
 
 def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:
-    """Of the seconds that so many prompts take."""
-    one = one_prompt(point, clock) * point.workload.input_law.std / point.workload.mean_input
-    return 0.0 if point.cycle.padded else prompts * one**2
+    """Of the seconds that so many prompts take: each by its own length, or padded all by that of the longest."""
+    law = point.cycle.prompt_law if point.cycle.padded else point.workload.input_law
+    one = one_prompt(point, clock) * law.std / law.mean
+    return (prompts * one) ** 2 if point.cycle.padded else prompts * one**2
 
 
 def with_bounds(estimate: Estimate, times: RequestTimes, bounds: Sequence[Bound]) -> Estimate:

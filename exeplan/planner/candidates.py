@@ -37,6 +37,8 @@ class Candidate:
     replicas: tuple[int, ...] = (0,)
     """The first device of each replica."""
     more_replicas: tuple[ReplicaGroup, ...] = ()
+    replayed: float | None = None
+    """Requests/s of all replicas by replay; None where not all of them were replayed."""
 
     @property
     def num_replicas(self) -> int:
@@ -90,7 +92,7 @@ def candidate(
     schedule = problem.schedule(policy, result.best.point)
     schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
-        estimate = placed.estimate(schedule)
+        estimate = placed.estimate(schedule, attainment=False)
     except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
         return Candidate(
             policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=str(refusal)

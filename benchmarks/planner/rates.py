@@ -75,14 +75,13 @@ def main() -> None:
         help="of a replay at 0.5; more at higher loads: 11 times as many at 0.9, 32 times at 0.95",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", default="planner-rates")
     args = parser.parse_args()
     numbers = range(args.seed, args.seed + args.cases)
     jobs = [(policy, n, tuple(args.loads), args.seeds, args.requests) for policy in args.policies for n in numbers]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         points = [point for found in pool.map(_case, jobs) for point in found]
     _print(points)
-    print(f"\nrecord: {write_record(args.record, {'rows': summary(points), 'points': points})}")
+    print(f"\nrecord: {write_record('planner-rates', {'rows': summary(points), 'points': points})}")
 
 
 def _case(job: tuple[str, int, tuple[float, ...], int, int]) -> list[dict[str, Any]]:

@@ -354,9 +354,9 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "longer = (1 + arrivals.variability) / 2",
-        "longer = arrivals.variability / 2",
-        "the queue's mean wait halved for Poisson arrivals",
+        "longer = (arrivals.variability + (outputs.std / outputs.mean) ** 2) / 2",
+        "longer = (arrivals.variability + 1) / 2",
+        "the queue is that of exponential lengths, whatever they are",
         ("tests/simulator/test_at_rate_by_hand.py",),
     ),
     Mutant(

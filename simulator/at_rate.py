@@ -1,24 +1,31 @@
 """Closed form of a schedule to which requests come at a rate, instead of waiting in a backlog.
 
-With n requests in the system, in service or waiting for admission, the schedule is assumed to work as in its steady
-state with batches that hold n: it serves X(n) requests/s (Little's law gives the batch). Arrivals at rate r make n a
-birth-and-death chain, P(n) ~ prod r / X(k). For processor sharing, which iteration-level scheduling approximates, that
-is exact for any law of the lengths (Kelly 1979, section 3.3). Beyond full batches requests queue.
+Two laws, by how a policy admits requests.
+
+Slots: a request begins with the next pass that has a free slot. With n requests in the system, in service or waiting
+for admission, the schedule works as in its steady state with batches that hold n: it serves X(n) requests/s (Little's
+law gives the batch). Arrivals at rate r make n a birth-and-death chain, P(n) ~ prod r / X(k). For processor sharing,
+which iteration-level scheduling approximates, that is exact for any law of the lengths (Kelly 1979, section 3.3).
+Beyond full batches requests queue for one of many servers: the queue is 1 + c^2 over 2 times that of exponential
+lengths, c their coefficient of variation (Lee and Longton 1959).
 
     in service  a request shares the engine with n - 1 others for a part of its life proportional to n P(n), so its time
                 is the harmonic mean of the times at constant n under these weights
     arriving    it meets n others with probability P(n); with n = 0 there is no wait for an admission
-    even gaps   gaps with a squared coefficient of variation c below 1, as every n-th request of a stream has them,
-                narrow P(n), which has the power 1 / v: v = (c + s) / (1 + s) is the variance relative to that of a
-                Poisson stream, s that of the output lengths. Right without a limit on the batch for lengths all alike
-                or exponential, and for processor sharing close to its capacity
+    interval    passes are not equally long, and most requests come during long ones: half of E[t^2] / E[t] is left
     sharing     replicas that share a stream by the shortest queue hold alike many: n of them are one chain of n times
                 the sizes and throughputs, and a request joins a replica of the fewest
-    queue       mean number beyond full batches / rate, times (1 + c) / 2 for gaps with a c above 1
-    percentiles as `request_times.py` has them, over the numbers that an arriving request meets
 
-Not here: bursts longer than a few gaps; that even gaps put fewer prompts into one pass (mean ttft is up to a quarter
-lower behind a round-robin router). The replay with arrivals has the final word.
+Gate: all that wait begin together, up to a full batch, when the batch before is done, or its cycle over (`gate.py`).
+Stages that prefill apart are a gate of their own; what decodes behind them is the policy's (`Steady.arriving`).
+
+    percentiles as `request_times.py` has them, over what an arriving request meets
+
+Burstier arrivals than a Poisson stream, gaps with a squared coefficient of variation c above 1, spread n, and the
+queue, (1 + c) / 2 times as much. More even ones, as every n-th request of a stream, spread them (c + s) / (1 + s) times
+as much, s that of the output lengths: right without a limit on the batch for lengths all alike or exponential, and for
+processor sharing close to its capacity. Not here: bursts longer than a few gaps; that even gaps put fewer prompts into
+one pass (mean ttft is up to a quarter lower behind a round-robin router). The replay with arrivals has the final word.
 """
 
 from collections.abc import Sequence
@@ -29,33 +36,56 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, share_of_requests, targets_of
 from exeplan.core.schedule import Estimate
+from exeplan.policies import load_policy
 from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
-from exeplan.simulator.request_times import times_at_rate, with_bounds
+from exeplan.simulator.gate import Gate, gate
+from exeplan.simulator.request_times import (
+    Met,
+    MetPasses,
+    met_passes,
+    one_prompt,
+    prompt_variance,
+    times_at_rate,
+    with_bounds,
+)
 from exeplan.workload.arrivals import Arrivals, residents
-from exeplan.workload.workload import Workload
 
 _ALIKE = np.ones(1)
 _LEAST_SPREAD = 0.02
 """Even where neither gaps nor lengths vary."""
 _WAIT_POINTS = 9
 """Points at which the wait for an admission is spread."""
+_STATES = 64
+"""Points at which the number that an arriving request meets is looked at."""
+_HELD = 6
+"""Times for which a gate is held."""
+_NORMAL = np.array([-1.38, -0.69, -0.21, 0.21, 0.69, 1.38])
+"""Means of as many slices of a normal distribution."""
+_WAITS = 16
+"""Waits of the requests that meet one batch, for quantiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mix:
-    """The distribution of the batch in service, as different observers see it."""
+    """What requests meet: weights of the steady states, and seconds."""
 
     aboard: Floats
-    """Weights of the batches as requests in service see them."""
+    """Weights of the steady states as requests in service see them."""
     joining: Floats
     """Weights as an arriving request sees them, itself included."""
-    waiting: Floats
-    """Probability of arriving while each batch runs and so waiting for the next admission; the rest finds no batch."""
-    queue: float
-    """Mean seconds in the queue beyond full batches."""
-    queues: tuple[Floats, Floats]
-    """These seconds by the number met, rising, and the chance of at most each."""
+    wait: float
+    """Mean seconds until it begins."""
+    met: Met
+    harmonic: bool
+    """Requests stay while the batch changes, and meet a slow one for longer."""
+
+    def mean(self, values: "Sequence[float] | Floats") -> float:
+        """Of times in service."""
+        each = np.asarray(values)
+        if self.harmonic:
+            return float(1 / (self.aboard @ (1 / each))) if (each > 0).all() else 0.0
+        return float(self.aboard @ each)
 
 
 def estimate_at_rate(
@@ -67,13 +97,18 @@ def estimate_at_rate(
     goodput are those of `bounds`.
     """
     full = points[-1]
-    mix = _mix(points, arrivals)
-    intervals = np.array([point.admission_interval for point in points])
-    waiting = mix.queue + float(mix.waiting @ intervals) / 2
-    tpot = _harmonic(np.array([point.tpot for point in points]), mix.aboard)
-    ttft = mix.queue + float(mix.joining @ [point.ttft for point in points] + mix.waiting @ intervals / 2)
+    if full.steady.arriving is not None:
+        points = [SteadyState(s, full.workload, at) for s, at in full.steady.arriving(arrivals.rate)]
+    if _is_gated(full):
+        points = _by_size(points)
+        mix = _through_gate(points, arrivals, cost, apart=full.steady.arriving is not None)
+    else:
+        points, mix = _in_slots(points, arrivals, cost)
     length = np.array([float(full.workload.output_quantile(0.99))])
-    at_length = _harmonic(np.array([float(point.latency(length)[0]) for point in points]), mix.aboard) + waiting
+    firsts, lasts = np.array([point.ttft for point in points]), [float(point.latency(length)[0]) for point in points]
+    ttft = mix.wait + float(mix.joining @ firsts)
+    tpot = mix.mean([point.tpot for point in points])
+    at_length = ttft + mix.mean(np.array(lasts) - firsts)
     share = share_of_requests(metric)
     at_rate = replace(
         estimate(full, cost, metric),
@@ -83,44 +118,181 @@ def estimate_at_rate(
         tpot=tpot,
         latency=at_length
         if share is None
-        else _quantile(points, mix, share, factors=deadline_factors(full.workload, metric)),
-        latency_p50=_quantile(points, mix, 0.5),
-        latency_p99=_quantile(points, mix, 0.99),
+        else _quantile(points, mix.met, share, factors=deadline_factors(full.workload, metric)),
+        latency_p50=_quantile(points, mix.met, 0.5),
+        latency_p99=_quantile(points, mix.met, 0.99),
     )
     if not targets_of(bounds):
         return at_rate
-    empty = 1.0 - float(mix.waiting.sum())
-    times = times_at_rate(points, cost, aboard=mix.aboard, queue=mix.queues, empty=empty)
-    return with_bounds(at_rate, times, bounds)
+    return with_bounds(at_rate, times_at_rate(points, cost, mix.met), bounds)
 
 
-def _mix(points: Sequence[SteadyState], arrivals: Arrivals) -> _Mix:
+def _is_gated(point: SteadyState) -> bool:
+    """Requests begin together, not each with the next pass."""
+    return load_policy(point.schedule.policy).KEEPS_FINISHED_ROWS or point.steady.admission_interval is None
+
+
+def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel) -> tuple[list[SteadyState], _Mix]:
     sizes = np.maximum.accumulate([_in_system(point) for point in points])
     throughputs = np.maximum.accumulate([point.throughput for point in points])
-    alike = arrivals.sharing
-    spread = _spread(arrivals, points[-1].workload)
+    alike, outputs = arrivals.sharing, points[-1].workload.output_law
+    lengths = (outputs.std / outputs.mean) ** 2
+    spread = _spread(arrivals.variability, lengths, alike * float(sizes[-1]))
     chance = residents(alike * arrivals.rate, alike * sizes, alike * throughputs, spread=spread)
+    longer = (arrivals.variability + lengths) / 2
+    longer /= spread  # The chain spreads it already.
     number = np.arange(len(chance), dtype=float) / alike
     served = np.minimum(number, sizes[-1])
-    nearest = np.stack([np.interp(served, sizes, row) for row in np.eye(len(points))])
-    after = np.stack([np.interp(np.floor(served) + 1, sizes, row) for row in np.eye(len(points))])
-    aboard = nearest @ (served * chance)
-    beyond = float((number - served) @ chance)
-    longer = (1 + max(arrivals.variability, 1.0)) / 2
-    seconds = np.maximum(number + 1 - sizes[-1], 0.0) / throughputs[-1] * longer
+    aboard = _weights(served, sizes) @ (served * chance)
+    aboard /= aboard.sum()
+    waiting = _weights(served, sizes)[:, 1:] @ chance[1:]
+    free = float(chance[number < sizes[-1]].sum())
+    passes = [met_passes(point, cost, arrivals, free) for point in points]
+    intervals = np.array([each.interval for each in passes])
+    queue = longer * float((number - served) @ chance) / arrivals.rate
+    mix = _Mix(
+        aboard=aboard,
+        joining=_weights(np.floor(served) + 1, sizes) @ chance,
+        wait=queue + float(waiting @ intervals) / 2,
+        met=_met_in_slots(
+            _as_requests(aboard, points),
+            passes,
+            float(waiting.sum()),
+            queue,
+            np.maximum(number + 1 - sizes[-1], 0.0),
+            chance,
+        ),
+        harmonic=True,
+    )
+    return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
+
+
+def _spread(variability: float, lengths: float, size: float) -> float:
+    """The variance of the requests in the system over that under Poisson arrivals; 1 where there is a single place.
+
+    `variability` and `lengths` are squared coefficients of variation of the gaps and of the output lengths.
+    """
+    many = (variability + lengths) / (1.0 + lengths) if variability < 1.0 else (variability + 1.0) / 2
+    return 1.0 / (1.0 + (1.0 / max(many, _LEAST_SPREAD) - 1.0) * (1.0 - 1.0 / max(size, 1.0)))
+
+
+def _as_requests(aboard: Floats, points: Sequence[SteadyState]) -> Floats:
+    """The weights with which requests have the pace of each batch: a slow one keeps them aboard for longer."""
+    paces = np.array([point.tpot for point in points])
+    weights = aboard / paces if (paces > 0).all() else aboard
+    return np.asarray(weights / weights.sum())
+
+
+def _met_in_slots(
+    aboard: Floats, passes: Sequence[MetPasses], busy: float, queue: float, ahead: Floats, chance: Floats
+) -> Met:
+    """The longest queues go with the largest batches; `busy` is the chance of finding a batch."""
+    state = (np.arange(_STATES) + 0.5) / _STATES
+    which = np.searchsorted(np.cumsum(aboard), state).clip(max=len(aboard) - 1)
+    reached = np.cumsum(chance)
+    queued = np.interp(state, np.append(0.0, reached), np.append(0.0, ahead))
+    queued *= queue / max(float(queued.mean()), 1e-300)
+    moment = np.maximum((np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS - (1 - busy), 0.0) / max(busy, 1e-12)
+    kinds, waits, weights = [], [], []
+    for number, queued_here in zip(which.tolist(), queued.tolist(), strict=True):
+        found = passes[number]
+        waits.append((queued_here + np.multiply.outer(found.spread, moment) * found.interval).ravel())
+        kinds.append(np.full(waits[-1].size, number))
+        weights.append(np.full(waits[-1].size, 1.0 / waits[-1].size / _STATES))
+    return Met(which=np.concatenate(kinds), waits=np.concatenate(waits), weights=np.concatenate(weights))
+
+
+def _by_size(points: Sequence[SteadyState]) -> list[SteadyState]:
+    """One steady state for each number that begins together: of equal ones the last."""
+    found = {round(_together(point)): point for point in points}
+    return [found[size] for size in sorted(found)]
+
+
+def _together(point: SteadyState) -> float:
+    """Requests that begin together."""
+    return point.throughput * point.admission_interval
+
+
+def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel, *, apart: bool) -> _Mix:
+    """Where requests stay for several cycles, most of a batch are those of earlier ones: as many as in the mean.
+
+    `apart`: what begins together only prefills together.
+    """
+    sizes = np.array([_together(point) for point in points])
+    throughputs = np.maximum.accumulate([point.throughput for point in points])
+    each = np.arange(1, max(round(float(sizes[-1])), 1) + 1, dtype=float)
+    mean = float(np.interp(arrivals.rate, throughputs, sizes))
+    own = 1.0 if apart or len(points) == 1 else _own_share(points[-1])
+    blended = own * each + (1 - own) * mean
+    held = blended / np.interp(blended, sizes, throughputs)
+    held += (1 - own) * (each - mean) * one_prompt(points[-1], cost, slowest=True)
+    shares = np.stack([_held(point, cost) for point in points], axis=1)
+    spread = np.stack([np.interp(each, sizes, row) for row in shares], axis=1)
+    held = np.maximum(held, 1e-3 * held[-1])
+    found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
+    if not apart:
+        found = _joining(found, points[-1], cost, mean, mean / arrivals.rate)
     return _Mix(
-        aboard=aboard / aboard.sum(),
-        joining=after @ chance,
-        waiting=nearest[:, 1:] @ chance[1:],
-        queue=beyond / arrivals.rate * longer,
-        queues=(seconds, np.cumsum(chance)),
+        aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
+        joining=_weights(found.sizes, sizes) @ found.chance,
+        wait=found.wait,
+        met=_met_at_gate(np.interp(np.interp(found.together, each, blended), sizes, np.arange(len(points))), found),
+        harmonic=False,
     )
 
 
-def _spread(arrivals: Arrivals, workload: Workload) -> float:
-    """The variance of the requests in the system over that under Poisson arrivals; 1 for gaps less even than those."""
-    lengths = (workload.output_law.std / workload.mean_output) ** 2
-    return max((min(arrivals.variability, 1.0) + lengths) / (1.0 + lengths), _LEAST_SPREAD)
+def _joining(found: Gate, point: SteadyState, cost: CostModel, mean: float, held: float) -> Gate:
+    """Where prompts enter a pipeline in parts, those that come meanwhile join the next part, if the batch has room."""
+    parts = point.schedule.num_micro_batches
+    if parts == 1:
+        return found
+    each = min(mean * one_prompt(point, cost, slowest=True) / held, 1.0) / parts
+    until_last = (parts - 1) * each
+    less = (1 - until_last) ** 2 + until_last * each
+    less = 1 - (1 - less) * float(found.chance[:-1].sum())
+    return replace(found, wait=less * found.wait, waits=less * found.waits)
+
+
+def _weights(values: Floats, sizes: Floats) -> Floats:
+    """How near each value is to the steady states of these sizes, [sizes, values]."""
+    return np.stack([np.interp(values, sizes, row) for row in np.eye(len(sizes))])
+
+
+def _met_at_gate(positions: Floats, found: Gate) -> Met:
+    """Between two steady states both are met, the nearer one more often."""
+    low = np.floor(positions)
+    share = positions - low
+    return Met(
+        which=np.concatenate([low, np.ceil(positions)]).astype(int),
+        waits=np.tile(found.waits, 2),
+        weights=np.concatenate([found.weights * (1 - share), found.weights * share]),
+    )
+
+
+def _own_share(point: SteadyState) -> float:
+    """Of the residents, those that began last."""
+    law = point.workload.output_law
+    seconds = point.latency(law.tokens.astype(float))
+    return float(law.weights @ np.minimum(seconds, point.admission_interval) / (law.weights @ seconds))
+
+
+def _held(point: SteadyState, cost: CostModel) -> Floats:
+    """Equally likely times for which those that begin together hold the gate, over their mean.
+
+    Until the longest of them is done, but no longer than makes the mean right; and what their prompts differ by.
+    """
+    together = max(_together(point), 1.0)
+    law = point.workload.output_law.longest_of(together)
+    seconds, weights, mean = point.latency(law.tokens.astype(float)), law.weights, point.admission_interval
+    reached = np.cumsum(weights)
+    means = np.cumsum(weights * seconds) + seconds * (1 - reached)  # Of min(seconds, each of them).
+    held = np.minimum(seconds, np.interp(mean, means, seconds))
+    mass = np.append(0.0, np.cumsum(weights * held))
+    slices = np.diff(np.interp(np.linspace(0, 1, _HELD + 1), np.append(0.0, reached), mass)) * _HELD
+    variance = max(float(weights @ held**2 - mass[-1] ** 2), 0.0) + prompt_variance(point, cost, together)
+    shape = slices / mean - 1 if np.std(slices) > 1e-3 * mean else _NORMAL
+    deviation = (shape - shape.mean()) / np.std(shape) * np.sqrt(variance) / mean
+    return np.asarray(1.0 + np.maximum(deviation, -0.95))
 
 
 def _in_system(point: SteadyState) -> float:
@@ -131,18 +303,13 @@ def _in_system(point: SteadyState) -> float:
     )
 
 
-def _harmonic(values: Floats, weights: Floats) -> float:
-    """The weighted harmonic mean of values above 0; 0 where any value is 0."""
-    return float(1 / (weights @ (1 / values))) if (values > 0).all() else 0.0
-
-
-def _quantile(points: Sequence[SteadyState], mix: _Mix, share: float, *, factors: Floats = _ALIKE) -> float:
-    """Over the length law, the batches, the waits and the factors; a batch is assumed to last as long as a request."""
+def _quantile(points: Sequence[SteadyState], met: Met, share: float, *, factors: Floats = _ALIKE) -> float:
+    """Over the length law, what requests meet, and the factors; a batch is assumed to last as long as a request."""
     law = points[0].workload.output_law
-    spread = (np.arange(_WAIT_POINTS) + 0.5) / _WAIT_POINTS
-    times = [
-        np.add.outer(p.latency(law.tokens.astype(float)), mix.queue + p.admission_interval * spread) for p in points
-    ]
-    times = [np.multiply.outer(t, factors) for t in times]
-    weights = [w * np.repeat(law.weights / times[0][0].size, times[0][0].size) for w in mix.aboard]
-    return weighted_quantile(np.concatenate([t.ravel() for t in times]), np.concatenate(weights), share)
+    times, weights = [], []
+    for number in np.unique(met.which):
+        waits, likely = met.at(int(number), _WAITS)
+        found = np.add.outer(points[number].latency(law.tokens.astype(float)), waits)
+        times.append(np.multiply.outer(found, factors).ravel())
+        weights.append(np.repeat(np.multiply.outer(law.weights, likely).ravel() / len(factors), len(factors)))
+    return weighted_quantile(np.concatenate(times), np.concatenate(weights), share)

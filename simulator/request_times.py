@@ -12,7 +12,7 @@ first cycles of a request, queues behind bursts; the replay has the last word.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,9 +25,15 @@ from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
 from exeplan.simulator.closed_form import SteadyState
+from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.length_law import Ints
 from exeplan.workload.workload import Workload
 
 _SAMPLE = 2048
+_NORMAL = np.array([-1.38, -0.67, -0.21, 0.21, 0.67, 1.38])
+"""Quantiles of a normal distribution in the middle of as many slices."""
+_MOST_PREFILL = 0.95
+"""Share of the time that prompts take; with more, slots fill up."""
 
 
 class Draws(NamedTuple):
@@ -61,22 +67,121 @@ def times_under_backlog(point: SteadyState, clock: Clock, admission_interval: fl
     return _times([point], clock, np.zeros(_SAMPLE, int), sample.wait * admission_interval, sample)
 
 
-def times_at_rate(
-    points: Sequence[SteadyState], clock: Clock, *, aboard: Floats, queue: tuple[Floats, Floats], empty: float
-) -> RequestTimes:
-    """Of a mix of steady states, `aboard` their weights.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """What arriving requests meet, one array entry a kind of arrival."""
 
-    `queue` holds seconds of wait beyond full batches, rising, and the chance of at most each; `empty` is the chance of
-    finding no batch, and so no wait for an admission.
-    """
+    which: Ints
+    """The steady state in which it is served."""
+    waits: Floats
+    """Seconds until it begins."""
+    weights: Floats
+    """How likely it is; they sum to 1."""
+
+    def at(self, which: int, count: int) -> tuple[Floats, Floats]:
+        """At most `count` waits of the requests in a steady state, and their weights: means of alike shares."""
+        here = self.which == which
+        order = np.argsort(self.waits[here])
+        waits, weights = self.waits[here][order], self.weights[here][order]
+        if len(waits) <= count:
+            return waits, weights
+        edges = np.linspace(0.0, 1.0, count + 1)
+        reached = np.append(0.0, np.cumsum(weights)) / weights.sum()
+        mass = np.append(0.0, np.cumsum(weights * waits)) / weights.sum()
+        return np.diff(np.interp(edges, reached, mass)) * count, np.full(count, float(weights.sum()) / count)
+
+    def drawn(self, chance: Floats) -> tuple[Ints, Floats]:
+        """Steady states and waits at these quantiles, the waits rising in each state."""
+        order = np.lexsort((self.waits, self.which))
+        reached = np.cumsum(self.weights[order])
+        entries = order[np.searchsorted(reached, chance * reached[-1]).clip(max=len(order) - 1)]
+        return self.which[entries], self.waits[entries]
+
+
+def times_at_rate(points: Sequence[SteadyState], clock: Clock, met: Met) -> RequestTimes:
+    """Of a mix of steady states."""
     sample = draws(points[0].workload)
-    which = np.searchsorted(np.cumsum(aboard), sample.state * aboard.sum()).clip(max=len(points) - 1)
-    intervals = np.array([point.admission_interval for point in points])[which]
-    waits = np.where(sample.wait < empty, 0.0, (sample.wait - empty) / max(1 - empty, 1e-12) * intervals)
-    # The longest queues go with the largest batches.
-    seconds, chance = queue
-    waits += seconds[np.searchsorted(chance, sample.state).clip(max=len(seconds) - 1)]
+    which, waits = met.drawn(sample.state)
     return _times(points, clock, which, waits, sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetPasses:
+    """The passes of slots that are not full, as requests meet them that come at a rate.
+
+    More come in a long pass, and their prompts make the next one long: with c seconds a prompt, f = rate c, a pass of
+    mean g has the variance rate g E[c^2] / (1 - f^2); a request waits for half of g + variance / g, its first pass
+    holds the others that came in that time, and the passes behind are longer by f, f^2, ... of what this one is.
+    Prompts that a limit on tokens cuts count by their parts, and no pass is longer than the limit makes it.
+    """
+
+    interval: float
+    """Seconds of the pass during which a request comes."""
+    more: float
+    """Seconds by which its first token is later than under a backlog."""
+    after: float
+    """Seconds by which the passes behind its first one are longer, in all."""
+    share: float
+    """f"""
+    spread: Floats
+    """Equally likely lengths of the pass over their mean, as those meet them that come meanwhile."""
+
+    def of(self, point: SteadyState) -> SteadyState:
+        """The steady state with these passes."""
+        steady, latency, first = point.steady, point.steady.latency, point.steady.first
+
+        def later(output_tokens: Floats) -> Floats:
+            tokens = np.asarray(output_tokens, dtype=float)
+            return latency(tokens) + self.more + self.after * (1 - self.share ** np.maximum(tokens - 1, 0.0))
+
+        longer = None if first is None else lambda inputs, chance: first(inputs, chance) + self.more
+        return replace(point, steady=replace(steady, latency=later, first=longer, admission_interval=self.interval))
+
+
+def met_passes(point: SteadyState, clock: Clock, arrivals: Arrivals, free: float) -> MetPasses:
+    """At this batch, with a free slot so often; without one, or without prefills among the decodes, passes are as under
+    a backlog."""
+    gap, rate = point.admission_interval, arrivals.rate
+    if not _mixed(point):
+        return MetPasses(interval=gap, more=0.0, after=0.0, share=0.0, spread=np.ones(1))
+    groups, law = point.schedule.num_micro_batches, point.workload.input_law
+    through = one_prompt(point, clock)
+    one = max(one_prompt(point, clock, slowest=True), through / groups)
+    tokens, limit = law.tokens.astype(float), load_policy(point.schedule.policy).pass_limits(point.schedule).tokens
+    room = float(tokens[-1]) if limit is None else max(limit - point.cycle.num_seqs / groups, 1.0)
+    whole = np.floor(tokens / room)
+    squares = float(law.weights @ (whole * room**2 + (tokens - whole * room) ** 2)) / law.mean**2
+    share, come = min(rate * one, _MOST_PREFILL), rate * gap
+    bursts = (arrivals.variability - 1) * come / (come + 2)
+    interval = gap + rate * one**2 * max(squares + bursts, 0.0) / (1 - share**2)
+    others = rate * (interval - gap) + bursts
+    if limit is not None:
+        interval = min(interval, gap + one * room / law.mean)
+        others = min(others, room / law.mean)
+    return MetPasses(
+        interval=gap + free * (interval - gap),
+        more=free * through * others,
+        after=free * share / (1 - share) * one * (1 + others),
+        share=share,
+        spread=_met_lengths((interval - gap) / gap),
+    )
+
+
+def _met_lengths(variation: float) -> Floats:
+    """Equally likely values, of mean 1, of a gamma law with this squared coefficient of variation as it is met: each in
+    proportion to its length (Wilson and Hilferty's quantiles)."""
+    if variation <= 0.0:
+        return np.ones(1)
+    shape = 1 + 1 / variation
+    values = np.maximum(1 - 1 / (9 * shape) + _NORMAL / (3 * np.sqrt(shape)), 0.0) ** 3
+    return np.asarray(values / values.mean())
+
+
+def prompt_variance(point: SteadyState, clock: Clock, prompts: float) -> float:
+    """Of the seconds that so many prompts take: each by its own length, or padded all by that of the longest."""
+    law = point.cycle.prompt_law if point.cycle.padded else point.workload.input_law
+    one = one_prompt(point, clock) * law.std / law.mean
+    return (prompts * one) ** 2 if point.cycle.padded else prompts * one**2
 
 
 def with_bounds(estimate: Estimate, times: RequestTimes, bounds: Sequence[Bound]) -> Estimate:
@@ -98,7 +203,7 @@ def _times(
     for number in np.unique(which):
         here = which == number
         point, inputs, outputs = points[number], sample.inputs[here], sample.outputs[here]
-        one = _one_prompt(point, clock)
+        one = one_prompt(point, clock)
         first = _first(point, one, inputs, sample.other[here])
         mean = (point.latency(outputs) - point.ttft) / np.maximum(outputs - 1, 1)
         pace = _pace(point, one, mean, outputs - 1, sample.met[here])
@@ -122,7 +227,7 @@ def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Flo
     else:
         more = prompts / np.sqrt(together) * (inputs / point.workload.mean_input - 1.0)
     if _mixed(point):
-        expected = point.throughput * point.tpot / point.schedule.num_micro_batches / _widening(point)
+        expected = point.throughput * point.admission_interval / _widening(point)
         more = more + one * _widening(point) * (_number(other, expected) - expected)
     return np.maximum(point.ttft + more, 0.01 * point.ttft)
 
@@ -153,8 +258,14 @@ def _mixed(point: SteadyState) -> bool:
     return bool(((point.cycle.num_prefill > 0) & (point.cycle.num_decode > 0)).any())
 
 
-def _one_prompt(point: SteadyState, clock: Clock) -> float:
-    """Seconds that one prompt more takes on the stages that prefill."""
+def one_prompt(point: SteadyState, clock: Clock, *, slowest: bool = False) -> float:
+    """Seconds that one prompt more takes on the stages that prefill, or on the slowest of them."""
+    seconds = _prompts_seconds(point, clock)
+    return float(max((seconds[:, 1] - seconds[:, 0]).max() if slowest else (seconds[:, 1] - seconds[:, 0]).sum(), 0.0))
+
+
+def _prompts_seconds(point: SteadyState, clock: Clock) -> Floats:
+    """Of a pass with one prompt and with two on each stage that prefills, [stages, 2]."""
     count, none = np.array([1.0, 2.0]), np.zeros(2)
     rows = point.cycle.num_seqs if _mixed(point) else 0.0
     cycle = Cycle(
@@ -167,5 +278,4 @@ def _one_prompt(point: SteadyState, clock: Clock) -> float:
         kv_tokens_std=0.0,
         num_seqs=0.0,
     )
-    seconds = clock.seconds(cycle)[list(clock.prefill_stages)].sum(axis=0)
-    return float(max(seconds[1] - seconds[0], 0.0))
+    return clock.seconds(cycle)[list(clock.prefill_stages)]

@@ -348,8 +348,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "(min(arrivals.variability, 1.0) + lengths)",
-        "(1.0 + lengths)",
+        "(variability + lengths) / (1.0 + lengths) if variability < 1.0",
+        "1.0 if variability < 1.0",
         "every n-th request of a stream counts as a Poisson stream",
         ("tests/planner/test_sharing.py",),
     ),
@@ -376,9 +376,9 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "longer = (1 + max(arrivals.variability, 1.0)) / 2",
-        "longer = max(arrivals.variability, 1.0) / 2",
-        "the queue's mean wait halved for Poisson arrivals",
+        "longer = (arrivals.variability + lengths) / 2",
+        "longer = (arrivals.variability + 1) / 2",
+        "the queue is that of exponential lengths, whatever they are",
         ("tests/simulator/test_at_rate_by_hand.py",),
     ),
     Mutant(
@@ -619,8 +619,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/search/line.py",
-        "if ceiling < at_least and",
-        "if",
+        "hopeless = ceiling < at_least and",
+        "hopeless =",
         "a line that can still win is given up",
         ("tests/search/test_line.py",),
     ),

@@ -18,7 +18,8 @@ requests and so becomes the largest; its iteration time is that of all groups.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from statistics import NormalDist
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
 from exeplan.policies._circulation import GroupGate, Prefills, circulate, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
+from exeplan.workload.arrivals import residents
 from exeplan.workload.length_law import DecodeLaw
 from exeplan.workload.workload import Workload
 
@@ -33,10 +35,14 @@ _SIZES = 16
 """Group sizes that are timed."""
 _STATES = 128
 """States on either side of the one with full groups and no request ready."""
+_MORE_ROWS = 1.25
+"""Rows over others at which it is seen how a pass grows with them."""
 _BUNCHING = 4
 """Steps towards how unequal bunched groups become."""
 _LEAST_SPREAD = 0.02
 """Even requests of one length do not keep step for ever."""
+_BATCHES = 8
+"""Sizes of prefill batches that are timed where requests come at a rate."""
 _SIGMAS = 3.0
 """Standard deviations of the prompts' tokens for which stages that prefill have room."""
 
@@ -65,7 +71,84 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=seconds,
         throughput=flow.throughput,
         latency=partial(_latency, flow, round_, last, 1.0 if clock.first_token_from_prefill else 0.0),
+        arriving=partial(_arriving, schedule, workload, clock, decodes, cycle),
     )
+
+
+def _arriving(
+    schedule: Schedule, workload: Workload, clock: Clock, decodes: "_Decodes", cycle: Cycle, rate: float
+) -> tuple[tuple[Schedule, Steady], ...]:
+    """With prefill batches of as many as have come, and the residents that the rate makes.
+
+    The residents are a birth-and-death chain, as at_rate.py has it; a prefill begins when the stage before is free and
+    the places allow it.
+    """
+    batch, shift = schedule["prefill_batch"], 1.0 if clock.first_token_from_prefill else 0.0
+    law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
+    going_on, places = float(law.survival[0]), len(clock.prefill_stages) + 1
+    sizes = np.unique(np.geomspace(1, batch, _BATCHES).astype(int))
+    none = 0.0 * sizes
+    prefill = replace(cycle, num_prefill=sizes + none, num_decode=none, context_tokens=none)
+    seconds = clock.seconds(prefill)[list(clock.prefill_stages)]
+    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
+    transfer = np.array([clock.kv_transfer_seconds(k * going_on * workload.mean_input) for k in sizes])
+    mean_batch = float(np.interp(rate, *_rising(sizes / slowest, sizes))) if len(sizes) > 1 else 1.0
+    behind = _Behind.of(replace(decodes, together=max(1.0, mean_batch * going_on)), rate * going_on)
+    line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
+    turn = behind.until_decode - behind.queue
+    held = 1.0 / circulate(line.batches, places, float(transfer[-1]) + turn).rate
+    shut = np.maximum(slowest, sizes * (through + transfer + turn) / (places * batch))
+    shut = shut * max(held / float(shut[-1]), 1.0)
+    found = []
+    for k, first, taken, moved in zip(sizes.tolist(), through, shut, transfer, strict=True):
+        waits = replace(behind, until_decode=float(first + moved) + behind.until_decode)
+        own = Steady(
+            cycle=cycle,
+            seconds=seconds,
+            throughput=k / float(taken),
+            latency=partial(waits.latency, float(first), shift),
+        )
+        found.append((replace(schedule, variables={**schedule.variables, "prefill_batch": k}), own))
+    return tuple(found)
+
+
+def _rising(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    return np.maximum.accumulate(x), y
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """Stages that decode what comes to them at a rate."""
+
+    until_decode: float
+    """Seconds until a group takes a request that is ready."""
+    queue: float
+    """Of these, until there is a free slot."""
+    pace: float
+    """Seconds a decode iteration, mean over those that decode."""
+    last: float
+    """Seconds from the start of the last iteration to its token."""
+
+    @classmethod
+    def of(cls, decodes: "_Decodes", rate: float) -> "_Behind":
+        grid = 1.0 + (decodes.slots - 1.0) * np.linspace(0.0, 1.0, _STATES) ** 2 if decodes.slots > 1 else np.ones(1)
+        finished = np.maximum.accumulate(decodes.finished(grid))
+        finished[-1] = max(float(finished[-1]), rate * (1 + 1e-3))
+        chance = residents(rate, grid, finished)
+        number = np.arange(len(chance), dtype=float)
+        served = np.minimum(number, decodes.slots)
+        round_, _ = decodes.timing(grid)
+        counts = np.clip(grid / decodes.together, 1.0, decodes.groups)
+        queue = float(chance @ (number - served)) / rate
+        turn = float(chance[1:] @ np.interp(served[1:], grid, round_ / counts)) / 2
+        pace = float(chance @ served) / (rate * decodes.steps)
+        mean = float(chance @ served)
+        return cls(until_decode=queue + turn, queue=queue, pace=pace, last=decodes.pass_seconds(mean, pace))
+
+    def latency(self, first: float, first_tokens: float, output_tokens: Floats) -> Floats:
+        """A round for every token behind the prefill's."""
+        decodes = np.asarray(output_tokens, dtype=float) - first_tokens
+        return np.where(decodes > 0, self.until_decode + (decodes - 1.0) * self.pace + self.last, first)
 
 
 def _passes(schedule: Schedule, workload: Workload, law: DecodeLaw, places: int) -> Cycle:
@@ -94,6 +177,11 @@ class _Decodes:
     """Mean decode iterations of a request."""
     together: float
     """Requests that join a group at once."""
+    alike: float
+    """sum F^2 / sum F: of those that came together, how many are there together."""
+    of_largest: float
+    """Standard deviations by which the largest of the groups exceeds the mean; 0 where it holds up no other, because
+    there are more groups than stages."""
     rows: Floats
     slowest: Floats
     """Seconds on the slowest stage."""
@@ -111,6 +199,8 @@ class _Decodes:
             groups=groups,
             steps=law.mean_steps,
             together=min(max(1.0, schedule["prefill_batch"] * float(law.survival[0])), slots / groups),
+            alike=float(law.survival @ law.survival) / law.mean_steps,
+            of_largest=_of_largest(groups) if 1 < groups <= len(seconds) else 0.0,
             rows=rows,
             slowest=seconds.max(axis=0),
             through=seconds.sum(axis=0),
@@ -122,9 +212,10 @@ class _Decodes:
         counts = np.clip(residents / self.together, 1.0, self.groups)
         mean = np.maximum(residents, 1.0) / counts
         in_turn = counts * self._at(mean, self.slowest)
-        others = mean
+        others, uneven = mean, mean + self._unevenness(residents)
         for _ in range(_BUNCHING):
-            largest = np.clip(residents - (counts - 1.0) * others, mean, self.slots / self.groups)
+            largest = np.maximum(residents - (counts - 1.0) * others, uneven)
+            largest = np.clip(largest, mean, self.slots / self.groups)
             round_ = np.maximum(in_turn, self._at(largest, self.through))
             gap = self._at(others, self.slowest)
             second = np.maximum(self._at(largest, self.entry), gap)
@@ -132,6 +223,25 @@ class _Decodes:
             met = (second + np.maximum(counts - 2.0, 0.0) * gap) / np.maximum(counts - 1.0, 1.0)
             others = np.clip(residents * met / round_, np.minimum(mean, self.together), mean)
         return round_, gap
+
+    def _unevenness(self, residents: Floats) -> "Floats | float":
+        """Rows of the largest group beyond the mean, because a batch of prefills joins one group.
+
+        With fewer batches than turns each goes to any group: of N residents that came k together one group has the
+        variance k N (1 - 1/m) / m, less as requests leave (`alike`), and more as a larger group is longer under way and
+        takes more of those that come meanwhile. With more batches than turns all groups get alike many. Where not every
+        group has a batch, their number says it already.
+        """
+        if not self.of_largest:
+            return 0.0
+        mean = residents / self.groups
+        batches = mean / (self.together * self.steps)  # A turn.
+        chance = np.where(batches < 1.0, 1.0 - batches, 0.25 / np.maximum(batches, 1.0) ** 2)
+        variance = self.together * self.alike * (1.0 - 1.0 / self.groups) * mean
+        longer = (self._at(_MORE_ROWS * mean, self.slowest) / self._at(mean, self.slowest) - 1) / (_MORE_ROWS - 1)
+        variance = variance * chance / (1.0 - np.clip(longer, 0.0, 0.9))
+        share = np.clip(mean / self.together - 1.0, 0.0, 1.0)
+        return np.asarray(share * self.of_largest * np.sqrt(variance))
 
     def _at(self, rows: Floats, seconds: Floats) -> Floats:
         return np.interp(rows, self.rows, seconds)
@@ -145,6 +255,12 @@ class _Decodes:
         rows = np.array(max(residents, 1.0) / np.clip(residents, 1.0, self.groups))
         through, slowest, entry = (float(self._at(rows, x)) for x in (self.through, self.slowest, self.entry))
         return max(through, round_) if entry < slowest else through
+
+
+@cache
+def _of_largest(groups: int) -> float:
+    """The mean of the largest of so many standard normal draws (Blom 1958)."""
+    return NormalDist().inv_cdf((groups - 0.375) / (groups + 0.25))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,10 +89,14 @@ class Steady:
     latency: Callable[[Floats], Floats]
     """Seconds from the start of its prefill until a request has that number of tokens, elementwise."""
     admission_interval: float | None = None
-    """Seconds between two admissions; None where it is the time to serve the requests that start together."""
+    """Seconds between two admissions, as an arriving request meets them, more often the long ones; None where it is
+    the time to serve the requests that start together."""
     first: Callable[[Floats, Floats], Floats] | None = None
     """Seconds until the first token of a request with that many input tokens and an even draw between 0 and 1 for what
     it meets, elementwise; None where it differs from the mean by what the prompts of its prefill take."""
+    arriving: "Callable[[float], tuple[tuple[Schedule, Steady], ...]] | None" = None
+    """Steady states when requests come at a rate, with rising numbers that begin together, each with its schedule; None
+    where those of smaller batches under a backlog stand for them."""
 
 
 class Queue(Protocol):

@@ -88,8 +88,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     # A pass that never occurs has an irrelevant size, which must be finite.
     given = np.where(occurs > 0, batch * comb.active / np.maximum(occurs, 1e-300), 0.0)
     rows = np.concatenate([given, batch * comb.active + 1.0 - shares.own])
-    # A group has at least one row, or it does not run.
-    counts = np.minimum(np.maximum(np.concatenate([[batch], rows]), 1.0), groups)
+    counts = np.concatenate([[min(batch, groups)], _running(rows.reshape(2, steps), groups).ravel()])
     if limit := schedule.variables.get("max_num_batched_tokens"):
         counts[0] = min(max(counts[0], np.ceil(batch * workload.mean_input / limit)), batch)
     in_cache = batch * (comb.context + comb.active)
@@ -168,6 +167,16 @@ def _timeline(seconds: Floats, counts: Floats, steps: int) -> _Timeline:
         rounds=rounds,
         ends=begins + (middle * slowest + through)[steps:],
     )
+
+
+def _running(rows: Floats, groups: int) -> Floats:
+    """Groups that have a row left, [cycles, iterations]: rows are dealt out once a cycle, and leave by chance."""
+    if groups == 1:
+        return np.ones_like(rows)
+    dealt = np.maximum(rows[:, :1], 1.0)
+    begun = np.minimum(dealt, groups)
+    left = 1.0 - np.minimum(rows / dealt, 1.0)
+    return np.maximum(begun * (1.0 - left ** (dealt / begun)), 1.0)
 
 
 def _largest_share(prompts: LengthLaw, batch: int, parts: float) -> float:

@@ -46,4 +46,4 @@ def test_the_closed_form_knows_the_router(schedule: Schedule, router: str, probl
     predicted = one.estimate(schedule)
     assert predicted.latency == pytest.approx(replayed.latency, rel=0.05)
     assert predicted.latency_p50 == pytest.approx(replayed.latency_p50, rel=0.04)
-    assert predicted.latency_p99 == pytest.approx(replayed.latency_p99, rel=0.07)
+    assert predicted.latency_p99 == pytest.approx(replayed.latency_p99, rel=0.11)

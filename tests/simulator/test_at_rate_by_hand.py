@@ -33,13 +33,14 @@ def estimated(cost: CostModel, load: float, variability: float) -> Estimate:
     return estimate_at_rate([steady], Arrivals(rate=rate, variability=variability), cost, "p99-length")
 
 
-@pytest.mark.parametrize("variability", [1.0, 3.0])
+@pytest.mark.parametrize("variability", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
 def test_the_wait_is_the_single_servers(load: float, variability: float, cost: CostModel) -> None:
-    """load / (1 - load) times the service for Poisson arrivals, twice that for gaps with three times the variance; and
-    half an iteration until the running pass ends, where there is one."""
+    """Pollaczek and Khinchine: load / (1 - load) times half the service for Poisson arrivals of alike requests, in
+    proportion to the variability of their gaps; and half an iteration until the running pass ends, where there is
+    one."""
     prefill, service = served(cost)
-    queue = load / (1 - load) * service * (1 + variability) / 2
+    queue = load / (1 - load) * service * variability / 2
     turn = load * service / OUTPUT / 2
     found = estimated(cost, load, variability)
     assert found.ttft == pytest.approx(queue + turn + prefill, rel=0.015)
@@ -48,28 +49,14 @@ def test_the_wait_is_the_single_servers(load: float, variability: float, cost: C
     assert found.throughput == pytest.approx(load / service)
 
 
-@pytest.mark.parametrize("variability", [0.25, 0.5])
-@pytest.mark.parametrize("load", [0.6, 0.9])
-def test_even_gaps_make_the_queue_of_equal_lengths_shorter_by_their_variability(
-    load: float, variability: float, cost: CostModel
-) -> None:
-    """With n requests there P(n) ~ ratio^n, all but one of them waiting."""
-    prefill, service = served(cost)
-    ratio = load ** (1 / variability)
-    queue = ratio**2 / (1 - ratio) * service / load
-    found = estimated(cost, load, variability)
-    assert found.ttft == pytest.approx(queue + ratio * service / OUTPUT / 2 + prefill, rel=0.015)
-    assert found.latency == pytest.approx(queue + service, rel=0.015)
-
-
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_half_and_most_of_the_requests_wait_no_longer_than_the_mean_and_the_service_say(
-    load: float, cost: CostModel
-) -> None:
-    """All are of one length, so percentiles differ by where in an iteration a request comes, and by nothing else."""
+def test_quantiles_of_the_wait_are_those_of_a_single_server(load: float, cost: CostModel) -> None:
+    """All are of one length; Lindley's recursion draws their waits. The chain's tail is geometric, theirs thinner."""
     _, service = served(cost)
+    gaps = np.random.default_rng(0).exponential(service / load, 200_000)
+    steps = np.concatenate([[0.0], np.cumsum(service - gaps)])
+    waits = steps - np.minimum.accumulate(steps)
     found = estimated(cost, load, 1.0)
-    queue = load / (1 - load) * service
-    assert found.latency_p50 == pytest.approx(queue + service, rel=0.02)
-    assert found.latency_p99 == pytest.approx(queue + service, rel=0.02)
-    assert np.diff([found.latency_p50, found.latency_p99]) >= 0
+    p50, p99 = np.quantile(waits, (0.5, 0.99))
+    assert found.latency_p50 == pytest.approx(p50 + service, rel=0.12)
+    assert found.latency_p99 == pytest.approx(p99 + service, rel=0.15)

@@ -1,0 +1,312 @@
+"""Closed form at a rate against the replay with arrivals, and the replay against a simulation written independently.
+
+    python -m benchmarks.planner.rates [--cases 20] [--policies orca rra ...] [--seeds 2] [--requests 3000] [--seed 0]
+
+A case is a policy on a random layout (one stage, tensor parallel, pipelines of two to four stages; for stages that
+prefill apart 1+1, 1+3 and 2+2) of OPT-13B on A40s, Llama-3.1-70B on H100s or Qwen3-8B on H100s, with lengths of the
+tasks S and T, wide ones as of ShareGPT, or heavy-tailed ones, and random control variables. Its capacity is what it
+serves of a backlog, by replay. Requests then come at 0.5 to 0.95 of that, as a Poisson stream and, in every fourth
+case, in bursts (gaps with four times the variance). Replays of several seeds go on until the mean request latency has a
+95 % interval of 2 %, or for --seeds times as many as at first; the gaps of each are scaled to the planned rate.
+
+For orca, chunked, rra and waa-c every fourth case is run by `event_simulation.py`, too, with the same requests.
+
+Errors are closed form over replay, less 1. Writes records/planner-rates.json.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib.record import write_record
+from benchmarks.planner.event_simulation import SIMULATED, simulate
+from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.metrics import summarize
+from exeplan.core.model import load_model_spec
+from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
+from exeplan.errors import Infeasible
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.tables import table
+from exeplan.policies import load_policy, policy_names
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.replay import replay
+from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
+
+LOADS = (0.5, 0.7, 0.8, 0.9, 0.95)
+MODELS = (("opt-13b", "a40", 1), ("llama-3.1-70b", "h100", 4), ("qwen3-8b", "h100", 1))
+"""With the devices of the smallest stage."""
+WIDTHS = ((1,), (1,), (2,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 2))
+APART = (((1,), (1,)), ((1,), (1, 1, 1)), ((1, 1), (1, 1)), ((2,), (2,)))
+LENGTHS = ("S", "T", "sharegpt", "heavy")
+BURSTS = 4.0
+"""Squared coefficient of variation of the gaps."""
+METRICS = ("ttft", "tpot", "latency", "latency_p50", "latency_p99", "p95-ttft", "p99-ttft", "p95-tpot", "p99-tpot")
+_BOUNDS = (Bound(seconds=1e9), *(Bound(seconds=1e8, metric=name) for name in METRICS if "-" in name))
+_BLOCKS = 10**7
+_CAPACITY_REQUESTS = 4000
+_CLOSE = 0.02
+_SPARE = 0.5
+"""Share of the capacity to spare for which a replay has the given number of requests; queues of less take longer to
+reach their length."""
+_NOTHING_TO_ERR = 1e-9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=20, help="for each policy")
+    parser.add_argument("--policies", nargs="+", default=list(policy_names()))
+    parser.add_argument("--loads", nargs="+", type=float, default=list(LOADS))
+    parser.add_argument("--seeds", type=int, default=2, help="replays of a point at least; at most four times as many")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=3000,
+        help="of a replay at 0.5; more at higher loads: 11 times as many at 0.9, 32 times at 0.95",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    numbers = range(args.seed, args.seed + args.cases)
+    jobs = [(policy, n, tuple(args.loads), args.seeds, args.requests) for policy in args.policies for n in numbers]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        points = [point for found in pool.map(_case, jobs) for point in found]
+    _print(points)
+    print(f"\nrecord: {write_record('planner-rates', {'rows': summary(points), 'points': points})}")
+
+
+def _case(job: tuple[str, int, tuple[float, ...], int, int]) -> list[dict[str, Any]]:
+    return list(points_of(*job))
+
+
+def points_of(
+    policy: str, number: int, loads: tuple[float, ...], seeds: int, requests: int
+) -> Iterator[dict[str, Any]]:
+    """One row for each load of a random case."""
+    problem, schedule = draw(policy, number)
+    capacity = _capacity(problem, schedule)
+    bursts = BURSTS if number % 4 == 3 else 1.0
+    for load in loads:
+        arrivals = Arrivals(rate=load * capacity, variability=bursts)
+        count = int(requests * (_SPARE / max(1 - load, _SPARE / 10)) ** 1.5)
+        runs = replays(problem, schedule, arrivals, count=count, seeds=seeds)
+        replayed = {name: float(np.mean([_value(run, name) for run in runs])) for name in METRICS}
+        spread = {name: float(np.std([_value(run, name) for run in runs])) for name in METRICS}
+        closed = closed_form(problem, schedule, arrivals)
+        yield {
+            "policy": policy,
+            "case": number,
+            "what": _named(problem, schedule),
+            "load": load,
+            "bursts": bursts,
+            "capacity": capacity,
+            "planned capacity": float(steady_state(schedule, problem.workload, problem.cost).throughput),
+            "replays": len(runs),
+            "half width": {name: 1.96 * spread[name] / len(runs) ** 0.5 for name in METRICS},
+            "replay": replayed,
+            "closed form": closed,
+            "errors": None if closed is None else {n: _error(closed[n], replayed[n]) for n in METRICS},
+            "events": _simulated(problem, schedule, arrivals) if number % 4 == 0 and policy in SIMULATED else None,
+        }
+
+
+def _error(found: float, true: float) -> float:
+    return found / true - 1 if true > _NOTHING_TO_ERR else 0.0
+
+
+def closed_form(problem: Problem, schedule: Schedule, arrivals: Arrivals) -> dict[str, float] | None:
+    """None where it holds the rate to be beyond the capacity."""
+    try:
+        found = replace(problem, arrivals=arrivals).estimate(schedule)
+    except Infeasible:
+        return None
+    return {name: _value(found, name) for name in METRICS}
+
+
+def replays(problem: Problem, schedule: Schedule, arrivals: Arrivals, *, count: int, seeds: int) -> list[Estimate]:
+    """Of as many seeds as it takes for a close interval."""
+    runs: list[Estimate] = []
+    while len(runs) < 4 * seeds:
+        runs.append(replayed(problem, schedule, arrivals, count=count, seed=len(runs)))
+        times = [run.latency_p50 for run in runs]
+        if len(runs) >= seeds and 1.96 * np.std(times) / len(runs) ** 0.5 <= _CLOSE * np.mean(times):
+            break
+    return runs
+
+
+def stream(problem: Problem, arrivals: Arrivals, *, count: int, seed: int) -> tuple[Any, Any, Any]:
+    """Input tokens, output tokens and times of arrival, at the planned rate in the mean of this stream."""
+    inputs, outputs = problem.workload.sample(count, seed=seed, stratified=False)
+    shape = 1 / arrivals.variability
+    gaps = np.random.default_rng([seed, count]).gamma(shape, 1.0, count)
+    return inputs, outputs, np.cumsum(gaps / gaps.mean() / arrivals.rate)
+
+
+def replayed(problem: Problem, schedule: Schedule, arrivals: Arrivals, *, count: int, seed: int) -> Estimate:
+    inputs, outputs, times = stream(problem, arrivals, count=count, seed=seed)
+    run = replay(
+        schedule,
+        problem.cost,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_blocks=_BLOCKS,
+        arrivals=times,
+        record_passes=False,
+    )
+    return summarize(
+        run.requests, p99_output=problem.workload.output_quantile(0.99), bounds=_BOUNDS, backlog=False, waiting=True
+    )
+
+
+def _simulated(problem: Problem, schedule: Schedule, arrivals: Arrivals) -> dict[str, float]:
+    """Errors of the replay over the independent simulation of the same requests: mean ttft and mean latency."""
+    inputs, outputs, times = stream(problem, arrivals, count=1500, seed=0)
+    run = replay(schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=_BLOCKS, arrivals=times)
+    requests = simulate(schedule, problem.cost, inputs.tolist(), outputs.tolist(), times.tolist())
+    firsts = np.array([request.token_times[0] for request in requests])
+    lasts = np.array([request.token_times[-1] for request in requests])
+    return {
+        "ttft": float(np.mean(run.requests.first_tokens - times) / np.mean(firsts - times) - 1),
+        "latency": float(np.mean(run.requests.last_tokens - times) / np.mean(lasts - times) - 1),
+    }
+
+
+def _value(found: Estimate, name: str) -> float:
+    value = found.percentiles[name] if "-" in name else getattr(found, name)
+    assert value is not None
+    return float(value)
+
+
+def _capacity(problem: Problem, schedule: Schedule) -> float:
+    """Requests/s of a backlog, by replay."""
+    steady = steady_state(schedule, problem.workload, problem.cost)
+    generation = steady.throughput * steady.bound_latency("p99-length") + steady.cycle.num_seqs
+    inputs, outputs = problem.workload.sample(int(max(_CAPACITY_REQUESTS, 15 * generation)), seed=1)
+    run = replay(
+        schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=_BLOCKS, record_passes=False
+    )
+    return summarize(run.requests, p99_output=problem.workload.output_quantile(0.99)).throughput
+
+
+def draw(policy: str, number: int) -> tuple[Problem, Schedule]:
+    """A random case whose schedule the memory holds."""
+    rng = np.random.default_rng([number, *policy.encode()])
+    module = load_policy(policy)
+    while True:
+        model, cluster, unit = MODELS[rng.integers(len(MODELS))]
+        problem = _problem(model, cluster, LENGTHS[rng.integers(len(LENGTHS))])
+        placement = _placement(problem, rng, unit, apart=module.SEPARATE_STAGES)
+        if placement is None:
+            continue
+        placed = problem.at(placement)
+        enumerated = module.enumerated(len(placed.cost.decode_stages))
+        values = dict(enumerated[rng.integers(len(enumerated))])
+        for knob in module.knobs(placed.workload, 256):
+            shown = np.log([knob.values[0], knob.values[-1]])
+            value = np.exp(rng.uniform(max(np.log(4), shown.min()) if knob.name != "decode_steps" else 0, shown.max()))
+            values[knob.name] = min(knob.values, key=lambda one, value=value: abs(one - value))
+        schedule = module.schedule(values, placed.workload)
+        module.check(schedule)
+        parts = max(values.get("micro_batches", 1), values.get("prefill_micro_batches", 1))
+        found = steady_state(schedule, placed.workload, placed.cost)
+        if placed.evaluate(schedule).memory <= 1 and found.cycle.num_seqs >= 3 * parts:
+            return placed, schedule
+
+
+def _placement(problem: Problem, rng: np.random.Generator, unit: int, *, apart: bool) -> Placement | None:
+    layers = problem.profile.model.num_layers
+    if not apart:
+        return _stages(WIDTHS[rng.integers(len(WIDTHS))], 0, layers, unit, "")
+    before, behind = APART[rng.integers(len(APART))]
+    return _stages(before, 0, layers, unit, "prefill") + _stages(behind, unit * sum(before), layers, unit, "decode")
+
+
+def _stages(widths: tuple[int, ...], first: int, layers: int, unit: int, phase: str) -> Placement:
+    """Stages of these widths, in `unit` devices, with layers in proportion."""
+    ends = list(accumulate(widths, initial=0))
+    return tuple(
+        Stage(
+            devices=tuple(range(first + unit * begin, first + unit * end)),
+            layers=(round(layers * begin / ends[-1]), round(layers * end / ends[-1])),
+            phase=phase,
+        )
+        for begin, end in pairwise(ends)
+    )
+
+
+@cache
+def _problem(model: str, cluster: str, lengths: str) -> Problem:
+    found = load_cluster(cluster)
+    profile = profile_from_datasheet(
+        load_model_spec(model), with_links(load_datasheet(found.device), found), dtype="float16"
+    )
+    part = found.part(8)
+    return replace(make_problem(profile, _lengths(lengths), _BOUNDS[0], cluster=part), more_bounds=_BOUNDS[1:])
+
+
+@cache
+def _lengths(name: str) -> Workload:
+    if name in ("S", "T"):
+        return load_workload(name)
+    rng = np.random.default_rng(0)
+    mean, sigma, most = {"sharegpt": ((161, 338), (1.2, 0.9), 1000), "heavy": ((200, 150), (1.0, 1.5), 1000)}[name]
+    sides = [
+        np.clip(np.rint(rng.lognormal(np.log(m) - s**2 / 2, s, 20_000)), 1, most).astype(int)
+        for m, s in zip(mean, sigma, strict=True)
+    ]
+    return Workload.of(name, inputs=sides[0], outputs=sides[1], weights=np.ones(20_000))
+
+
+def _named(problem: Problem, schedule: Schedule) -> str:
+    stages = "+".join(f"{len(stage.devices)}{stage.phase[:1]}" for stage in problem.cost.placement)
+    return f"{schedule} {problem.profile.model.name} on {stages}, {problem.workload.name}"
+
+
+def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By policy and load: medians and largest of the errors of each metric; points beyond the planned capacity."""
+    rows = []
+    for policy, load in sorted({(p["policy"], p["load"]) for p in points}):
+        here = [p for p in points if (p["policy"], p["load"]) == (policy, load)]
+        known = [p["errors"] for p in here if p["errors"] is not None]
+        sizes = {name: np.abs([errors[name] for errors in known]) for name in METRICS}
+        rows.append(
+            {
+                "policy": policy,
+                "load": load,
+                "cases": len(here),
+                "refused": len(here) - len(known),
+                **{name: [float(np.median(s)), float(s.max())] for name, s in sizes.items() if len(s)},
+            }
+        )
+    return rows
+
+
+def _print(points: list[dict[str, Any]]) -> None:
+    def shown(value: object) -> str:
+        if isinstance(value, list):
+            return " ".join(f"{100 * part:.1f}" for part in value)
+        return str(value)
+
+    rows = summary(points)
+    header = ("policy", "load", "cases", "refused", *METRICS)
+    print("median and largest error, percent")
+    print(table(header, [tuple(shown(row.get(name, "-")) for name in header) for row in rows]))
+    events = [p for p in points if p["events"]]
+    for policy in sorted({p["policy"] for p in events}):
+        here = [p["events"] for p in events if p["policy"] == policy]
+        worst = {name: max(abs(e[name]) for e in here) for name in here[0]}
+        shown_worst = ", ".join(f"{name} {100 * value:.2f} %" for name, value in worst.items())
+        print(f"replay over the independent simulation, {policy}: at most {shown_worst}")
+
+
+if __name__ == "__main__":
+    main()

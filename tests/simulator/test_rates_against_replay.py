@@ -1,0 +1,96 @@
+"""At half and at 0.8 of its capacity a schedule's times are those of the replay, for every way to admit requests.
+
+Chance is in the seeds, and fixed; benchmarks/planner/rates.py judges random cases, up to 0.95 of the capacity.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from exeplan.core.bounds import Bound
+from exeplan.core.metrics import summarize
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
+from exeplan.planner.problem import Problem, make_problem
+from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
+from exeplan.workload.arrivals import Arrivals
+from exeplan.workload.workload import Workload
+
+from .machine import CLUSTER
+
+LAYERS, REQUESTS = 8, 8000
+WEIGHTS = 1e-3
+"""Seconds that each layer takes for any number of tokens, as on a device whose memory bounds small batches."""
+CASES = [
+    (Schedule("orca", {"max_num_seqs": 32}), 1),
+    (Schedule("chunked", {"max_num_seqs": 32, "max_num_batched_tokens": 256}), 1),
+    (Schedule("static", {"batch_size": 16}), 1),
+    (Schedule("rra", {"prefill_batch": 8, "decode_steps": 8}), 1),
+    (Schedule("rra", {"prefill_batch": 16, "decode_steps": 12, "micro_batches": 3}), 3),
+    (Schedule("concat", {"max_num_seqs": 16, "rows": 8, "row_tokens": 256}), 1),
+    (Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 40}), 1),
+    (Schedule("waa-c", {"prefill_batch": 4, "decode_batch": 60, "micro_batches": 2}), 2),
+]
+"""With the stages, of those that decode where some prefill apart."""
+
+
+def lengths() -> Workload:
+    rng = np.random.default_rng(3)
+    inputs, outputs = rng.lognormal(3.0, 0.6, 2000), rng.lognormal(3.0, 0.6, 2000)
+    return Workload.of(
+        "drawn",
+        inputs=np.clip(np.rint(inputs), 1, 200),
+        outputs=np.clip(np.rint(outputs), 1, 120),
+        weights=np.ones(2000),
+    )
+
+
+def stages(count: int, first: int, phase: str) -> Placement:
+    ends = [LAYERS * i // count for i in range(count + 1)]
+    return tuple(Stage(devices=(first + i,), layers=span, phase=phase) for i, span in enumerate(pairwise(ends)))
+
+
+def problem_of(profile: Profile, count: int, *, apart: bool) -> Problem:
+    before = stages(1, 0, "prefill") if apart else ()
+    placement = before + stages(count, len(before), "decode" if apart else "")
+    rows = [replace(row, seconds=row.seconds + WEIGHTS) if row.op == "rest" else row for row in profile.measurements]
+    timed = replace(profile, model=replace(profile.model, num_layers=LAYERS), measurements=tuple(rows))
+    bounds = Bound(seconds=1e6), Bound(seconds=1e5, metric="p95-ttft")
+    problem = make_problem(timed, lengths(), bounds[0])
+    return replace(problem, cost=CostModel(timed, placement, CLUSTER), more_bounds=bounds[1:])
+
+
+def replayed(problem: Problem, schedule: Schedule, rate: float, seed: int) -> Estimate:
+    inputs, outputs = problem.workload.sample(REQUESTS, seed=seed)
+    gaps = np.random.default_rng(seed).exponential(1.0, REQUESTS)
+    run = replay(
+        schedule,
+        problem.cost,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_blocks=10**6,
+        arrivals=np.cumsum(gaps / gaps.mean() / rate),
+        record_passes=False,
+    )
+    p99 = problem.workload.output_quantile(0.99)
+    return summarize(run.requests, p99_output=p99, bounds=problem.bounds, backlog=False, waiting=True)
+
+
+@pytest.mark.parametrize(("schedule", "count"), CASES, ids=[f"{schedule} {count}" for schedule, count in CASES])
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_times_at_a_rate_are_the_replays(schedule: Schedule, count: int, load: float, profile: Profile) -> None:
+    problem = problem_of(profile, count, apart=schedule.policy == "waa-c")
+    rate = load * steady_state(schedule, problem.workload, problem.cost).throughput
+    found = replace(problem, arrivals=Arrivals(rate=rate)).estimate(schedule)
+    runs = [replayed(problem, schedule, rate, seed) for seed in range(2)]
+    real = {name: np.mean([getattr(run, name) for run in runs]) for name in ("ttft", "tpot", "latency", "latency_p50")}
+    real["p95"] = np.mean([run.percentiles["p95-ttft"] for run in runs])
+    assert found.ttft == pytest.approx(real["ttft"], rel=0.08)
+    assert found.tpot == pytest.approx(real["tpot"], rel=0.05)
+    assert found.latency == pytest.approx(real["latency"], rel=0.05)
+    assert found.latency_p50 == pytest.approx(real["latency_p50"], rel=0.07)
+    assert found.percentiles["p95-ttft"] == pytest.approx(real["p95"], rel=0.25)

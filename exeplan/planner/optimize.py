@@ -23,7 +23,8 @@ from exeplan.core.plan import Plan, schedule_json
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.candidates import Candidate, Key, candidate, candidates, capacity, sustained
+from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, capacity, sustained
+from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
@@ -38,6 +39,7 @@ from exeplan.planner.replicas import (
 )
 from exeplan.planner.search_space import pareto
 from exeplan.policies import load_policy, policy_names, policy_reference
+from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result, Trial
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
@@ -45,6 +47,8 @@ from exeplan.units import show_bytes
 
 _RETRIES = 8
 """Searches under tightened bounds, of one policy on pipelines of one size."""
+_SEARCHED = 0.9
+"""Share of the work that is done, as it is told, before the first replay."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form, in latency, from which a variant is given up; and how many are given up at most."""
 
@@ -77,13 +81,20 @@ def optimize(
     seed: int = 0,
     risk: Risk | None = None,
     advise: bool = True,
+    known: Known | None = None,
+    told: Told = SILENT,
 ) -> Optimum:
     """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
 
     With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
+    Problems of one request that share `known` do not search the same pipelines again.
     """
-    pipelines = _Pipelines(problem, policies, method=method, seed=seed, risk=risk)
+    searches = told.part(0.0, _SEARCHED)
+    pipelines = _Pipelines(problem, policies, method=method, seed=seed, risk=risk, known=known, told=searches)
+    number = 0
     while (division := pipelines.best()) and (unproved := pipelines.unproved(division)):
+        number += 1
+        told(f"replay {number}: {unproved[1]} on {unproved[0]} GPUs", 1 - (1 - _SEARCHED) / number)
         pipelines.replay(unproved)
     if division and pipelines.throughput(division) >= problem.min_throughput:
         return pipelines.optimum(division)
@@ -96,7 +107,15 @@ class _Pipelines:
     """The candidates on pipelines of every size, and the replays of those that were most promising."""
 
     def __init__(
-        self, problem: Problem, policies: tuple[str, ...], *, method: str, seed: int, risk: Risk | None
+        self,
+        problem: Problem,
+        policies: tuple[str, ...],
+        *,
+        method: str,
+        seed: int,
+        risk: Risk | None,
+        known: Known | None,
+        told: Told,
     ) -> None:
         self.problem, self.method, self.seed, self.risk = problem, method, seed, risk
         self.margin = expected_margins(problem, risk) if risk else None
@@ -107,7 +126,8 @@ class _Pipelines:
             (size, policy): tuple(held) for size in self.parts for policy in policies
         }
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
-        self.found = candidates(problem, tight, policies, method)
+        progress = search_progress(problem, tight, policies, method, told)
+        self.found = candidates(problem, tight, policies, method, known=known, progress=progress)
         self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
@@ -269,19 +289,38 @@ class _Pipelines:
             bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
             if share > 1:
                 raise burst(problem, schedule, bound, share * bound.seconds)
-        size, policy = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
-        most, count = self.found[size, policy], self._count(size)
+        division = self.best()
+        if not division:
+            best = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
+            division = {best[0]: (best[1], self._count(best[0]))}
+        size = max(division, key=lambda size: division[size][1] * _reached(self.found[size, division[size][0]]))
+        policy, count = division[size]
+        most = self.found[size, policy]
         if most.search is None or most.search.best is None or most.placement is None:
             return
         part = replace(self.parts[size], min_throughput=problem.min_throughput / count)
-        schedule = problem.schedule(policy, most.search.best.point)
 
         def search_again(other: Problem) -> tuple[float, Placement | None]:
             found = candidate(other, policy, self.method)
             return _reached(found), found.placement
 
-        advice = wider_bounds(part, search_again) if advise else ""
-        raise too_slow(problem, _at(part, most.placement), schedule, most.search, advice, replicas=count)
+        raise too_slow(
+            problem,
+            _at(part, most.placement),
+            most.search,
+            reached=self.throughput(division) if not problem.arrivals else count * _reached(most),
+            by=[(number, self._most_throughput((size, name))) for size, (name, number) in division.items()],
+            advice=wider_bounds(part, search_again) if advise else "",
+        )
+
+    def _most_throughput(self, key: Key) -> Schedule:
+        """The schedule of the most throughput within the bounds, whether that suffices or not."""
+        found = self.found[key]
+        if found.schedule is not None:
+            return found.schedule
+        assert found.search is not None
+        assert found.search.best is not None
+        return self.problem.schedule(key[1], found.search.best.point)
 
     def last_resort(self) -> Optimum:
         """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
@@ -310,7 +349,7 @@ class _Pipelines:
 def _parts(problem: Problem) -> dict[int, Problem]:
     """The problem of one pipeline of every size that holds the model, by its number of GPUs, rising."""
     if problem.cluster is None or problem.cluster.num_gpus == 1:
-        return {1: problem}
+        return {1: replace(problem, min_throughput=0.0)}
     if problem.one_pipeline:
         return {problem.cluster.num_gpus: replace(problem, min_throughput=0.0)}
     found: dict[int, Problem] = {}

@@ -27,6 +27,8 @@ from exeplan.workload.workload import Workload
 
 STEP = 0.03
 """The precision of the tightest bounds; predictions are not better than that."""
+_RIVALS = 0.9
+"""A policy whose closed form has less of the best one's throughput is not searched to the end: the active one first."""
 _MOST_STEPS = 128
 """Of the factor: bounds at most 44 times as wide."""
 _ASKED = ("model", "profile", "cluster", "gpus", "replicas", "router", "bound", "more_bounds", "deadline")
@@ -59,10 +61,16 @@ def best_plan(
     share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
     tight = problem.held_to(scaled(problem.bounds, [1 / slowdown] * len(problem.bounds)))
+    own = plan.schedule.policy
+    names = (*(name for name in policies if name == own), *(name for name in policies if name != own))
+
+    def make(asked: Problem) -> Plan:
+        return optimize(asked, policies=names, advise=False, rivals=_RIVALS).plan
+
     try:
-        found = Found(plan=optimize(replace(tight, workload=law), policies=policies, advise=False).plan)
+        found = Found(plan=make(replace(tight, workload=law)))
     except Infeasible:
-        found = tightest(tight, lambda wider: optimize(wider, policies=policies, advise=False).plan)
+        found = tightest(tight, make)
     placed = problem.at(found.plan.placement)
     made = replace(
         found.plan,

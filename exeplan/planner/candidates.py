@@ -144,18 +144,23 @@ def candidates(
     method: str,
     *,
     known: Known | None = None,
+    rivals: float = 0.0,
     progress: SearchProgress | None = None,
 ) -> dict[Key, Candidate]:
     """Every policy's candidate on pipelines of every size; on a cluster the policies are searched in parallel.
 
-    `parts` are the problems of one pipeline by its number of GPUs, rising; `problem` is that of the whole cluster.
+    `parts` are the problems of one pipeline by its number of GPUs, rising; `problem` is that of the whole cluster. On
+    one device a policy with less than the share `rivals` of the throughput of those before it need not be found.
     """
     known = {} if known is None else known
     workers = num_workers(problem, policies)
     if workers == 1:
         tell = progress.take if progress else tell_nothing
-        found = [_of_policy(problem, parts, policy, method, known, tell) for policy in policies]
-        return {key: one for of_policy in found for key, one in of_policy.items()}
+        found: dict[Key, Candidate] = {}
+        for policy in policies:
+            most = max(map(sustained, found.values()), default=0.0) if len(parts) == 1 else 0.0
+            found |= _of_policy(problem, parts, policy, method, known, tell, at_least=rivals * most)
+        return found
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
@@ -182,7 +187,14 @@ def _follow(futures: Sequence[Future[Any]], told: "SimpleQueue[Message]", progre
 
 
 def _of_policy(
-    problem: Problem, parts: Mapping[int, Problem], policy: str, method: str, known: Known, tell: Tell
+    problem: Problem,
+    parts: Mapping[int, Problem],
+    policy: str,
+    method: str,
+    known: Known,
+    tell: Tell,
+    *,
+    at_least: float = 0.0,
 ) -> dict[Key, Candidate]:
     """One policy's candidates. A large pipeline is searched for more than small ones on as many GPUs have together."""
     found: dict[int, Candidate] = {}
@@ -191,11 +203,11 @@ def _of_policy(
         if problem.arrivals:
             share = num_replicas(problem.cluster, size)
             together = max((num_replicas(problem.cluster, s) * value for s, value in rates.items()), default=0.0)
-            at_least = together / share
+            beaten = together / share
         else:
-            at_least = division_throughput(rates, best_division(rates, part.cluster))
-        at_least = at_least if method == "branch-and-bound" else 0.0
-        found[size] = candidate(part, policy, method, at_least=at_least, known=known, tell=tell)
+            beaten = division_throughput(rates, best_division(rates, part.cluster))
+        beaten = max(beaten, at_least) if method == "branch-and-bound" else 0.0
+        found[size] = candidate(part, policy, method, at_least=beaten, known=known, tell=tell)
         tell((size, policy))
     return {(size, policy): one for size, one in found.items()}
 

@@ -283,7 +283,7 @@ def _more_memory(explained: _Plan, placed: Problem, told: Told) -> WhatIf:
     if held / problem.memory >= steady.cycle.num_seqs / placed.max_seqs:
         more = replace(problem, memory=(1 + MORE) * problem.memory)
         return explained.with_more(f"{percent(MORE)} more memory on each GPU", "KV memory", more, told)
-    residents = math.ceil((1 + MORE) * problem.max_seqs)
+    residents = math.ceil((1 + MORE) * problem.max_seqs - 1e-9)
     limit, change = f"the limit of {problem.max_seqs} residents", f"{residents} residents instead of {problem.max_seqs}"
     return explained.with_more(change, limit, replace(problem, max_seqs=residents), told)
 

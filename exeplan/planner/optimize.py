@@ -82,15 +82,19 @@ def optimize(
     risk: Risk | None = None,
     advise: bool = True,
     known: Known | None = None,
+    rivals: float = 0.0,
     told: Told = SILENT,
 ) -> Optimum:
     """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
 
     With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
-    Problems of one request that share `known` do not search the same pipelines again.
+    Problems of one request that share `known` do not search the same pipelines again. A policy with less than the share
+    `rivals` of the throughput of those before it need not be found.
     """
     searches = told.part(0.0, _SEARCHED)
-    pipelines = _Pipelines(problem, policies, method=method, seed=seed, risk=risk, known=known, told=searches)
+    pipelines = _Pipelines(
+        problem, policies, method=method, seed=seed, risk=risk, known=known, rivals=rivals, told=searches
+    )
     number = 0
     while (division := pipelines.best()) and (unproved := pipelines.unproved(division)):
         number += 1
@@ -115,6 +119,7 @@ class _Pipelines:
         seed: int,
         risk: Risk | None,
         known: Known | None,
+        rivals: float,
         told: Told,
     ) -> None:
         self.problem, self.method, self.seed, self.risk = problem, method, seed, risk
@@ -127,7 +132,7 @@ class _Pipelines:
         }
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
-        self.found = candidates(problem, tight, policies, method, known=known, progress=progress)
+        self.found = candidates(problem, tight, policies, method, known=known, rivals=rivals, progress=progress)
         self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
@@ -181,7 +186,7 @@ class _Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = replay_estimate(placed, winner.schedule, seed=self.seed)
+        run, replayed = replay_estimate(placed, winner.schedule, seed=self.seed, record_passes=False)
         margin = self.margin
         if self.risk:
             margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
@@ -335,7 +340,7 @@ class _Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = replay_estimate(placed, schedule, seed=self.seed)
+        run, replayed = replay_estimate(placed, schedule, seed=self.seed, record_passes=False)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         filled = _filled(part, winner, replayed, self.margin)
         if max(filled) > 1:

@@ -4,7 +4,6 @@ Arrays are over the passes. Not here: real batches (`cost.py`), and which passes
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
@@ -71,7 +70,8 @@ class PassSeconds:
 
     def __init__(self, cost: PlacementTimings, size: int, passes: Passes) -> None:
         self.cost, self.shard, self.passes = cost, cost.shards[size], passes
-        self._layer, self._send = cache(self._layer_seconds), cache(self._send_seconds)
+        self._layers: dict[tuple[int, str], tuple[Floats, Floats]] = {}
+        self._sends: dict[str, Floats] = {}
         shard, p = self.shard, passes
         attends = np.where(p.rows > 0, shard.decode_attention(p.rows, p.context), 0.0)
         if cost.spec.is_encoder_decoder:
@@ -85,7 +85,10 @@ class PassSeconds:
     def stage_seconds(self, kind: StageKind) -> Floats:
         """On a stage of this kind; 0 for passes of the other phase where phases have stages of their own."""
         p = self.passes
-        decoder, encoder = self._layer((kind.size, kind.all_reduce))
+        link = (kind.size, kind.all_reduce)
+        if link not in self._layers:
+            self._layers[link] = self._layer_seconds(link)
+        decoder, encoder = self._layers[link]
         seconds = kind.layers * decoder + kind.encoder_layers * encoder
         if kind.first:
             seconds = seconds + p.expected(self.shard.embed)
@@ -95,7 +98,9 @@ class PassSeconds:
             sampled = p.rows + p.prefills if self.cost.first_token_from_prefill else p.rows
             seconds = seconds + np.where(sampled > 0, self.shard.head(sampled), 0.0)
         if kind.send:
-            seconds = seconds + self._send(kind.send)
+            if kind.send not in self._sends:
+                self._sends[kind.send] = self._send_seconds(kind.send)
+            seconds = seconds + self._sends[kind.send]
         if not kind.phase:
             return seconds
         return np.where((p.prefills > 0) == (kind.phase == "prefill"), seconds, 0.0)

@@ -5,6 +5,7 @@ in each iteration. At the number of rows that half of the memory allows, that ra
 it the layers of stages of different width (`exeplan.planner.layouts`) and the number of GPUs that only prefill.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import Cluster
@@ -16,6 +17,8 @@ from exeplan.workload.workload import Workload
 
 _SMALL, _AROUND = 8, (0.5, 0.75, 1.0, 1.25, 1.5)
 """GPUs up to which every split is tried; of larger clusters, splits around the proportion of the work."""
+_ROOMY = 1.25
+"""GPUs that are tried for prefills where few suffice, over the fewest that hold the weights."""
 _FILL = 0.5
 """Share of the free memory that the KV cache takes when stages are balanced."""
 
@@ -61,20 +64,26 @@ class Balance:
         The work depends on batches that are not known yet, so numbers around that proportion are included, all of them
         on a small cluster.
         """
-        total = self.cluster.num_gpus
+        total, least = self.cluster.num_gpus, self._least_gpus(encoder=self.spec.is_encoder_decoder)
+        # Whole layers fill the memory of the fewest GPUs only by chance.
+        roomy = math.ceil(_ROOMY * least)
         if split_by == "memory":
-            layers = self.spec.num_encoder_layers or self.spec.num_layers
-            weights = layers * layer_parameters(self.spec, encoder=self.spec.is_encoder_decoder)
-            size = (weights + embedding_parameters(self.spec)) * self._held_bytes()
-            room = self.memory - self.timings.profile.workspace_bytes
-            return (min(max(1, -int(-size // room)), total - 1),) if room > 0 else (total - 1,)
+            return tuple(sorted({min(least, total - 1), min(roomy, total - 1)}))
         load = self._load(self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)))
         prefill = load.prefill * (self.spec.num_encoder_layers or self.spec.num_layers)
         decode = load.decode * self.spec.num_layers
         if total <= _SMALL:
             return tuple(range(1, total))
-        around = (round(total * prefill / (prefill + decode) * factor) for factor in _AROUND)
-        return tuple(sorted({min(max(1, number), total - 1) for number in around}))
+        most = max(least, total - self._least_gpus(encoder=False))
+        around = [round(total * prefill / (prefill + decode) * factor) for factor in _AROUND]
+        return tuple(sorted({min(max(least, number), most, total - 1) for number in (*around, roomy)}))
+
+    def _least_gpus(self, *, encoder: bool) -> int:
+        """GPUs that hold the weights of the decoder layers, or of the encoder layers."""
+        layers = self.spec.num_encoder_layers if encoder else self.spec.num_layers
+        weights = layers * layer_parameters(self.spec, encoder=encoder) + embedding_parameters(self.spec)
+        room = self.memory - self.timings.profile.workspace_bytes
+        return max(1, -int(-weights * self._held_bytes() // room)) if room > 0 else self.cluster.num_gpus
 
     def _part(self, phase: str, devices: list[tuple[int, ...]]) -> Placement | None:
         encoder = phase == "prefill" and self.spec.is_encoder_decoder

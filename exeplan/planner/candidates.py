@@ -116,7 +116,7 @@ def candidate(
     schedule = problem.schedule(policy, result.best.point)
     schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
-        estimate = placed.estimate(schedule)
+        estimate = placed.estimate(schedule, attainment=False)
     except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
         return Candidate(
             policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=str(refusal)

@@ -15,6 +15,9 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Placement, Stage
 
+_ALL_COUNTED = 64
+"""GPUs up to which every number of whole nodes is tried."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -47,7 +50,8 @@ class StageLoad:
 def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_nodes: bool = False) -> list[Layout]:
     """Every degree and number of tensor-parallel GPUs worth trying; a group stays in its node unless `across_nodes`.
 
-    Degrees must divide the heads. On more than 16 GPUs the tensor-parallel ones come in whole nodes.
+    Degrees must divide the heads. On more than 16 GPUs the tensor-parallel ones come in whole nodes, and on more than
+    64 the nodes of one kind, or those of the other, are 1, 2, 4, 8 ...
     """
     found = [Layout()] if 1 in sizes else []
     for size in sizes:
@@ -56,10 +60,17 @@ def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_n
             continue
         step = size if cluster.num_gpus <= 16 else max(size, cluster.gpus_per_node // size * size)
         most = _parallel_gpus(cluster, size, cluster.num_gpus, across_nodes)
-        found += [
-            Layout(size=size, num_parallel=number, across_nodes=across_nodes) for number in range(step, most + 1, step)
-        ]
+        counts: Sequence[int] = range(1, most // step + 1)
+        if cluster.num_gpus > _ALL_COUNTED:
+            counts = _sparse(counts)
+        found += [Layout(size=size, num_parallel=step * count, across_nodes=across_nodes) for count in counts]
     return found
+
+
+def _sparse(counts: Sequence[int]) -> list[int]:
+    """The last of these counts, and those that are a power of 2 or miss the last one by a power of 2."""
+    last = counts[-1] if counts else 0
+    return [n for n in counts if n & (n - 1) == 0 or (last - n) & (last - n - 1) == 0]
 
 
 def groups(cluster: Cluster, layout: Layout) -> list[tuple[int, ...]]:

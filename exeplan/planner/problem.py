@@ -159,15 +159,15 @@ class Problem:
         values = self._values(steady, asked)
         return Outcome(throughput=steady.throughput, latency=worst(self.bounds, values), memory=share)
 
-    def estimate(self, schedule: Schedule) -> Estimate:
-        """The closed form's Estimate of a schedule.
+    def estimate(self, schedule: Schedule, *, attainment: bool = True) -> Estimate:
+        """The closed form's Estimate of a schedule; its attainment and goodput can be left out, which saves time.
 
         With an arrival rate it is that of the batch size that reaches the rate. Raises Infeasible when none does.
         """
         full = steady_state(schedule, self.workload, self.cost)
         if self.arrivals is None:
             found = estimate(full, self.cost, self.bound.metric)
-            if not targets_of(self.bounds):
+            if not targets_of(self.bounds) or not (attainment or any(percentile(b.metric) for b in self.bounds)):
                 return found
             return with_bounds(found, times_under_backlog(full, self.cost), self.bounds)
         if full.throughput <= self.arrivals.rate:

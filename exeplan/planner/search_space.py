@@ -26,6 +26,8 @@ _FINEST = 1 / 16
 """Two values of an enumerated variable that are less apart, relative, have none between them tried."""
 _WORTH = 1e-3
 """The least gain for which a value that no policy lists is taken."""
+_FAR = 0.8
+"""Share of the throughput to beat below which values between the listed ones are not tried."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
 
@@ -108,12 +110,14 @@ def search_variants(
     grids = [variant.grid(module, knobs, limits, evaluated) for variant in found]
     if method == "branch-and-bound":
         results = _most_promising_first(grids, at_least)
-        for variant in _between(found, grids, results, module):
+        for variant in _between(found, grids, results, module, at_least):
             grid = variant.grid(module, knobs, limits, evaluated)
-            grid.at_least = (1 + _WORTH) * _lead(grids, at_least)[0]
-            refined = search_grid(grid)
+            grid.at_least, where = (1 + _WORTH) * _lead(grids, at_least)[0], _lead(grids, at_least)[1]
             found.append(variant)
             grids.append(grid)
+            if not reach(grid, where, at_least=grid.at_least, slack=0.0):
+                continue
+            refined = search_grid(grid)
             if refined.best and refined.best.outcome.throughput >= grid.at_least:
                 results[len(grids) - 1] = refined
     else:
@@ -137,13 +141,18 @@ def search_variants(
 
 
 def _between(
-    found: Sequence[Variant], grids: Sequence[Grid], results: Mapping[int, Result], policy: Policy
+    found: Sequence[Variant],
+    grids: Sequence[Grid],
+    results: Mapping[int, Result],
+    policy: Policy,
+    at_least: float,
 ) -> Iterator[Variant]:
     """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to `_FINEST`.
 
-    The caller adds each variant, its grid and, where it gains, its result before it asks for the next.
+    The caller adds each variant, its grid and, where it gains, its result before it asks for the next. There are none
+    where the best is far below `at_least`.
     """
-    while results[number := _chosen(results)].best is not None:
+    while (trial := results[number := _chosen(results)].best) and trial.outcome.throughput >= _FAR * at_least:
         best, knobs = found[number], grids[number].point(grids[number].bottom)
         alike = [v.enumerated for v in found if v.problem.cost.placement == best.problem.cost.placement]
         made = [
@@ -191,7 +200,7 @@ def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, R
         if more > most and not one_knob:
             promises = {n: reach(grids[n], where, at_least=more, slack=_SLACK) for n in promises}
     if not results:
-        lowest = min(range(len(grids)), key=lambda n: _lowest(grids[n]))
+        lowest = _lowest(grids, at_least)
         grids[lowest].at_least = at_least
         results[lowest] = search_grid(grids[lowest])
     return results
@@ -223,10 +232,14 @@ def _lead(grids: Sequence[Grid], at_least: float) -> tuple[float, Index]:
     return (max(at_least, -best[0]), best[2]) if best else (at_least, grids[0].bottom)
 
 
-def _lowest(grid: Grid) -> tuple[bool, float]:
-    """Orders grids by the latency of their lowest-latency corner, those that fit the memory first."""
-    corner = grid(grid.bottom)
-    return corner.memory > 1.0, corner.latency
+def _lowest(grids: Sequence[Grid], at_least: float) -> int:
+    """The position of the grid whose lowest-latency corner has the least, of those that fit the memory if any does.
+
+    Where there is a throughput to beat, which none can, of those whose corner was tried: nothing depends on it.
+    """
+    tried = [n for n, grid in enumerate(grids) if at_least and grid.bottom in grid.tried] or range(len(grids))
+    corners = {number: grids[number](grids[number].bottom) for number in tried}
+    return min(corners, key=lambda number: (corners[number].memory > 1.0, corners[number].latency))
 
 
 def _chosen(results: Mapping[int, Result]) -> int:

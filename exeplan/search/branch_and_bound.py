@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from exeplan.search.crossing import last_within
 from exeplan.search.grid import Grid, Index, Rank, Slack
 
 _NEAR = 0.02
@@ -122,32 +123,27 @@ def _halves(low: Index, high: Index) -> tuple[Box, Box]:
 def _cut(grid: Grid, box: Box, doubt: Doubt) -> Box | None:
     """The part of the box that can hold a point within the limits and no worse than the best; None for nothing."""
     low, high = box
-    fits = partial(grid.fits, slack=doubt.slack.load)
-    if not fits(low):
+    excess = partial(grid.excess, slack=doubt.slack.load)
+    if excess(low) > 0:
         return None
     for knob in range(len(low)):
-        high = _turn(high, knob, _last(fits, low, knob, high[knob]))
-    if not _can_win(grid, doubt, low, high):
+        high = _turn(high, knob, _last(excess, low, knob, high[knob]))
+    if _lack(grid, doubt, low, high) > 0:
         return None
     for knob in range(len(low)):
-        low = _turn(low, knob, _last(partial(_can_win, grid, doubt, low), high, knob, low[knob]))
-    return (low, high) if fits(low) else None
+        low = _turn(low, knob, _last(partial(_lack, grid, doubt, low), high, knob, low[knob]))
+    return (low, high) if excess(low) <= 0 else None
 
 
-def _last(holds: Callable[[Index], bool], start: Index, knob: int, end: int) -> int:
-    """The value of the knob farthest from `start`, where it holds, towards `end` with which it still does."""
-    good = start[knob]
-    if good == end or holds(_turn(start, knob, end)):
-        return end
-    while abs(end - good) > 1:
-        middle = (good + end) // 2
-        good, end = (middle, end) if holds(_turn(start, knob, middle)) else (good, middle)
-    return good
+def _last(excess: Callable[[Index], float], start: Index, knob: int, end: int) -> int:
+    """The value of the knob farthest from `start` towards `end` with which the excess is not above 0."""
+    return last_within(lambda value: excess(_turn(start, knob, value)), start[knob], end)
 
 
-def _can_win(grid: Grid, doubt: Doubt, low: Index, high: Index) -> bool:
-    ceiling = _ceiling(grid, (low, high), doubt)
-    return ceiling >= (grid.at_least if grid.best is None else max(grid.at_least, -grid.best[0]))
+def _lack(grid: Grid, doubt: Doubt, low: Index, high: Index) -> float:
+    """The throughput that the box misses the one to beat by; not above 0 where it can win."""
+    most = grid.at_least if grid.best is None else max(grid.at_least, -grid.best[0])
+    return most - _ceiling(grid, (low, high), doubt)
 
 
 def _ceiling(grid: Grid, box: Box, doubt: Doubt) -> float:

@@ -41,8 +41,9 @@ class Limits:
 
     def load(self, outcome: Outcome) -> float:
         """The fuller limit's share in use; above 1 it is broken."""
+        latency = outcome.latency / self.bound if self.bound > 0 else math.inf
         memory = outcome.memory / self.capacity if self.capacity > 0 else math.inf
-        return max(outcome.latency / self.bound, memory)
+        return max(latency, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ class Grid:
     def fits(self, index: Index, slack: float = 0.0) -> bool:
         """No limit is broken by more than the slack."""
         return not self.limits.broken(self(index), slack)
+
+    def excess(self, index: Index, slack: float = 0.0) -> float:
+        """How far the fuller limit is exceeded, relative; above 0 exactly where the point does not fit."""
+        over = self.limits.load(self(index)) / (1 + slack) - 1
+        return min(over, 0.0) if self.fits(index, slack) else max(over, 1e-12)
 
     def lowest_latency(self) -> Index:
         """The point tried with the least latency among those that fit the memory, or the least of all if none does."""

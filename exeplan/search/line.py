@@ -5,6 +5,9 @@ has less throughput than what is to beat ends the matter, as those above it brea
 even less throughput.
 """
 
+import math
+
+from exeplan.search.crossing import Interval
 from exeplan.search.grid import Grid, Index
 
 
@@ -12,20 +15,19 @@ def reach(grid: Grid, start: Index, *, at_least: float, slack: float) -> float:
     """The most throughput within the limits along the first knob through `start`; 0 where that is under `at_least`.
 
     That may be missed by the slack, relative; a line that misses it is not searched to the end. The first trial is
-    `start`, the next the top where that has too little, each other one halves what is left.
+    `start`, the next the top where that has too little, each other one is where the limits are expected to break.
     """
-    low, high, most, ceiling = -1, grid.shape[0], 0.0, float("inf")
-    at = start[0]
-    while high - low > 1:
-        index = (at, *start[1:])
-        throughput = grid(index).throughput
-        if grid.fits(index):
-            low, most = at, max(most, throughput)
+    here, most, ceiling = start[0], 0.0, math.inf
+    interval = Interval(-1, -1.0, grid.shape[0], math.inf)  # Outside the line: nothing is in use, all limits break.
+    while True:
+        outcome, excess = grid((here, *start[1:])), grid.excess((here, *start[1:]))
+        interval.tell(here, excess)
+        if excess <= 0:
+            most = max(most, outcome.throughput)
         else:
-            high, ceiling = at, throughput
+            ceiling = outcome.throughput
         near = most * (1 + slack) >= at_least
-        if ceiling < at_least and (near or ceiling * (1 + slack) < at_least):
-            break
-        untried = high == grid.shape[0] and not near
-        at = grid.top[0] if untried else (low + high) // 2
-    return most if most * (1 + slack) >= at_least else 0.0
+        hopeless = ceiling < at_least and (near or ceiling * (1 + slack) < at_least)
+        if hopeless or interval.closed:
+            return most if near else 0.0
+        here = grid.top[0] if interval.bad == grid.shape[0] and not near else interval.middle()

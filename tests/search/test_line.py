@@ -1,5 +1,4 @@
-"""reach() finds the last point of a line within the limits, or that the line cannot win, in as many trials as halving
-takes."""
+"""reach() finds the last point of a line within the limits, or that the line cannot win, in few trials."""
 
 import math
 
@@ -37,7 +36,7 @@ def test_it_is_the_most_within_the_limits_or_nothing(
     found = reach(grid, (int(where * grid.top[0]),), at_least=at_least, slack=0.0)
     most = max((t for t, seconds in zip(throughput, latency, strict=True) if seconds <= bound), default=0.0)
     assert found == (most if most >= at_least else 0.0)
-    assert len(grid.tried) <= math.ceil(math.log2(len(throughput) + 1)) + 2
+    assert len(grid.tried) <= 3 * math.ceil(math.log2(len(throughput) + 1)) + 2
 
 
 @pytest.mark.parametrize("start", [0, 40, 99])
@@ -53,3 +52,22 @@ def test_a_line_that_cannot_win_costs_two_trials(start: int) -> None:
 def test_a_line_that_misses_by_the_slack_still_counts() -> None:
     grid = line([10.0, 99.0, 120.0], [1.0, 1.0, 3.0], bound=2.0)
     assert reach(grid, (0,), at_least=100.0, slack=0.02) == 99.0
+
+
+def smooth(size: int, share: float, power: float) -> Grid:
+    """A line whose load is a tenth at first and then rises like a power; it breaks the bound near a share of it."""
+    knob, bound = Knob("k", tuple(range(1, size + 1))), (share * size) ** power
+    return Grid((knob,), lambda at: Outcome(float(at["k"]), 0.1 * bound + at["k"] ** power, 0.0), Limits(bound, 1.0))
+
+
+def test_smooth_lines_take_far_fewer_trials_than_halving() -> None:
+    trials, halvings = 0, 0.0
+    for size in (100, 3000, 100_000):
+        for share in (0.02, 0.2, 0.7, 0.95):
+            for power in (0.7, 1.0, 1.3):
+                grid = smooth(size, share, power)
+                most = reach(grid, (size // 2,), at_least=1.0, slack=0.0)
+                fitting = [k for k in range(1, size + 1) if 0.1 * grid.limits.bound + k**power <= grid.limits.bound]
+                assert most == (float(fitting[-1]) if fitting else 0.0)
+                trials, halvings = trials + len(grid.tried), halvings + math.log2(size)
+    assert trials < halvings / 2

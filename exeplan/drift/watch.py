@@ -33,7 +33,7 @@ from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.optimize import resolve_policies, with_headroom
 from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
@@ -210,6 +210,7 @@ class Watch:
         if not reason:
             return None
         self._verdict = reason
+        found = with_headroom(found, problem.at(found.placement))
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
 

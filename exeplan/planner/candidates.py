@@ -24,6 +24,7 @@ Key = tuple[int, str]
 """The number of GPUs of a pipeline, and its policy."""
 _TELL_SECONDS = 0.2
 """Between two looks at what the workers tell."""
+_ROUNDING = 1e-9
 Found = tuple[float, tuple[Result, Placement] | None]
 """The throughput that a search was told to beat, and what it found."""
 Known = dict[Hashable, Found]
@@ -134,7 +135,9 @@ def _covers(found: Found, at_least: float) -> bool:
     """Whether a search that had another throughput to beat answers this one too."""
     beaten, what = found
     best = what[0].best if what else None
-    return what is None or beaten <= at_least or (best is not None and best.outcome.throughput >= beaten)
+    return (
+        what is None or beaten <= at_least * (1 + _ROUNDING) or (best is not None and best.outcome.throughput >= beaten)
+    )
 
 
 def candidates(

@@ -78,20 +78,23 @@ def burst(problem: Problem, schedule: Schedule, bound: Bound, needed: float) -> 
 def _what_binds(problem: Problem, schedule: Schedule, result: Result) -> str:
     found = [str(problem.binding_bound(schedule))] if "latency" in result.what_binds else []
     found += ["memory"] if "memory" in result.what_binds else []
-    return f"the binding limit is {' and '.join(found)}" if found else "no batch is larger"
+    return f"the binding limit is {' and '.join(found)}" if found else "larger batches bring no more"
 
 
-def wider_bounds(problem: Problem, search_again: Callable[[Problem], tuple[float, Placement | None]]) -> str:
+def wider_bounds(
+    problem: Problem, search_again: Callable[[Problem], tuple[float, Placement | None]], *, replicas: int
+) -> str:
     """The end of a sentence: the bounds, wider by one factor, that sustain the required rate, or that none do.
 
-    `search_again` finds the most throughput of another problem and its placement: first without bounds on every
+    The problem is that of one of equal `replicas`. `search_again` finds the most throughput of another problem and its placement: first without bounds on every
     placement, then on the one that it found.
     """
     if math.isinf(problem.limit):
         return ""
     unbounded, placement = search_again(problem.held_to([Bound(seconds=math.inf, metric=problem.bound.metric)]))
     if unbounded < problem.required or placement is None:
-        return f"; wider bounds do not help: without any the most is {_rate(unbounded)}"
+        by = f" of {replicas} such replicas" if replicas > 1 else ""
+        return f"; wider bounds do not help: without any the most{by} is {_rate(replicas * unbounded)}"
     there = replace(problem.at(placement), cluster=None)
     for factor in _WIDER:
         wider = there.limited_to(problem.limit * factor)

@@ -54,6 +54,18 @@ _MISJUDGED, _GIVEN_UP = 1.1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What a search may leave out to be quick; by default nothing."""
+
+    rivals: float = 0.0
+    """On one device, a policy with less than this share of the throughput of those before it need not be found."""
+    num_requests: int | None = None
+    """Of each replay; None for as many as a steady state needs."""
+    headroom: bool = True
+    """Compute the plan's headroom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
     """The winner as a plan, the best of every policy, and the replay of the winner's first replica."""
 
@@ -82,18 +94,17 @@ def optimize(
     risk: Risk | None = None,
     advise: bool = True,
     known: Known | None = None,
-    rivals: float = 0.0,
+    effort: Effort | None = None,
     told: Told = SILENT,
 ) -> Optimum:
     """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
 
     With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
-    Problems of one request that share `known` do not search the same pipelines again. A policy with less than the share
-    `rivals` of the throughput of those before it need not be found.
+    Problems of one request that share `known` do not search the same pipelines again; `effort` is what may be left out.
     """
     searches = told.part(0.0, _SEARCHED)
     pipelines = _Pipelines(
-        problem, policies, method=method, seed=seed, risk=risk, known=known, rivals=rivals, told=searches
+        problem, policies, method=method, seed=seed, risk=risk, known=known, effort=effort or Effort(), told=searches
     )
     number = 0
     while (division := pipelines.best()) and (unproved := pipelines.unproved(division)):
@@ -119,10 +130,10 @@ class _Pipelines:
         seed: int,
         risk: Risk | None,
         known: Known | None,
-        rivals: float,
+        effort: Effort,
         told: Told,
     ) -> None:
-        self.problem, self.method, self.seed, self.risk = problem, method, seed, risk
+        self.problem, self.method, self.seed, self.risk, self.effort = problem, method, seed, risk, effort
         self.margin = expected_margins(problem, risk) if risk else None
         self.policies = policies
         self.parts = _parts(problem)
@@ -132,7 +143,7 @@ class _Pipelines:
         }
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
-        self.found = candidates(problem, tight, policies, method, known=known, rivals=rivals, progress=progress)
+        self.found = candidates(problem, tight, policies, method, known=known, rivals=effort.rivals, progress=progress)
         self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
@@ -186,7 +197,9 @@ class _Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = replay_estimate(placed, winner.schedule, seed=self.seed, record_passes=False)
+        run, replayed = replay_estimate(
+            placed, winner.schedule, seed=self.seed, num_requests=self.effort.num_requests, record_passes=False
+        )
         margin = self.margin
         if self.risk:
             margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
@@ -236,6 +249,8 @@ class _Pipelines:
         pairs = zip(keys, groups, strict=True)
         estimates = [_at(self.parts[size], group.placement).estimate(group.schedule) for (size, _), group in pairs]
         plan = _plan(self.problem, placed, groups, proof.margin)
+        if self.effort.headroom:
+            plan = with_headroom(plan, placed)
         found = tuple(self._candidate(policy) for policy in self.policies)
         plan = replace(
             plan,
@@ -315,7 +330,7 @@ class _Pipelines:
             most.search,
             reached=self.throughput(division) if not problem.arrivals else count * _reached(most),
             by=[(number, self._most_throughput((size, name))) for size, (name, number) in division.items()],
-            advice=wider_bounds(part, search_again) if advise else "",
+            advice=wider_bounds(part, search_again, replicas=count) if advise else "",
         )
 
     def _most_throughput(self, key: Key) -> Schedule:
@@ -340,7 +355,9 @@ class _Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = replay_estimate(placed, schedule, seed=self.seed, record_passes=False)
+        run, replayed = replay_estimate(
+            placed, schedule, seed=self.seed, num_requests=self.effort.num_requests, record_passes=False
+        )
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         filled = _filled(part, winner, replayed, self.margin)
         if max(filled) > 1:
@@ -487,9 +504,16 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
-        drift_headroom=drift_headroom(placed, first.schedule),
-        rate_headroom=rate_headroom(placed, first.schedule),
         promise=_promise(problem, margin),
+    )
+
+
+def with_headroom(plan: Plan, placed: Problem) -> Plan:
+    """The plan with its headroom; `placed` is the problem of one of its first replicas."""
+    return replace(
+        plan,
+        drift_headroom=drift_headroom(placed, plan.schedule),
+        rate_headroom=rate_headroom(placed, plan.schedule),
     )
 
 

@@ -22,6 +22,8 @@ from exeplan.policies import load_policy
 from exeplan.progress import SILENT, Told
 from exeplan.units import show_seconds
 
+_LEFT = 0.6
+"""Share of the work, as it is told, that another tried size leaves: how many it takes is not known before."""
 _LOWER = 0.99
 """A latency below this share of another is worth more GPUs."""
 
@@ -58,12 +60,11 @@ def _fewest(
 ) -> tuple[Tried | None, tuple[Tried, ...]]:
     """The first of the clusters, rising, that has a plan, and all that were tried; `guess` is the one tried first."""
     known: dict[int, Tried] = {}
-    most = 2 * len(clusters).bit_length()  # Doublings, then halvings.
 
     def works(index: int) -> bool:
         if index not in known:
-            size, share = clusters[index], len(known) / (most + 1)
-            part = told.part(share, min(1.0, share + 1 / (most + 1)), f"{size.num_gpus} GPUs")
+            size, left = clusters[index], _LEFT ** len(known)
+            part = told.part(1 - left, 1 - _LEFT * left, f"{size.num_gpus} GPUs")
             known[index] = tried_size(size, solve, part)
         return known[index].optimum is not None
 

@@ -46,7 +46,7 @@ def search_progress(
     """The progress of these searches. Warns first of an exhaustive one that takes long."""
     if method != "exhaustive":
         return SearchProgress(told, tuple(parts), policies)
-    groups = _groups(parts, policies)
+    groups = groups_of(parts, policies)
     num_points = sum(group.num_points for group in groups)
     seconds = seconds_of(groups, num_points) / num_workers(problem, policies)
     if seconds >= _WORTH_WARNING:
@@ -57,7 +57,7 @@ def search_progress(
     return SearchProgress(told, tuple(parts), policies, all_points=num_points)
 
 
-def _groups(parts: Mapping[int, Problem], policies: Sequence[str]) -> list[_Group]:
+def groups_of(parts: Mapping[int, Problem], policies: Sequence[str]) -> list[_Group]:
     found = []
     for name in policies:
         policy = load_policy(name)

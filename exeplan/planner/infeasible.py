@@ -86,8 +86,8 @@ def wider_bounds(
 ) -> str:
     """The end of a sentence: the bounds, wider by one factor, that sustain the required rate, or that none do.
 
-    The problem is that of one of equal `replicas`. `search_again` finds the most throughput of another problem and its placement: first without bounds on every
-    placement, then on the one that it found.
+    The problem is that of one of equal `replicas`. `search_again` finds the most throughput of another problem and its
+    placement: first without bounds on every placement, then on the one that it found.
     """
     if math.isinf(problem.limit):
         return ""

@@ -197,9 +197,7 @@ class _Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = replay_estimate(
-            placed, winner.schedule, seed=self.seed, num_requests=self.effort.num_requests, record_passes=False
-        )
+        run, replayed = self._replayed(placed, winner.schedule)
         margin = self.margin
         if self.risk:
             margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
@@ -213,6 +211,10 @@ class _Pipelines:
             self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} breaks a bound in its replays")
             return
         self._search_again(key, filled, replayed)
+
+    def _replayed(self, placed: Problem, schedule: Schedule) -> tuple[Run, Estimate]:
+        num_requests = self.effort.num_requests
+        return replay_estimate(placed, schedule, seed=self.seed, num_requests=num_requests, record_passes=False)
 
     def _search_again(self, key: Key, filled: Sequence[float], replayed: Estimate) -> None:
         """Another variant where the closed form is far off, tighter bounds otherwise."""
@@ -355,9 +357,7 @@ class _Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = replay_estimate(
-            placed, schedule, seed=self.seed, num_requests=self.effort.num_requests, record_passes=False
-        )
+        run, replayed = self._replayed(placed, schedule)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         filled = _filled(part, winner, replayed, self.margin)
         if max(filled) > 1:

@@ -25,7 +25,7 @@ class SearchProgress:
     def __init__(
         self, told: Told, sizes: Sequence[int], policies: Sequence[str], *, all_points: int | None = None
     ) -> None:
-        self._told, self._all_points = told, all_points
+        self._told, self.all_points = told, all_points
         self._weights = {(size, policy): _weight(size, policy) for size in sizes for policy in policies}
         self._num_done, self._done, self._points, self._last = 0, 0.0, 0, ""
 
@@ -44,8 +44,8 @@ class SearchProgress:
         """Tells it again: time has passed."""
         share = self._done / sum(self._weights.values())
         searched = f"search {self._num_done} of {len(self._weights)}{self._last}"
-        if self._all_points:
-            self._told(f"{searched}, {self._points:,} of {self._all_points:,} points", self._points / self._all_points)
+        if self.all_points:
+            self._told(f"{searched}, {self._points:,} of {self.all_points:,} points", self._points / self.all_points)
         else:
             self._told(searched, share)
 

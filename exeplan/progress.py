@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import TypeVar
 
 Item = TypeVar("Item")
-_WIDTH = 24
+_WIDTH, _WIDE = 24, 120
+"""Characters of the bar on terminals of at least so many columns; a third of it on others."""
 _QUIET_SECONDS, _LINE_SECONDS = 2.0, 10.0
 """Work that takes less is not shown; seconds between two lines where there is no terminal."""
 _DRAW_SECONDS, _LEAST_SHARE = 0.1, 0.01
@@ -50,9 +51,10 @@ class Progress:
         """Redraws the bar with this text, on a terminal only."""
         if not self._bar:
             return
-        filled = round(min(share, 1.0) * _WIDTH)
-        bar = "#" * filled + "." * (_WIDTH - filled)
         columns = shutil.get_terminal_size().columns
+        width = _WIDTH if columns >= _WIDE else _WIDTH // 3
+        filled = round(min(share, 1.0) * width)
+        bar = "#" * filled + "." * (width - filled)
         shown = f"{self.title} [{bar}] {text}"[: columns - 1]  # A line that wraps could not be redrawn.
         print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
         self._drawn = True

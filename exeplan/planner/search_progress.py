@@ -37,7 +37,7 @@ class SearchProgress:
             size, policy = message
             self._num_done += 1
             self._done += self._weights[message]
-            self._last = f", {policy} on {size} GPU{'s' if size != 1 else ''} done"
+            self._last = f" ({policy}, {size} GPU{'s' if size != 1 else ''})"
         self.tell()
 
     def tell(self) -> None:

@@ -109,7 +109,10 @@ def optimize(
     number = 0
     while (division := pipelines.best()) and (unproved := pipelines.unproved(division)):
         number += 1
-        told(f"replay {number}: {unproved[1]} on {unproved[0]} GPUs", 1 - (1 - _SEARCHED) / number)
+        told(
+            f"replay {number} ({unproved[1]}, {unproved[0]} GPU{'s' if unproved[0] != 1 else ''})",
+            1 - (1 - _SEARCHED) / number,
+        )
         pipelines.replay(unproved)
     if division and pipelines.throughput(division) >= problem.min_throughput:
         return pipelines.optimum(division)

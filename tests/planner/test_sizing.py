@@ -14,7 +14,9 @@ from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
 from exeplan.planner.optimize import Optimum
 from exeplan.planner.sizing import fewest_gpus, never_worse, sizes, sizes_table, tried_size
+from exeplan.planner.solution import Solution
 from exeplan.progress import Told
+from exeplan.units import seconds
 
 WIRE = Link(bytes_per_second=1e10, latency=1e-5)
 
@@ -142,3 +144,22 @@ def test_wrong_sizes_are_answered_with_one_sentence(
     options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, "--latency-bound", "200ms", *options).startswith(message)
+
+
+def test_following_the_advice_on_a_latency_succeeds() -> None:
+    """Tensor parallelism lowers the latency of one request, down to what four GPUs need for it."""
+    profile = exeplan.datasheet_profile("opt-13b", "a40-48gb", cluster="a40", tensor_parallel_sizes=(1, 2, 4))
+
+    def ask(gpus: int, bound: float) -> Solution:
+        return exeplan.optimize(profile, "S", latency_bound=bound, cluster="a40", gpus=gpus, policy="orca")
+
+    with pytest.raises(Infeasible, match=r"; 4 GPUs are the fewest that suffice, by orca"):
+        ask(3, 1.2)
+    assert ask(4, 1.2).plan.gpus == 4
+    with pytest.raises(Infeasible, match=r"; with 4 GPUs the tightest latency bound would be ") as refused:
+        ask(3, 0.1)
+    tightest = re.search(r"bound would be (.*)$", str(refused.value))
+    assert tightest
+    assert ask(4, seconds(tightest[1])).plan.replay is not None
+    with pytest.raises(Infeasible, match=r"; more GPUs, up to 8, do not lower it$"):
+        ask(4, 0.1)

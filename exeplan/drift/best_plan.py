@@ -63,7 +63,9 @@ def best_plan(
     share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
     tight = problem.held_to(scaled(problem.bounds, [1 / slowdown] * len(problem.bounds)))
-    effort = Effort(rivals=_RIVALS, num_requests=_ARRIVING if problem.arrivals else None, headroom=False)
+    effort = Effort(
+        rivals=_RIVALS, num_requests=_ARRIVING if problem.arrivals else None, close_ones=False, headroom=False
+    )
     own = plan.schedule.policy
     names = (*(name for name in policies if name == own), *(name for name in policies if name != own))
 

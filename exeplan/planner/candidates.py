@@ -47,6 +47,8 @@ class Candidate:
     replicas: tuple[int, ...] = (0,)
     """The first device of each replica."""
     more_replicas: tuple[ReplicaGroup, ...] = ()
+    replayed: float | None = None
+    """Requests/s of all replicas by replay; None where not all of them were replayed."""
 
     @property
     def num_replicas(self) -> int:

@@ -187,7 +187,7 @@ def _what_limits(more_latency: WhatIf, more_memory: WhatIf, more_gpus: WhatIf) -
     asked = [what for what in (more_latency, more_memory) if what.gain is not None]
     gaining = sorted((what for what in asked if what.gains), key=lambda what: -(what.gain or 0.0))
     if gaining:
-        return "; ".join(f"{what.limit}: {what.change} {_gains(what)}" for what in gaining)
+        return "; ".join(f"{what.limit}: {what.change.replace(what.limit, 'it')} {_gains(what)}" for what in gaining)
     most = percent(max(what.noise for what in asked))
     tried = " or ".join(what.change for what in asked)
     if more_gpus.gains:
@@ -271,7 +271,7 @@ def _more_latency(explained: _Plan, told: Told) -> WhatIf:
     if not finite:
         return WhatIf(change="more latency", limit="the bounds", note="there is no bound")
     limit = f"the {finite[0]}" if len(finite) == 1 else f"the bounds ({', '.join(map(str, finite))})"
-    change = f"{percent(MORE)} more of {'it' if len(finite) == 1 else 'each'}"
+    change = f"{percent(MORE)} more of {limit}"
     return explained.with_more(change, limit, problem.limited_to((1 + MORE) * problem.limit), told)
 
 

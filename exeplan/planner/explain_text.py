@@ -27,7 +27,7 @@ def explanation_lines(explanation: Explanation) -> str:
         "",
         f"runner-up: {_runner_up(e)}",
         *(f"no schedule: {refusal}" for refusal in e.refusals),
-        *(f"{_change(what)}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency, e.more_memory)),
+        *(f"{what.change}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency, e.more_memory)),
     ]
     return "\n".join(lines)
 
@@ -53,11 +53,6 @@ def _runner_up(e: Explanation) -> str:
     less = f"{100 * abs(r.less):.1f} % {'less' if r.less >= 0 else 'more'}"
     chance = ", within noise" if abs(r.less) <= r.noise else ""
     return f"{show_copies(r.plan)}, {r.throughput:.3g} req/s, {less}{chance}"
-
-
-def _change(what: WhatIf) -> str:
-    """What is different, with its name where the change alone does not say it."""
-    return f"{what.change[: -len(' of it')]} of {what.limit}" if what.change.endswith(" of it") else what.change
 
 
 def _show_what_if(what: WhatIf) -> str:

@@ -10,6 +10,7 @@ With an arrival rate, the winner is what sustains the highest rate within the bo
 then equal. With a stated risk the bounds are tightened by margins (`margins.py`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate
+from exeplan.planner.ranking import CONFIDENCE, MOST_SEEDS, Order, behind
+from exeplan.planner.replays import kv_cache_tokens, replay_estimate, too_short
 from exeplan.planner.replicas import (
     Division,
     best_division,
@@ -49,8 +51,13 @@ _RETRIES = 8
 """Searches under tightened bounds, of one policy on pipelines of one size."""
 _SEARCHED = 0.9
 """Share of the work that is done, as it is told, before the first replay."""
+_DOUBT = 0.05
+"""How much better than its closed form a replay may be; nearly all are within half of it."""
+_MOST_ADDED = 40_000
+"""Requests of further seeds, after which an order may stay uncertain."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
-"""Replay over closed form, in latency, from which a variant is given up; and how many are given up at most."""
+"""Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
+at; and how many are given up at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,8 @@ class Effort:
     """On one device, a policy with less than this share of the throughput of those before it need not be found."""
     num_requests: int | None = None
     """Of each replay; None for as many as a steady state needs."""
+    close_ones: bool = True
+    """Replay also what the closed form may have put behind the winner by its error."""
     headroom: bool = True
     """Compute the plan's headroom."""
 
@@ -73,7 +82,11 @@ class Optimum:
     candidates: tuple[Candidate, ...]
     beyond: tuple[str, ...]
     """Where the winner's estimate left the measured range."""
+    unproven: tuple[str, ...]
+    """Why replays are too short to prove the plan; empty where they are not."""
     run: Run
+    order: Order | None
+    """Against the next best division; None where no other was replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,13 +120,13 @@ def optimize(
         problem, policies, method=method, seed=seed, risk=risk, known=known, effort=effort or Effort(), told=searches
     )
     number = 0
-    while (division := pipelines.best()) and (unproved := pipelines.unproved(division)):
+    while (division := pipelines.best()) and (next_one := pipelines.undecided(division)):
         number += 1
         told(
-            f"replay {number} ({unproved[1]}, {unproved[0]} GPU{'s' if unproved[0] != 1 else ''})",
+            f"replay {number} ({next_one[1]}, {next_one[0]} GPU{'s' if next_one[0] != 1 else ''})",
             1 - (1 - _SEARCHED) / number,
         )
-        pipelines.replay(unproved)
+        pipelines.replay(next_one)
     if division and pipelines.throughput(division) >= problem.min_throughput:
         return pipelines.optimum(division)
     if problem.required:
@@ -149,7 +162,13 @@ class _Pipelines:
         self.found = candidates(problem, tight, policies, method, known=known, rivals=effort.rivals, progress=progress)
         self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
+        self.replayed: dict[Key, list[float]] = {}
+        """Requests/s of the proofs by their replays, the seeds rising."""
+        self.added_requests = 0
+        """Replayed to make an order certain."""
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
+        self.shelved: dict[Key, tuple[Candidate, _Proof]] = {}
+        """Proved variants of which the closed form promised far more, while another one is looked at."""
         self.tries: Counter[Key] = Counter()
         self.broken: list[tuple[Schedule, Estimate]] = []
         """Schedules whose replay broke a bound."""
@@ -159,15 +178,23 @@ class _Pipelines:
 
         At a rate a replay has just that throughput; the closed form then says what would be sustained.
         """
-        if key in self.proofs and not self.problem.arrivals:
-            return self.proofs[key].replayed.throughput
+        if key in self.replayed and not self.problem.arrivals:
+            return sum(self.replayed[key]) / len(self.replayed[key])
         return sustained(self.found[key])
 
-    def best(self, policies: Iterable[str] | None = None) -> dict[int, tuple[str, int]]:
-        """The best division by now: the policy and the number of replicas by the size of each; empty for none."""
+    def best(
+        self, policies: Iterable[str] | None = None, *, without: Key | None = None, doubt: float = 0.0
+    ) -> dict[int, tuple[str, int]]:
+        """The best division by now: the policy and the number of replicas by the size of each; empty for none.
+
+        It is the best one `without` a pipeline, where what was not replayed is better than estimated by the `doubt`.
+        """
         names = tuple(policies or self.policies)
         best = {
-            size: max(((self.score((size, name)), -number, name) for number, name in enumerate(names)))
+            size: max(
+                (0.0 if (size, name) == without else self._hoped((size, name), doubt), -number, name)
+                for number, name in enumerate(names)
+            )
             for size in self.parts
         }
         scores = {size: score for size, (score, _, _) in best.items() if score > 0}
@@ -188,25 +215,76 @@ class _Pipelines:
         scores = {size: self.score((size, policy)) for size, (policy, _) in division.items()}
         return division_throughput(scores, {size: count for size, (_, count) in division.items()})
 
-    def unproved(self, division: Mapping[int, tuple[str, int]]) -> Key | None:
-        """The most important pipeline of a division that was not replayed yet."""
-        keys = [(size, policy) for size, (policy, _) in division.items() if (size, policy) not in self.proofs]
-        return max(keys, key=lambda key: division[key[0]][1] * self.score(key), default=None)
+    def _hoped(self, key: Key, doubt: float) -> float:
+        return self.score(key) * (1.0 if key in self.replayed else 1 + doubt)
+
+    def undecided(self, division: Mapping[int, tuple[str, int]]) -> Key | None:
+        """The pipeline whose replay, or whose replay with one seed more, decides next whether a division is the best.
+
+        First those of the division itself, then those of the next best ones, as far as the closed form's error may hide
+        that they are better; then those of which more seeds tell which is better.
+        """
+        if unproved := [key for key in _keys(division) if key not in self.proofs]:
+            return max(unproved, key=lambda key: division[key[0]][1] * self.score(key))
+        if self.problem.arrivals or not self.effort.close_ones:
+            return None
+        most = self.throughput(division)
+        for rival in self._rivals(division):
+            unproved = [key for key in _keys(rival) if key not in self.proofs]
+            if unproved and self._hoped_throughput(rival) > most:
+                return max(unproved, key=lambda key: rival[key[0]][1] * self.score(key))
+        order = self.order(division)
+        if order is None or order[0].certain or order[0].behind > _DOUBT or order[0].num_seeds >= MOST_SEEDS:
+            return None
+        pair = [key for key in {*_keys(division), *_keys(order[1])} if len(self.replayed[key]) == order[0].num_seeds]
+        return min(pair) if self.added_requests < _MOST_ADDED else None
+
+    def _rivals(self, division: Mapping[int, tuple[str, int]]) -> list[dict[int, tuple[str, int]]]:
+        """The best divisions without one of its pipelines."""
+        found = [self.best(without=key, doubt=_DOUBT) for key in _keys(division)]
+        return sorted((rival for rival in found if rival), key=lambda rival: -self._hoped_throughput(rival))
+
+    def _hoped_throughput(self, division: Mapping[int, tuple[str, int]]) -> float:
+        return sum(count * self._hoped((size, policy), _DOUBT) for size, (policy, count) in division.items())
+
+    def order(self, division: Mapping[int, tuple[str, int]]) -> tuple[Order, dict[int, tuple[str, int]]] | None:
+        """How a division compares with the next best one that was replayed whole, and that one; None without one."""
+        found = [self.best(without=key) for key in _keys(division)]
+        rivals = [rival for rival in found if rival and all(key in self.proofs for key in _keys(rival))]
+        if not rivals:
+            return None
+        other = max(rivals, key=self.throughput)
+        num_seeds = min(len(self.replayed[key]) for key in (*_keys(division), *_keys(other)))
+        less, interval = behind(self._of_seeds(division, num_seeds), self._of_seeds(other, num_seeds))
+        name = " and ".join(str(self.found[key].schedule) for key in _keys(other))
+        return Order(runner_up=name, behind=less, interval=interval, num_seeds=num_seeds), other
+
+    def _of_seeds(self, division: Mapping[int, tuple[str, int]], num_seeds: int) -> list[float]:
+        """Requests/s of all replicas, by seed."""
+        return [
+            sum(division[key[0]][1] * self.replayed[key][seed] for key in _keys(division)) for seed in range(num_seeds)
+        ]
 
     def replay(self, key: Key) -> None:
-        """Replays a candidate: it is proved, or searched again under tighter bounds, or given up."""
+        """Replays a candidate: it is proved, or searched again under tighter bounds, or given up.
+
+        One that is proved is replayed with another seed.
+        """
+        if key in self.proofs:
+            self._replay_again(key)
+            return
         winner, (size, _) = self.found[key], key
         assert winner.schedule is not None
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = self._replayed(placed, winner.schedule)
+        run, replayed = self._replay(placed, winner.schedule)
         margin = self.margin
         if self.risk:
             margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
         filled = _filled(part, winner, replayed, margin)
         if max(filled) <= 1:
-            self.proofs[key] = _Proof(run=run, replayed=replayed, margin=margin)
+            self._prove(key, _Proof(run=run, replayed=replayed, margin=margin))
             return
         self.broken.append((winner.schedule, replayed))
         self.tries[key] += 1
@@ -215,44 +293,78 @@ class _Pipelines:
             return
         self._search_again(key, filled, replayed)
 
-    def _replayed(self, placed: Problem, schedule: Schedule) -> tuple[Run, Estimate]:
+    def _replay(self, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
+        """A replay by the `more`-th further seed."""
         num_requests = self.effort.num_requests
-        return replay_estimate(placed, schedule, seed=self.seed, num_requests=num_requests, record_passes=False)
+        return replay_estimate(placed, schedule, seed=self.seed + more, num_requests=num_requests, record_passes=False)
+
+    def _prove(self, key: Key, proof: _Proof) -> None:
+        """Keeps the better of this proof and the one that another variant had; looks for another variant where the
+        closed form promised far more than was replayed."""
+        found = self.found[key]
+        before = self.shelved.pop(key, None)
+        if before and before[1].replayed.throughput >= proof.replayed.throughput:
+            found, proof = before
+        self.found[key], self.proofs[key], self.replayed[key] = found, proof, [proof.replayed.throughput]
+        if self.problem.arrivals or sustained(self.found[key]) <= _MISJUDGED * proof.replayed.throughput:
+            return
+        if again := self._another_variant(key, at_least=proof.replayed.throughput):
+            self.shelved[key] = found, proof
+            self.found[key] = again
+            del self.proofs[key], self.replayed[key]
+
+    def _another_variant(self, key: Key, *, at_least: float = 0.0) -> Candidate | None:
+        """The best of a policy's other variants; None where there is none, or several were given up already."""
+        winner, given_up = self.found[key], self.given_up.get(key, [])
+        assert winner.placement is not None
+        assert winner.schedule is not None
+        if self.problem.cluster is None or len(given_up) >= _GIVEN_UP:
+            return None
+        part, others = self.parts[key[0]].held_to(self.limits[key]), [*given_up, (winner.placement, winner.schedule)]
+        again = candidate(part, key[1], self.method, winner.search, at_least=at_least, without=others)
+        if again.schedule is None or sustained(again) <= at_least:
+            return None
+        self.given_up[key] = others
+        return again
+
+    def _replay_again(self, key: Key) -> None:
+        """One more of its throughputs, by another seed."""
+        found, seeds = self.found[key], self.replayed[key]
+        assert found.schedule is not None
+        assert found.placement is not None
+        placed = _at(self.parts[key[0]], found.placement)
+        run, replayed = self._replay(placed, found.schedule, more=len(seeds))
+        seeds.append(replayed.throughput)
+        self.added_requests += len(run.requests)
 
     def _search_again(self, key: Key, filled: Sequence[float], replayed: Estimate) -> None:
         """Another variant where the closed form is far off, tighter bounds otherwise."""
         winner, part, (_, policy) = self.found[key], self.parts[key[0]], key
         assert winner.placement is not None
         assert winner.schedule is not None
-        given_up = self.given_up.get(key, [])
-        if _misjudged(part, winner, replayed) and len(given_up) < _GIVEN_UP:
-            others = [*given_up, (winner.placement, winner.schedule)]
-            again = candidate(part.held_to(self.limits[key]), policy, self.method, winner.search, without=others)
-            if again.schedule is not None:
-                self.given_up[key], self.found[key] = others, again
-                return
+        if _misjudged(part, winner, replayed) and (again := self._another_variant(key)):
+            self.found[key] = again
+            return
         # Slack that doubles ends this soon, whatever chance does to the few long requests of a replay.
         slack = 1 - 0.005 * 2 ** (self.tries[key] - 1)
         self.limits[key] = scaled(self.limits[key], [slack / full if full > 1 else 1.0 for full in filled])
         # Another placement would gain less than the tighter bound costs.
         here = replace(_at(part, winner.placement), cluster=None)
         self.found[key] = candidate(
-            here.held_to(self.limits[key]), policy, self.method, winner.search, without=given_up
+            here.held_to(self.limits[key]), policy, self.method, winner.search, without=self.given_up.get(key, [])
         )
 
     def optimum(self, division: Mapping[int, tuple[str, int]]) -> Optimum:
         """The plan of a division, all of whose pipelines are proved."""
-        keys = sorted(
-            ((size, policy) for size, (policy, _) in division.items()),
-            key=lambda key: (-division[key[0]][1] * self.score(key), key),
-        )
+        keys = sorted(_keys(division), key=lambda key: (-division[key[0]][1] * self.score(key), key))
         groups = self._groups(division, keys)
         first, proof = keys[0], self.proofs[keys[0]]
         placed = _at(self.parts[first[0]], groups[0].placement)
         counts = [group.num_replicas for group in groups]
         # The search's own estimates may be held to tighter bounds.
         pairs = zip(keys, groups, strict=True)
-        estimates = [_at(self.parts[size], group.placement).estimate(group.schedule) for (size, _), group in pairs]
+        alone = [(_at(self.parts[size], group.placement), group) for (size, _), group in pairs]
+        estimates = [one.estimate(group.schedule) for one, group in alone]
         plan = _plan(self.problem, placed, groups, proof.margin)
         if self.effort.headroom:
             plan = with_headroom(plan, placed)
@@ -268,7 +380,15 @@ class _Pipelines:
         for figures in (plan.estimate, plan.replay):
             assert max(utilizations(self.problem.bounds, figures)) <= 1, "a plan keeps its bounds by its own estimate"
         steady = steady_state(plan.schedule, self.problem.workload, placed.cost)
-        return Optimum(plan=plan, candidates=found, beyond=placed.cost.beyond(steady.cycle), run=proof.run)
+        ranked = None if self.problem.arrivals else self.order(division)
+        return Optimum(
+            plan=plan,
+            candidates=found,
+            beyond=placed.cost.beyond(steady.cycle),
+            unproven=tuple(filter(None, (too_short(one, group.schedule) for one, group in alone))),
+            run=proof.run,
+            order=ranked and ranked[0],
+        )
 
     def _groups(self, division: Mapping[int, tuple[str, int]], keys: Sequence[Key]) -> tuple[ReplicaGroup, ...]:
         """The replicas of a division, the group with the most throughput first."""
@@ -304,6 +424,7 @@ class _Pipelines:
             search=_added(self.found[keys[0]].search, searches),
             replicas=first.first_devices,
             more_replicas=tuple(more),
+            replayed=self.throughput(division) if all(key in self.proofs for key in keys) else None,
         )
 
     def refuse_rate(self, *, advise: bool) -> None:
@@ -360,7 +481,7 @@ class _Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = self._replayed(placed, schedule)
+        run, replayed = self._replay(placed, schedule)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         filled = _filled(part, winner, replayed, self.margin)
         if max(filled) > 1:
@@ -368,7 +489,12 @@ class _Pipelines:
             raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
         self.found[key] = winner
         self.proofs[key] = _Proof(run=run, replayed=replayed, margin=self.margin)
+        self.replayed[key] = [replayed.throughput]
         return self.optimum({key[0]: (key[1], self._count(key[0]))})
+
+
+def _keys(division: Mapping[int, tuple[str, int]]) -> list[Key]:
+    return [(size, policy) for size, (policy, _) in division.items()]
 
 
 def _parts(problem: Problem) -> dict[int, Problem]:
@@ -591,9 +717,23 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
             "schedule": schedule_json(c.schedule) if c.schedule else None,
             "replicas": c.num_replicas,
             "estimate": c.estimate.to_dict() if c.estimate else None,
+            "replayed": c.replayed,
             "points": c.search.num_points if c.search else 0,
             "refusal": c.refusal or None,
         }
         for c in optimum.candidates
     ]
-    return {**body, "candidates": others, "extrapolated": list(optimum.beyond)}
+    order = optimum.order and {
+        "runner_up": optimum.order.runner_up,
+        "behind": optimum.order.behind,
+        "interval": optimum.order.interval if math.isfinite(optimum.order.interval) else None,
+        "confidence": CONFIDENCE,
+        "seeds": optimum.order.num_seeds,
+    }
+    return {
+        **body,
+        "candidates": others,
+        "order": order,
+        "extrapolated": list(optimum.beyond),
+        "unproven": list(optimum.unproven),
+    }

@@ -6,7 +6,7 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.metrics import summarize
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.planner.problem import Problem
-from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 from exeplan.simulator.replay import replay
 from exeplan.simulator.run import Run
@@ -14,7 +14,11 @@ from exeplan.workload.arrivals import Arrivals
 
 KV_SLACK = 1.5
 """The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
-_REPLAY_REQUESTS = (300, 8000)
+_REPLAY_REQUESTS = (300, 30_000)
+_ARRIVING = 8000
+"""Requests of a replay with arrivals far from the capacity."""
+_LEAST_GENERATIONS = 2
+"""How many times too short a replay may be that still proves a schedule."""
 _MOST_ARRIVING = 10_000
 """Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
 _LONG_REQUESTS = 4
@@ -37,10 +41,7 @@ def replay_estimate(
     """
     steady = steady_state(schedule, problem.workload, problem.cost)
     low, high = _REPLAY_REQUESTS
-    # Several generations of the longest planned requests.
-    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
-    generations = 4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs
-    n = num_requests or int(min(max(low, generations), high))
+    n = num_requests or int(min(max(low, _generations(problem, steady)), high))
     p99 = problem.workload.output_quantile(0.99)
     inputs, outputs = problem.workload.sample(n, seed=seed)
     while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
@@ -73,12 +74,30 @@ def replay_estimate(
     )
 
 
+def too_short(problem: Problem, schedule: Schedule) -> str:
+    """Why the longest replay of a schedule under a backlog is too short to prove it, as a sentence; '' where it is
+    not."""
+    needed, most = _generations(problem, steady_state(schedule, problem.workload, problem.cost)), _REPLAY_REQUESTS[1]
+    if problem.arrivals or most * _LEAST_GENERATIONS >= needed:
+        return ""
+    return (
+        f"unproven: {needed:.0f} requests would show the steady state of {schedule}, a replay has {most}; give "
+        "`exeplan simulate` more with --requests"
+    )
+
+
+def _generations(problem: Problem, steady: SteadyState) -> float:
+    """The number of several generations of the longest planned requests."""
+    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
+    return float(4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs)
+
+
 def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
     """Enough for the queue to reach its steady length, which takes longer near the engine's capacity."""
     if arrivals.of_trace:
         return _MOST_ARRIVING
     spare = max(1.0 - arrivals.rate / capacity, 1e-3)
-    return int(min(_REPLAY_REQUESTS[1] / spare, _MOST_ARRIVING))
+    return int(min(_ARRIVING / spare, _MOST_ARRIVING))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

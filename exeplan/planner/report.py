@@ -14,7 +14,7 @@ from exeplan.planner.tables import side_by_side, table
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
-POLICY_COLUMNS = ("policy", "best schedule", "req/s", "latency", "points")
+POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "points")
 
 
 def optimum_report(optimum: Optimum, problem: Problem) -> str:
@@ -29,6 +29,7 @@ def optimum_report(optimum: Optimum, problem: Problem) -> str:
         *remarks(optimum, problem),
         "",
         table(POLICY_COLUMNS, policy_rows(optimum)),
+        *(["", str(optimum.order)] if optimum.order else []),
     ]
     return "\n".join(lines)
 
@@ -52,6 +53,7 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     return [
         *([] if problem.profile.complete else [unfinished]),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
+        *optimum.unproven,
     ]
 
 
@@ -68,7 +70,7 @@ def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:
     for c in optimum.candidates:
         points = str(c.search.num_points) if c.search else "0"
         if c.schedule is None or c.estimate is None:
-            rows.append((c.policy, c.refusal, "-", "-", points))
+            rows.append((c.policy, c.refusal, "-", "-", "-", points))
             continue
         variables = ", ".join(f"{name}={value}" for name, value in c.schedule.variables.items())
         rows.append(
@@ -76,6 +78,7 @@ def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:
                 c.policy,
                 f"{_copies(c)}{variables}",
                 f"{c.estimate.throughput:.3g}",
+                f"{c.replayed:.3g}" if c.replayed else "-",
                 show_seconds(c.estimate.latency),
                 points,
             )

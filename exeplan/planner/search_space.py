@@ -104,7 +104,11 @@ def search_variants(
     """
     began, module = time.perf_counter(), load_policy(policy)
     knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
-    found = [v for v in variants(problem, module) if not any(v.holds(*other) for other in without)]
+
+    def left_out(variant: Variant) -> bool:
+        return any(variant.holds(*other) for other in without)
+
+    found = [variant for variant in variants(problem, module) if not left_out(variant)]
     if not found:
         return None
     grids = [variant.grid(module, knobs, limits, evaluated) for variant in found]
@@ -115,7 +119,7 @@ def search_variants(
             grid.at_least, where = (1 + _WORTH) * _lead(grids, at_least)[0], _lead(grids, at_least)[1]
             found.append(variant)
             grids.append(grid)
-            if not reach(grid, where, at_least=grid.at_least, slack=0.0):
+            if left_out(variant) or not reach(grid, where, at_least=grid.at_least, slack=0.0):
                 continue
             refined = search_grid(grid)
             if refined.best and refined.best.outcome.throughput >= grid.at_least:

@@ -153,7 +153,7 @@ def check_sentence(found: Explanation, what: WhatIf, gain: float) -> None:
     first, text = found.limits[0], explanation_lines(found)
     if what.gains:
         assert f"({100 * gain:+.1f} %)" in text
-    if f"{what.limit}: {what.change} gains" in first:
+    if first.startswith(f"{what.limit}: ") or f"; {what.limit}: " in first:
         assert gain > NO_GAIN
     if "alone gains at most" in first and what is not found.more_gpus:
         assert gain <= what.noise

@@ -161,5 +161,5 @@ def test_following_the_advice_on_a_latency_succeeds() -> None:
     tightest = re.search(r"bound would be (.*)$", str(refused.value))
     assert tightest
     assert ask(4, seconds(tightest[1])).plan.replay is not None
-    with pytest.raises(Infeasible, match=r"; more GPUs, up to 8, do not lower it$"):
+    with pytest.raises(Infeasible, match=r"; more GPUs, up to 48, do not lower it$"):
         ask(4, 0.1)

@@ -35,6 +35,8 @@ NO_GAIN = 0.01
 """A gain of throughput that replays of other requests would not show for certain; a larger gap of the search counts."""
 _TELLING = 0.1
 """Share of the GPUs' time from which idle stages and communication are named."""
+_SEEN = 0.01
+"""Share of the GPUs' time from which the passes of a phase are named."""
 _FAR = 0.4
 """A phase below this share of both of the device's ceilings is called far from both."""
 
@@ -92,6 +94,8 @@ class Explanation:
     placement: Placement
     throughput: float
     """Requests/s in the replay; with an arrival rate those that full batches sustain."""
+    at_rate: bool
+    """There is an arrival rate: throughput and gains are of full batches."""
     limits: tuple[str, ...]
     """What limits the throughput, the first cause first."""
     bounds: tuple[str, ...]
@@ -157,6 +161,7 @@ def explain(
         schedule=plan.schedule,
         placement=plan.placement,
         throughput=explained.throughput,
+        at_rate=problem.arrivals is not None,
         limits=(_what_limits(more_latency, more_memory, more_gpus), *_what_takes_time(found)),
         bounds=tuple(_bound_sentences(problem, plan)),
         breakdown=found,
@@ -187,7 +192,7 @@ def _what_limits(more_latency: WhatIf, more_memory: WhatIf, more_gpus: WhatIf) -
     asked = [what for what in (more_latency, more_memory) if what.gain is not None]
     gaining = sorted((what for what in asked if what.gains), key=lambda what: -(what.gain or 0.0))
     if gaining:
-        return "; ".join(f"{what.limit}: {what.change.replace(what.limit, 'it')} {_gains(what)}" for what in gaining)
+        return "; ".join(f"{what.limit}: {_briefly(what)} {_gains(what)}" for what in gaining)
     most = percent(max(what.noise for what in asked))
     tried = " or ".join(what.change for what in asked)
     if more_gpus.gains:
@@ -195,6 +200,11 @@ def _what_limits(more_latency: WhatIf, more_memory: WhatIf, more_gpus: WhatIf) -
     if more_gpus.gain is None:
         return f"the device: {tried} alone gains at most {most}"
     return f"nothing alone: {tried} or {more_gpus.change} gains at most {most}"
+
+
+def _briefly(what: WhatIf) -> str:
+    """The change, after what it is of."""
+    return what.change.replace(what.limit, "them" if what.limit.startswith("the bounds") else "it")
 
 
 def _gains(what: WhatIf) -> str:
@@ -207,26 +217,30 @@ def _bound_sentences(problem: Problem, plan: Plan) -> list[str]:
     binds = binding(problem.bounds, plan.replay)
     values, shares = values_of(problem.bounds, plan.replay), utilizations(problem.bounds, plan.replay)
     found = []
+    num_finite = sum(math.isfinite(bound.seconds) for bound in problem.bounds)
     for bound, value, share in zip(problem.bounds, values, shares, strict=True):
         if math.isinf(bound.seconds) or value is None:
             continue
-        which = ", the bound that binds" if binds and binds[0] is bound and len(problem.bounds) > 1 else ""
+        which = ", the bound that binds" if binds and binds[0] is bound and num_finite > 1 else ""
         found.append(f"{_bound_sentence(problem, bound, plan, value)}; {percent(share)} of the bound{which}")
     return found
 
 
 def _bound_sentence(problem: Problem, bound: Bound, plan: Plan, value: float) -> str:
     assert plan.replay is not None
-    about = meaning(bound, problem.workload.output_quantile(0.99))
     if bound.targets and plan.replay.attainment is not None:
-        return f"{100 * plan.replay.attainment:.2f} % of requests keep all in the replay, asked are {about}"
+        each = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in bound.scaled_targets)
+        asked = bound.metric[1:].removesuffix("-all")
+        return f"{100 * plan.replay.attainment:.2f} % of requests keep {each} in the replay, {asked} % must"
+    about = meaning(bound, problem.workload.output_quantile(0.99))
     mean = " on average" if bound.metric in ("ttft", "tpot") else ""
     return f"{about}{mean}: {show_seconds(value)} in the replay, at most {show_seconds(bound.seconds)}"
 
 
 def _what_takes_time(found: Breakdown) -> list[str]:
     """What the GPUs spend their time on, by its share."""
-    costs = [(time.share, f"{name} passes: {_ceiling(time)}") for name, time in found.phases.items()]
+    phases = [(name, time) for name, time in found.phases.items() if time.share >= _SEEN]
+    costs = [(time.share, f"{name} passes: {_ceiling(time)}") for name, time in phases]
     if found.mean["idle"] >= _TELLING:
         costs.append((found.mean["idle"], "pipeline bubbles" if len(found.stages) > 1 else "waiting"))
     if found.mean["all_reduce"] + found.mean["send"] >= _TELLING:
@@ -270,7 +284,8 @@ def _more_latency(explained: _Plan, told: Told) -> WhatIf:
     finite = [bound for bound in problem.bounds if math.isfinite(bound.seconds)]
     if not finite:
         return WhatIf(change="more latency", limit="the bounds", note="there is no bound")
-    limit = f"the {finite[0]}" if len(finite) == 1 else f"the bounds ({', '.join(map(str, finite))})"
+    first = str(finite[0]) if str(finite[0]).startswith("bound") else f"bound of {finite[0]}"
+    limit = f"the {first}" if len(finite) == 1 else f"the bounds ({', '.join(map(str, finite))})"
     change = f"{percent(MORE)} more of {limit}"
     return explained.with_more(change, limit, problem.limited_to((1 + MORE) * problem.limit), told)
 

@@ -19,7 +19,7 @@ def explanation_lines(explanation: Explanation) -> str:
     e = explanation
     first, *rest = e.limits
     lines = [
-        f"what limits {e.schedule.policy}: {first}",
+        f"what limits {'the rate that full batches sustain' if e.at_rate else e.schedule.policy}: {first}",
         *rest,
         *e.bounds,
         "",

@@ -89,7 +89,7 @@ def test_percentiles_and_joint_attainment_have_their_sentences(profile: Profile)
         profile, LAW, ttft="60ms", tpot="10ms", attainment="99%", policy="orca", max_num_seqs=32
     ).explain()
     (sentence,) = together.bounds
-    assert "% of requests keep all in the replay, asked are 99 % of requests to keep ttft 60 ms and tpot" in sentence
+    assert "% of requests keep ttft 60 ms, tpot 10 ms in the replay, 99 % must; " in sentence
 
 
 def solved(profile: Profile, *, gpus: int, bound: float, mean: int, tail: int, max_seqs: int) -> Solution:

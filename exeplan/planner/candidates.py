@@ -15,7 +15,13 @@ from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.infeasible import policy_refusal
 from exeplan.planner.problem import Problem
-from exeplan.planner.replicas import best_division, division_throughput, num_replicas
+from exeplan.planner.replicas import (
+    best_division,
+    division_throughput,
+    num_replicas,
+    pipeline_sizes,
+    sizes_between,
+)
 from exeplan.planner.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
 from exeplan.planner.search_space import search_variants
 from exeplan.search.search import Result
@@ -53,6 +59,11 @@ class Candidate:
     @property
     def num_replicas(self) -> int:
         return len(self.replicas) + sum(group.num_replicas for group in self.more_replicas)
+
+
+def not_searched(policy: str) -> Candidate:
+    """The candidate on pipelines of a size that another policy alone was searched on."""
+    return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal="not searched")
 
 
 def sustained(candidate: Candidate) -> float:
@@ -204,17 +215,49 @@ def _of_policy(
     """One policy's candidates. A large pipeline is searched for more than small ones on as many GPUs have together."""
     found: dict[int, Candidate] = {}
     for size, part in parts.items():
-        rates = {other: sustained(one) for other, one in found.items() if one.schedule}
-        if problem.arrivals:
-            share = num_replicas(problem.cluster, size)
-            together = max((num_replicas(problem.cluster, s) * value for s, value in rates.items()), default=0.0)
-            beaten = together / share
-        else:
-            beaten = division_throughput(rates, best_division(rates, part.cluster))
-        beaten = max(beaten, at_least) if method == "branch-and-bound" else 0.0
-        found[size] = candidate(part, policy, method, at_least=beaten, known=known, tell=tell)
-        tell((size, policy))
+        found[size] = _of_size(problem, part, policy, method, found, known, tell, at_least=at_least)
+    if problem.cluster is None or problem.one_pipeline:
+        return {(size, policy): one for size, one in found.items()}
+    tried = {*found, *pipeline_sizes(problem.cluster)}
+    while sizes := sizes_between(problem.cluster, {size: sustained(one) for size, one in found.items()}, tried):
+        tried.update(sizes)
+        for size in sizes:
+            if between := part_of(problem, size):
+                found[size] = _of_size(problem, between, policy, method, found, known, tell)
     return {(size, policy): one for size, one in found.items()}
+
+
+def _of_size(
+    problem: Problem,
+    part: Problem,
+    policy: str,
+    method: str,
+    smaller: Mapping[int, Candidate],
+    known: Known,
+    tell: Tell,
+    *,
+    at_least: float = 0.0,
+) -> Candidate:
+    rates = {size: sustained(one) for size, one in smaller.items() if one.schedule}
+    if method != "branch-and-bound":
+        beaten = 0.0
+    elif problem.arrivals and part.cluster is not None:
+        together = max((num_replicas(problem.cluster, size) * value for size, value in rates.items()), default=0.0)
+        beaten = max(at_least, together / num_replicas(problem.cluster, part.cluster.num_gpus))
+    else:
+        fitting = {size: value for size, value in rates.items() if part.cluster and size <= part.cluster.num_gpus}
+        beaten = max(at_least, division_throughput(fitting, best_division(fitting, part.cluster)))
+    found = candidate(part, policy, method, at_least=beaten, known=known, tell=tell)
+    tell((part.cluster.num_gpus if part.cluster else 1, policy))
+    return found
+
+
+def part_of(problem: Problem, size: int) -> Problem | None:
+    """The problem of one of as many pipelines of that many GPUs as there is room for; None where one is too small."""
+    try:
+        return problem.part(size, replicas=num_replicas(problem.cluster, size))
+    except Infeasible:
+        return None
 
 
 def num_workers(problem: Problem, policies: Sequence[str]) -> int:

@@ -8,13 +8,15 @@ Not here: which layout is best (`optimize.py`), and what a layer costs (`simulat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from exeplan.core.cluster import Cluster
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Placement, Stage
 
+_MOST_MOVED = 3
+"""Stages to which a layer of the slowest one is moved."""
 _ALL_COUNTED = 64
 """GPUs up to which every number of whole nodes is tried."""
 
@@ -100,6 +102,38 @@ def share_out(num_layers: int, loads: Sequence[StageLoad]) -> list[int] | None:
         best = min(open_stages, key=lambda i: loads[i].fixed_seconds + (counts[i] + 1) * loads[i].layer_seconds)
         counts[best] += 1
     return counts
+
+
+def moved_layers(placement: Placement, seconds: Sequence[float]) -> list[Placement]:
+    """Placements with one layer less on the slowest stage of a phase and one more on another of its stages.
+
+    `seconds` are those of each stage. The fastest stages come first, `_MOST_MOVED` of them.
+    """
+    found = []
+    for phase in sorted({stage.phase for stage in placement}):
+        stages = [n for n, stage in enumerate(placement) if stage.phase == phase]
+        slowest = max(stages, key=lambda n: seconds[n])
+        for other in sorted(stages, key=lambda n: seconds[n])[:_MOST_MOVED]:
+            if other != slowest and (moved := _moved(placement, stages, slowest, other)):
+                found.append(moved)
+    return found
+
+
+def _moved(placement: Placement, stages: Sequence[int], source: int, target: int) -> Placement | None:
+    """One layer from a stage to another one of the same phase; those of the stages between them shift."""
+    by = {n: (n == target) - (n == source) for n in stages}
+    result = list(placement)
+    for name in ("layers", "encoder_layers"):
+        spans = [getattr(placement[n], name) for n in stages]
+        if not any(end > start for start, end in spans):
+            continue
+        counts = [end - start + by[n] for n, (start, end) in zip(stages, spans, strict=True)]
+        if min(counts) < 1:
+            return None
+        ends = list(accumulate(counts, initial=spans[0][0]))
+        for n, span in zip(stages, pairwise(ends), strict=True):
+            result[n] = replace(result[n], **{name: span})
+    return tuple(result)
 
 
 def placed(

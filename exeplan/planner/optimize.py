@@ -24,7 +24,7 @@ from exeplan.core.plan import Plan, schedule_json
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, capacity, sustained
+from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, capacity, not_searched, sustained
 from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
@@ -154,12 +154,17 @@ class _Pipelines:
         self.policies = policies
         self.parts = _parts(problem)
         held = _held(problem, self.margin)
-        self.limits: dict[Key, tuple[Bound, ...]] = {
-            (size, policy): tuple(held) for size in self.parts for policy in policies
-        }
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
-        self.found = candidates(problem, tight, policies, method, known=known, rivals=effort.rivals, progress=progress)
+        self.found = candidates(
+            problem.held_to(held), tight, policies, method, known=known, rivals=effort.rivals, progress=progress
+        )
+        for size in sorted({size for size, _ in self.found}):
+            if size not in self.parts:
+                self.parts[size] = problem.part(size, replicas=self._count(size))
+            for policy in policies:
+                self.found.setdefault((size, policy), not_searched(policy))
+        self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, tuple(held))
         self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
         self.replayed: dict[Key, list[float]] = {}
@@ -373,7 +378,10 @@ class _Pipelines:
             plan,
             estimate=together(estimates, counts),
             replay=together([self.proofs[key].replayed for key in keys], counts),
-            search=search_summary([one.search for one in self.found.values() if one.search], self.method),
+            search={
+                **search_summary([one.search for one in self.found.values() if one.search], self.method),
+                "gap": self._gap(),
+            },
         )
         assert plan.estimate is not None
         assert plan.replay is not None
@@ -389,6 +397,20 @@ class _Pipelines:
             run=proof.run,
             order=ranked and ranked[0],
         )
+
+    def _gap(self) -> float | None:
+        """How much more throughput, relative and by the closed form, what the searches left out could have."""
+        gaps = {key: one.search.gap for key, one in self.found.items() if one.search and one.search.gap is not None}
+        known = {size: max(sustained(self.found[size, policy]) for policy in self.policies) for size in self.parts}
+        hoped = {
+            size: max(sustained(self.found[size, p]) * (1 + gaps.get((size, p), 0.0)) for p in self.policies)
+            for size in self.parts
+        }
+        before, after = (
+            division_throughput(scores, self._division({size: value for size, value in scores.items() if value}))
+            for scores in (known, hoped)
+        )
+        return after / before - 1 if before and gaps else None
 
     def _groups(self, division: Mapping[int, tuple[str, int]], keys: Sequence[Key]) -> tuple[ReplicaGroup, ...]:
         """The replicas of a division, the group with the most throughput first."""

@@ -8,11 +8,13 @@ Not here: the pipelines themselves (`optimize.py`), and to which replica a reque
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from exeplan.core.cluster import Cluster
 
+_NEARLY = 0.9
+"""Share of the most throughput a GPU from which the sizes around a pipeline of several nodes are tried."""
 Division = Mapping[int, int]
 """Number of replicas by the number of GPUs of each."""
 
@@ -29,7 +31,8 @@ class _Use:
 
 
 def pipeline_sizes(cluster: Cluster | None) -> tuple[int, ...]:
-    """Numbers of GPUs of the pipelines that are tried, rising: every part of a node, 2, 4, 8 ... nodes, and all."""
+    """Numbers of GPUs of the pipelines that are tried first, rising: every part of a node, 2, 4, 8 ... nodes, and
+    all."""
     if cluster is None:
         return (1,)
     nodes = {cluster.num_nodes, *(2**k for k in range(1, cluster.num_nodes.bit_length()))}
@@ -37,6 +40,23 @@ def pipeline_sizes(cluster: Cluster | None) -> tuple[int, ...]:
         *range(1, cluster.gpus_per_node + 1),
         *(n * cluster.gpus_per_node for n in sorted(nodes) if 1 < n <= cluster.num_nodes),
     )
+
+
+def sizes_between(cluster: Cluster, throughputs: Mapping[int, float], tried: Collection[int]) -> list[int]:
+    """Numbers of GPUs halfway, in nodes, from the best pipeline of several nodes to the next ones tried.
+
+    None where it has far less throughput a GPU than the best pipeline of all.
+    """
+    per_node = cluster.gpus_per_node
+    rates = {size: value / size for size, value in throughputs.items() if value}
+    wide = {size: rate for size, rate in rates.items() if size > per_node}
+    best = max(wide, key=lambda size: wide[size], default=0)
+    if not best or rates[best] < _NEARLY * max(rates.values()):
+        return []
+    nodes = sorted({size // per_node for size in tried if size >= per_node})
+    at = nodes.index(best // per_node)
+    sides = [*nodes[max(0, at - 1) : at], *nodes[at + 1 : at + 2]]
+    return [(side + nodes[at]) // 2 * per_node for side in sides if abs(side - nodes[at]) > 1]
 
 
 def num_replicas(cluster: Cluster | None, size: int) -> int:

@@ -28,6 +28,7 @@ class SearchProgress:
         self._told, self.all_points = told, all_points
         self._weights = {(size, policy): _weight(size, policy) for size in sizes for policy in policies}
         self._num_done, self._done, self._points, self._last = 0, 0.0, 0, ""
+        self._share = 0.0
 
     def take(self, message: Message) -> None:
         """Tells how far the searches are now."""
@@ -35,6 +36,7 @@ class SearchProgress:
             self._points += message
         else:
             size, policy = message
+            self._weights.setdefault(message, _weight(size, policy))  # A size between, found promising by the way.
             self._num_done += 1
             self._done += self._weights[message]
             self._last = f" ({policy}, {size} GPU{'s' if size != 1 else ''})"
@@ -42,7 +44,7 @@ class SearchProgress:
 
     def tell(self) -> None:
         """Tells it again: time has passed."""
-        share = self._done / sum(self._weights.values())
+        self._share = share = max(self._share, self._done / sum(self._weights.values()))
         searched = f"search {self._num_done} of {len(self._weights)}{self._last}"
         if self.all_points:
             self._told(f"{searched}, {self._points:,} of {self.all_points:,} points", self._points / self.all_points)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import InputError
 from exeplan.planner.balance_stages import Balance
-from exeplan.planner.layouts import layouts
+from exeplan.planner.layouts import layouts, moved_layers
 from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Knob, Policy
 from exeplan.search.grid import Grid, Index, Limits
 from exeplan.search.line import reach
 from exeplan.search.search import Outcome, Result, Trial, search_grid
+from exeplan.simulator.closed_form import steady_state
 
 _FINEST = 1 / 16
 """Two values of an enumerated variable that are less apart, relative, have none between them tried."""
@@ -114,7 +115,7 @@ def search_variants(
     grids = [variant.grid(module, knobs, limits, evaluated) for variant in found]
     if method == "branch-and-bound":
         results = _most_promising_first(grids, at_least)
-        for variant in _between(found, grids, results, module, at_least):
+        for variant in _refined(found, grids, results, module, at_least):
             grid = variant.grid(module, knobs, limits, evaluated)
             grid.at_least, where = (1 + _WORTH) * _lead(grids, at_least)[0], _lead(grids, at_least)[1]
             found.append(variant)
@@ -128,6 +129,8 @@ def search_variants(
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
     gaps = [result.gap for result in results.values() if result.gap is not None]
+    if gaps and method == "branch-and-bound" and _lead(grids, 0.0)[0] >= _FAR * at_least:
+        gaps.append(_gap_between(found, grids, number))
     tried = [
         Trial({**grid.point(index), **variant.enumerated}, grid.tried[index])
         for variant, grid in zip(found, grids, strict=True)
@@ -144,31 +147,81 @@ def search_variants(
     return result, found[number].problem.cost.placement
 
 
-def _between(
+def _refined(
     found: Sequence[Variant],
     grids: Sequence[Grid],
     results: Mapping[int, Result],
     policy: Policy,
     at_least: float,
 ) -> Iterator[Variant]:
-    """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to `_FINEST`.
+    """Variants near the best one: first enumerated variables between the values tried, then layers moved.
 
     The caller adds each variant, its grid and, where it gains, its result before it asks for the next. There are none
     where the best is far below `at_least`.
     """
-    while (trial := results[number := _chosen(results)].best) and trial.outcome.throughput >= _FAR * at_least:
-        best, knobs = found[number], grids[number].point(grids[number].bottom)
-        alike = [v.enumerated for v in found if v.problem.cost.placement == best.problem.cost.placement]
-        made = [
-            {**best.enumerated, name: value}
-            for name in best.enumerated
-            for value in _halfway(best.enumerated, alike, name)
-        ]
-        for enumerated in made:
+
+    def best() -> int | None:
+        trial = results[number := _chosen(results)].best
+        return number if trial and trial.outcome.throughput >= _FAR * at_least else None
+
+    while (number := best()) is not None and (made := list(_between(found, grids[number], found[number], policy))):
+        yield from made
+    while (number := best()) is not None:
+        yield from _layers_moved(found, grids[number], found[number], policy)
+        if best() == number:
+            return
+
+
+def _between(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy) -> Iterator[Variant]:
+    """Variants of the best one's placement, an enumerated variable halfway to its next tried value, down to
+    `_FINEST`."""
+    knobs = grid.point(grid.bottom)
+    alike = [v.enumerated for v in found if v.problem.cost.placement == best.problem.cost.placement]
+    for name in best.enumerated:
+        for value in _halfway(best.enumerated, alike, name):
+            enumerated = {**best.enumerated, name: value}
             if _is_valid(policy, {**knobs, **enumerated}, best.problem):
                 yield Variant(problem=best.problem, enumerated=enumerated)
-        if not made:
-            return
+
+
+def _layers_moved(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy) -> Iterator[Variant]:
+    """Variants of the best one with one layer more on each other stage of a phase, taken from its slowest stage."""
+    placement = best.problem.cost.placement
+    if best.problem.cluster is None or grid.best is None or len(placement) == 1:
+        return
+    schedule = policy.schedule({**grid.point(grid.best[2]), **best.enumerated}, best.problem.workload)
+    seconds = steady_state(schedule, best.problem.workload, best.problem.cost).steady.seconds.mean(axis=1)
+    tried = {variant.problem.cost.placement for variant in found}
+    for other in moved_layers(placement, seconds.tolist()):
+        if other not in tried:
+            yield Variant(problem=best.problem.at(other), enumerated=best.enumerated)
+
+
+def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -> float:
+    """What values between those tried of the best variant's enumerated variables could gain, relative.
+
+    The most throughput within the limits is taken as concave in each of them: it lies below the lines through the
+    values tried on the other side.
+    """
+    best, grid = found[number], grids[number]
+    if grid.best is None:
+        return 0.0
+    here, gaps = -grid.best[0], [0.0]
+    for name, value in best.enumerated.items():
+        alike = {
+            variant.enumerated[name]: other
+            for variant, other in zip(found, grids, strict=True)
+            if variant.problem.cost.placement == best.problem.cost.placement
+            and {**variant.enumerated, name: value} == best.enumerated
+        }
+        below = max((other for other in alike if other < value), default=None)
+        above = min((other for other in alike if other > value), default=None)
+        for near, far in ((below, above), (above, below)):
+            if near is None or far is None or abs(far - value) <= 1:
+                continue
+            least = reach(alike[near], grid.best[2], at_least=0.0, slack=0.0)
+            gaps.append((here - least) / abs(value - near) * (abs(far - value) - 1) / here)
+    return max(gaps)
 
 
 def _halfway(best: Mapping[str, int], tried: Sequence[Mapping[str, int]], name: str) -> list[int]:

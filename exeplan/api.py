@@ -29,7 +29,7 @@ from exeplan.planner.load_problem import cluster_for, plan_request, profile_for,
 from exeplan.planner.margins import Risk
 from exeplan.planner.optimize import resolve_policies
 from exeplan.planner.plan_request import PlanRequest
-from exeplan.planner.risk import default_laws, load_errors, parse_risk
+from exeplan.planner.risk import load_errors, parse_risk
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution, solve
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
@@ -325,7 +325,7 @@ def _risk(risk: Quantity | None, errors: File | None) -> Risk | None:
             raise InputError("--errors needs a --risk, such as 1%")
         return None
     share = parse_risk(str(risk))
-    return Risk(share=share, laws={**default_laws(), **(load_errors(Path(errors)) if errors is not None else {})})
+    return Risk(share=share, own=load_errors(Path(errors)) if errors is not None else {})
 
 
 def _profile_of(profile: Profile, model: ModelSpec | File | None) -> Profile:

@@ -12,12 +12,13 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import BLOCK_SIZE, Batch
+from exeplan.core.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.simulator.cost import CostModel
@@ -50,85 +51,190 @@ def replay(
     """
     if not len(input_tokens):
         raise InputError("a replay needs at least one request")
-    pipelines = [_Pipeline(cost, phase, number) for number, phase in enumerate(_phases(cost))]
-    log = RunLog(
-        len(input_tokens),
-        tuple(p.stages for p in pipelines),
-        has_leads=cost.first_token_from_prefill,
-        record_passes=record_passes,
-    )
-    clients = None if concurrency is None else _Clients(concurrency, think_seconds, seed)
-    requests = _Requests(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
-    scheduler = LockstepScheduler(
-        schedule,
-        num_blocks,
-        make=requests.row,
-        log=log,
-        num_prefill_stages=len(cost.prefill_stages),
-        whole_prompts=cost.spec.is_encoder_decoder,
-    )
-    requests.check(scheduler)
-    peak_blocks = _run(scheduler, pipelines, requests, log)
-    return Run(
-        requests=log.requests(
-            requests.inputs, requests.outputs, requests.arrivals, patience=deadlines, weights=weights
-        ),
-        passes=log.passes(),
-        num_passes=log.num_passes,
-        peak_kv_tokens=peak_blocks * BLOCK_SIZE,
-        num_preemptions=scheduler.num_preemptions,
-    )
+    clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
+    stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    engine = EngineReplay(schedule, cost, stream, num_blocks=num_blocks, record_passes=record_passes)
+    stream.check(engine.scheduler)
+    engine.log.add(len(input_tokens))
+    engine.begin(0.0)
+    engine.advance(math.inf)
+    return engine.run()
 
 
-def _run(scheduler: LockstepScheduler, pipelines: "list[_Pipeline]", requests: "_Requests", log: RunLog) -> int:
-    """From the first arrival to the last token. Returns the most KV blocks in use at once."""
-    cost, clients = pipelines[0].cost, requests.clients
-    least_free = scheduler.free_blocks
-    events: list[_Event] = []
-    now = 0.0
-    while True:
-        if requests.coming <= now:
-            scheduler.arrive(*requests.arrive(now))
-        if requests.expire and scheduler.has_deadlines:
+class Incoming(Protocol):
+    """The requests of one engine, which it numbers from 0 in their order."""
+
+    coming: float
+    """When the next one comes, as far as that is known; infinity otherwise."""
+
+    @property
+    def expire(self) -> bool:
+        """Whether requests have deadlines."""
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether none is to come, as far as that is known."""
+
+    def arrive(self, now: float) -> tuple[int, float]:
+        """Takes those that have come by now. Returns how many have in all, and the first deadline of the new ones."""
+
+    def row(self, number: int) -> Row:
+        """One that has come."""
+
+    def answered(self, now: float, count: int) -> None:
+        """That many are over."""
+
+    def ended(self, log: RunLog) -> Requests:
+        """All of them, as they ended."""
+
+
+class EngineReplay:
+    """One engine on predicted times: its scheduler, its pipelines, and the batches in flight.
+
+    `begin` and `end` take turns: at `next`, batches end first; then requests may come; then batches begin.
+    """
+
+    def __init__(
+        self, schedule: Schedule, cost: CostModel, incoming: Incoming, *, num_blocks: int, record_passes: bool
+    ) -> None:
+        self.cost, self.incoming = cost, incoming
+        self.pipelines = [_Pipeline(cost, phase, number) for number, phase in enumerate(_phases(cost))]
+        self.log = RunLog(
+            tuple(p.stages for p in self.pipelines),
+            has_leads=cost.first_token_from_prefill,
+            record_passes=record_passes,
+        )
+        self.scheduler = LockstepScheduler(
+            schedule,
+            num_blocks,
+            make=incoming.row,
+            log=self.log,
+            num_prefill_stages=len(cost.prefill_stages),
+            whole_prompts=cost.spec.is_encoder_decoder,
+        )
+        self.next = math.inf
+        """When something happens next, if no request comes before that was not known of."""
+        self._events: list[_Event] = []
+        self._repeating: _Repeating | None = None
+        self._least_free = num_blocks
+
+    def advance(self, until: float) -> None:
+        """Does all that happens before `until`, and ends what ends then."""
+        while (now := self.next) < until:
+            self.end(now)
+            self.begin(now)
+        if now == until:
+            self.end(until)
+
+    def begin(self, now: float) -> None:
+        """Takes the requests that have come, drops those whose deadline has passed, and starts what can start."""
+        scheduler, incoming, events, log = self.scheduler, self.incoming, self._events, self.log
+        if incoming.coming <= now:
+            scheduler.arrive(*incoming.arrive(now))
+        if incoming.expire and scheduler.has_deadlines:
             for expired in cast(list[Row], scheduler.expire(now)):
                 log.starts[expired.index] = now
-                if clients is not None:
-                    clients.answered(now, 1)
-                    requests.wait()
-        for pipeline in pipelines:
+                incoming.answered(now, 1)
+        for pipeline in self.pipelines:
             while pipeline.free[0] <= now and (batch := scheduler.next_batch(pipeline.phase)):
                 number = log.num_passes
-                start, ends = pipeline.run(batch, now, requests.coming, scheduler, log)
+                if self.cost.times_repeats and (count := scheduler.num_repeats(batch)) > 1:
+                    start, ends = now, self._repeat(pipeline, batch, now, count)
+                else:
+                    start, ends = pipeline.run(batch, now, scheduler, log)
                 heappush(events, (ends[-1], number, batch, start, ends))
-        if scheduler.free_blocks < least_free:
-            least_free = scheduler.free_blocks
-        upcoming = requests.coming
-        for pipeline in pipelines:
+        if scheduler.free_blocks < self._least_free:
+            self._least_free = scheduler.free_blocks
+        upcoming = events[0][0] if events and events[0][0] < incoming.coming else incoming.coming
+        for pipeline in self.pipelines:
             if now < pipeline.free[0] < upcoming:
                 upcoming = pipeline.free[0]
-        if events:
-            now = min(events[0][0], upcoming)
-        elif requests.all_arrived and not scheduler.has_work:
-            return scheduler.num_blocks - least_free
-        else:
-            now = upcoming
+        self.next = upcoming
+
+    def end(self, now: float) -> None:
+        """Completes the batches whose last pass has ended by now."""
+        scheduler, events, prefills = self.scheduler, self._events, self.cost.first_token_from_prefill
         while events and events[0][0] <= now:
             _, number, batch, start, ends = heappop(events)
             if not ends:
                 scheduler.kv_arrived(batch)
                 continue
-            num_finished = scheduler.advance(batch, start, ends, prefills=cost.first_token_from_prefill)
-            if clients is not None and num_finished:
-                clients.answered(now, num_finished)
-                requests.wait()
+            if self._repeating is not None:
+                self._repeated(batch, start, ends)
+            if num_finished := scheduler.advance(batch, start, ends, prefills=prefills):
+                self.incoming.answered(now, num_finished)
             scheduler.complete(batch)
             if batch.phase == "prefill":
-                heappush(events, (now + _kv_transfer_seconds(batch, cost), number, batch, start, []))
+                heappush(events, (now + _kv_transfer_seconds(batch, self.cost), number, batch, start, []))
+
+    def interrupt(self, now: float) -> None:
+        """A request has come that was not known of: a batch that is repeated is not, after the pass that runs."""
+        if self._repeating is not None:
+            _, number, batch, start, ends = self._events[0]
+            ends = _begun([start, *ends], now)[1:]
+            self._events[0] = ends[-1], number, batch, start, ends
+            self._repeating.pipeline.free[0] = ends[-1]
+        self.next = now
+
+    def run(self) -> Run:
+        """What happened. Raises InputError where the policy left requests waiting with nothing in flight."""
+        if left := len(self.scheduler.waiting) + len(self.scheduler.running):
+            raise InputError(
+                f"{self.scheduler.schedule} starts nothing more, and {left} requests are not finished; its policy must "
+                "name a batch when nothing is in flight"
+            )
+        assert self.incoming.all_arrived
+        return Run(
+            requests=self.incoming.ended(self.log),
+            passes=self.log.passes(),
+            num_passes=self.log.num_passes,
+            peak_kv_tokens=(self.scheduler.num_blocks - self._least_free) * BLOCK_SIZE,
+            num_preemptions=self.scheduler.num_preemptions,
+        )
+
+    def _repeat(self, pipeline: "_Pipeline", batch: Batch, now: float, count: int) -> list[float]:
+        """The ends of the batch's passes: as many of `count` as begin before the next request comes, which may change
+        it."""
+        scheduler = self.scheduler
+        context, growth = scheduler.context_tokens(batch), scheduler.lanes[batch.group].num_advancing
+        seconds = self.cost.repeated_seconds(batch, context, growth, count)
+        rising = _begun(list(accumulate(seconds, initial=now)), min(self.incoming.coming, scheduler.next_expiry))
+        self._repeating = _Repeating(pipeline, _sizes(batch, self.log))
+        pipeline.free[0] = rising[-1]
+        return rising[1:]
+
+    def _repeated(self, batch: Batch, start: float, ends: list[float]) -> None:
+        """A batch in flight has been repeated: takes the blocks of its passes, and writes them down."""
+        assert self._repeating is not None
+        pipeline, sizes = self._repeating
+        self.scheduler.repeat(batch, len(ends))
+        self._least_free = min(self._least_free, self.scheduler.free_blocks)
+        for span in pairwise([start, *ends]):
+            self.log.passed(pipeline.number, span, sizes)
+        self._repeating = None
 
 
 _Event = tuple[float, int, Batch, float, list[float]]
 """Its time, the number of the batch's first pass, the batch; the start of that pass, and the ends of all its passes, of
 which there are none where the event is that the batch's keys and values have arrived."""
+
+
+class _Repeating(NamedTuple):
+    """A batch in flight is repeated: on which pipeline, and what is written down of each pass."""
+
+    pipeline: "_Pipeline"
+    sizes: tuple[int, int, int]
+
+
+def _sizes(batch: Batch, log: RunLog) -> tuple[int, int, int]:
+    """What a log that records passes writes down of each."""
+    return (len(batch.prefill), len(batch.decode), batch.num_new_tokens) if log.record_passes else (0, 0, 0)
+
+
+def _begun(rising: list[float], until: float) -> list[float]:
+    """The start of the first pass and the ends of those that begin before `until`; of the first one in any case."""
+    del rising[max(bisect_left(rising, until, 1) + 1, 2) :]
+    return rising
 
 
 class _Pipeline:
@@ -140,37 +246,19 @@ class _Pipeline:
         self.free = [0.0] * len(self.stages)
         """When each stage is free."""
 
-    def run(
-        self, batch: Batch, now: float, coming: float, scheduler: LockstepScheduler, log: RunLog
-    ) -> tuple[float, list[float]]:
-        """The batch's pass, or as many in a row as begin before the next request is `coming`, which may change it.
-
-        Returns when the first begins, and the ends of all.
-        """
-        context = scheduler.context_tokens(batch)
-        sizes = (len(batch.prefill), len(batch.decode), batch.num_new_tokens) if log.record_passes else (0, 0, 0)
-        count = scheduler.num_repeats(batch) if self.cost.times_repeats else 1
-        if count > 1:
-            growth = scheduler.lanes[batch.group].num_advancing
-            seconds = self.cost.repeated_seconds(batch, context, growth, count)
-            rising = list(accumulate(seconds, initial=now))
-            del rising[max(bisect_left(rising, min(coming, scheduler.next_expiry), 1) + 1, 2) :]
-            scheduler.repeat(batch, len(rising) - 1)
-            for span in pairwise(rising):
-                log.passed(self.number, span, sizes)
-            self.free[0] = rising[-1]
-            return now, rising[1:]
+    def run(self, batch: Batch, now: float, scheduler: LockstepScheduler, log: RunLog) -> tuple[float, list[float]]:
+        """One pass of the batch. Returns when it begins, and, alone in a list, when it ends."""
         ready, free = now, self.free
         spans: list[float] = []
-        for number, taken in enumerate(self.cost.stage_seconds(batch, context)):
+        for number, taken in enumerate(self.cost.stage_seconds(batch, scheduler.context_tokens(batch))):
             start = free[number] if free[number] > ready else ready
             ready = free[number] = start + taken
             spans += start, ready
-        log.passed(self.number, spans, sizes)
+        log.passed(self.number, spans, _sizes(batch, log))
         return spans[0], [ready]
 
 
-class _Clients:
+class Clients:
     """Of a closed loop: when each that has its answer sends the next request."""
 
     def __init__(self, concurrency: int, think_seconds: float, seed: int) -> None:
@@ -183,7 +271,7 @@ class _Clients:
             heappush(self.times, now + next(self._pauses))
 
 
-class _Requests:
+class Stream:
     """All requests, as arrays, and when the next one comes."""
 
     def __init__(
@@ -193,7 +281,7 @@ class _Requests:
         arrivals: Floats | None,
         deadlines: Floats | None,
         weights: Floats | None,
-        clients: _Clients | None,
+        clients: Clients | None,
     ) -> None:
         self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
         self.arrivals = np.zeros(len(inputs)) if arrivals is None else np.array(arrivals, dtype=float)
@@ -204,13 +292,13 @@ class _Requests:
         self._num_arrived = 0
         self.coming = math.inf
         """Seconds; infinity where no request arrives before another finishes."""
-        self.wait()
+        self._wait()
 
     @property
     def all_arrived(self) -> bool:
         return self._num_arrived == len(self.inputs)
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Sets when the next one comes."""
         if self.all_arrived or (self.clients is not None and not self.clients.times):
             self.coming = math.inf
@@ -220,25 +308,56 @@ class _Requests:
             self.coming = max(float(self.arrivals[self._num_arrived]), self.clients.times[0])
 
     def arrive(self, now: float) -> tuple[int, float]:
-        """Takes those that have come by now. Returns how many have in all, and the first deadline of the new ones."""
         first = self._num_arrived
         if self.clients is None:
             self._num_arrived = int(np.searchsorted(self._rising, now, side="right"))
-            self.wait()
-        while self.clients is not None and self.coming <= now:
-            self.arrivals[self._num_arrived] = self.coming
+            self._wait()
+        while self.coming <= now:
+            self.take()
+        return self._num_arrived, self.first_deadline(slice(first, self._num_arrived))
+
+    def take(self) -> int:
+        """The number of the next one, which comes when it was said to."""
+        number = self._num_arrived
+        if self.clients is not None:
+            self.arrivals[number] = self.coming
             heappop(self.clients.times)
-            self._num_arrived += 1
-            self.wait()
+        self._num_arrived += 1
+        self._wait()
+        return number
+
+    def first_deadline(self, some: slice | list[int]) -> float:
+        """Of some that have come; infinity where there are no deadlines."""
         if self._deadlines is None:
-            return self._num_arrived, math.inf
-        new = slice(first, self._num_arrived)
-        return self._num_arrived, float(np.min(self.arrivals[new] + self._deadlines[new]))
+            return math.inf
+        return float(np.min(self.arrivals[some] + self._deadlines[some]))
+
+    def answered(self, now: float, count: int) -> None:
+        if self.clients is not None:
+            self.clients.answered(now, count)
+            self._wait()
 
     def row(self, number: int) -> Row:
+        return self.row_of(number, number)
+
+    def row_of(self, number: int, index: int) -> Row:
+        """The row of a request for an engine that numbers it `index`."""
         due = None if self._deadlines is None else float(self.arrivals[number] + self._deadlines[number])
         weight = 1.0 if self._weights is None else float(self._weights[number])
-        return Row(number, int(self.inputs[number]), int(self.outputs[number]), due, weight)
+        return Row(index, int(self.inputs[number]), int(self.outputs[number]), due, weight)
+
+    def ended(self, log: RunLog) -> Requests:
+        return self.ended_of(slice(None), log)
+
+    def ended_of(self, some: slice | Ints, log: RunLog) -> Requests:
+        """These, as they ended on the engine of the log."""
+        return log.requests(
+            self.inputs[some],
+            self.outputs[some],
+            self.arrivals[some],
+            patience=None if self._deadlines is None else self._deadlines[some],
+            weights=None if self._weights is None else self._weights[some],
+        )
 
     def check(self, scheduler: LockstepScheduler) -> None:
         """Raises InputError for the first that exceeds the KV cache alone."""

@@ -107,19 +107,21 @@ class Run:
 class RunLog:
     """Collects what becomes a Run; arrays of plain numbers."""
 
-    def __init__(
-        self, num_requests: int, stages: tuple[tuple[int, ...], ...], *, has_leads: bool, record_passes: bool
-    ) -> None:
+    def __init__(self, stages: tuple[tuple[int, ...], ...], *, has_leads: bool, record_passes: bool) -> None:
         """`has_leads`: the prefill yields the first token."""
-        self.starts, self.lasts = (array("d", [math.nan]) * num_requests for _ in range(2))
+        self.starts, self.lasts, self.leads = array("d"), array("d"), array("d")
         self.has_leads = has_leads
-        self.leads = array("d", [math.nan]) * (num_requests if has_leads else 0)
         self.tracks: list[array[float]] = []
         self._owners, self._numbers, self._begins, self._ends = array("i"), array("H"), array("i"), array("i")
         self._stages = stages
         self._pipelines, self._spans, self._sizes = array("b"), array("d"), array("i")
         self.record_passes = record_passes
         self.num_passes = 0
+
+    def add(self, count: int) -> None:
+        """Makes room for that many more requests."""
+        for times in (self.starts, self.lasts, *([self.leads] if self.has_leads else [])):
+            times.extend(array("d", [math.nan]) * count)
 
     def new_track(self) -> "tuple[int, array[float]]":
         """Its number, and where its times are appended."""

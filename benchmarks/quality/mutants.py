@@ -226,6 +226,7 @@ FORESIGHT = "tests/simulator/test_closed_form_against_replay.py"
 COST = "tests/simulator/test_cost.py"
 PASSES = "tests/simulator/test_pass_oracle.py"
 REPLAY = "tests/simulator/test_replay.py"
+ROUTED = "tests/simulator/test_routed.py"
 REPLAY_ORACLE = "tests/simulator/test_replay_against_oracle.py"
 STEPWISE = "tests/simulator/test_replay_against_stepwise.py"
 DAS_ORACLE = "tests/core/test_das_oracle.py"
@@ -326,10 +327,31 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/replay.py",
-        "scheduler.next_expiry), 1) + 1, 2)",
-        "scheduler.next_expiry), 1) + 2, 2)",
+        "bisect_left(rising, until, 1) + 1, 2)",
+        "bisect_left(rising, until, 1) + 2, 2)",
         "a pass booked ahead begins after an arrival that would join it",
         ("tests/simulator/test_closed_loop.py",),
+    ),
+    Mutant(
+        "simulator/replay.py",
+        "            self._repeating.pipeline.free[0] = ends[-1]\n",
+        "",
+        "a replica that a request interrupts is busy until it would have been",
+        (ROUTED,),
+    ),
+    Mutant(
+        "exeplan/scheduling/router.py",
+        "min([*replicas[turn:], *replicas[:turn]], key=num_open)",
+        "min(replicas, key=num_open)",
+        "of equally short queues the first one gets every request",
+        (ROUTED,),
+    ),
+    Mutant(
+        "simulator/at_rate.py",
+        "(min(arrivals.variability, 1.0) + lengths)",
+        "(1.0 + lengths)",
+        "every n-th request of a stream counts as a Poisson stream",
+        ("tests/planner/test_sharing.py",),
     ),
     Mutant(
         "simulator/closed_form.py",
@@ -354,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/at_rate.py",
-        "longer = (1 + arrivals.variability) / 2",
-        "longer = arrivals.variability / 2",
+        "longer = (1 + max(arrivals.variability, 1.0)) / 2",
+        "longer = max(arrivals.variability, 1.0) / 2",
         "the queue's mean wait halved for Poisson arrivals",
         ("tests/simulator/test_at_rate_by_hand.py",),
     ),

@@ -30,7 +30,7 @@ from exeplan.workload.laws import fixed
 
 ENGINES = ("trtllm", "vllm", "sglang")
 _TABLES = {"trtllm": "trtllm", "vllm": "vllm", "sglang": "vllm"}
-_DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100-80gb"}
+DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100-80gb"}
 _SPARE_TOKENS = 1500
 _SGLANG_TOKENS = 8192
 _REQUESTS, _FEW_REQUESTS = 10, 3
@@ -80,20 +80,19 @@ def shipped_setting(engine: str) -> Setting:
 def has_tables(data: Path, row: Row) -> bool:
     """Whether the folder times the row's engine on its machine."""
     return (
-        row.engine in _TABLES and row.system in _DEVICES and (data / row.system / "gemm" / _TABLES[row.engine]).is_dir()
+        row.engine in _TABLES and row.system in DEVICES and (data / row.system / "gemm" / _TABLES[row.engine]).is_dir()
     )
 
 
-def predict(data: Path, row: Row, setting: Setting) -> Prediction:
-    """Means over all requests of a replay."""
-    run = _replayed(data, row, setting, _REQUESTS)
+def predict(data: Path, row: Row, setting: Setting, cost: CostModel | None = None) -> Prediction:
+    """Means over all requests of a replay, timed by this cost model or by the engine's tables and constants."""
+    run = _replayed(cost or _cost(data, row, setting.constants), row, setting, _REQUESTS)
     first = run.requests.first_tokens - run.requests.arrivals
     rest = run.requests.last_tokens - run.requests.first_tokens
     return Prediction(float(np.mean(first)), float(np.mean(rest)) / max(row.output_tokens - 1, 1))
 
 
-def _replayed(data: Path, row: Row, setting: Setting, requests_per_client: int) -> Run:
-    cost = _cost(data, row, setting.constants)
+def _replayed(cost: CostModel, row: Row, setting: Setting, requests_per_client: int) -> Run:
     room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
     admitted = row.input_tokens + setting.options.reserved * row.output_tokens
     slots = max(1, min(row.concurrency - setting.options.idle_slots, int(room / admitted)))
@@ -126,7 +125,7 @@ class PassCosts:
 
 def pass_costs(data: Path, row: Row, setting: Setting) -> PassCosts:
     """Of a replay of the row; a pass's context is taken for the mean one of its rows."""
-    run = _replayed(data, row, setting, _FEW_REQUESTS)
+    run = _replayed(_cost(data, row, setting.constants), row, setting, _FEW_REQUESTS)
     sizes = np.stack([run.passes.num_prefill, run.passes.num_decode, run.passes.num_new_tokens], axis=1)
     found, kind = np.unique(sizes, axis=0, return_inverse=True)
     prefill, decode, tokens = found.T.astype(float)
@@ -196,6 +195,6 @@ def kernels(data: Path, system: str, engine: str, model: str, dtype: str) -> Pro
     return import_profile(
         folders,
         spec=load_model_spec(model),
-        device=_DEVICES[system],
+        device=DEVICES[system],
         dtype=dtype,
     )[0]

@@ -5,7 +5,7 @@ Then the constants by least squares (soft L1) of the logarithms of TPOT and E2E 
 passes stay those of a replay; then once more on the passes of a replay with these constants.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ Settings = Mapping[tuple[str, ...], Setting]
 
 
 @dataclass(frozen=True, slots=True)
-class _Replays:
+class Replays:
     """Predictions of rows, several at a time."""
 
     data: Path
@@ -61,17 +61,26 @@ def fitted_settings(data: Path, rows: Sequence[Row], pool: Executor) -> dict[int
         for engine in sorted({row.engine for row in rows}):
             of_engine = [row for row in rows if row.engine == engine]
             own = [row for row in of_engine if row.half == half]
-            found |= _fitted(own, {row.deployment for row in of_engine}, _Replays(data, pool))
+            found |= _fitted(own, {row.deployment for row in of_engine}, Replays(data, pool))
     return settings
 
 
-def _fitted(rows: Sequence[Row], deployments: set[tuple[str, ...]], replays: _Replays) -> Settings:
+def settings_without(left: Collection[Row], rows: Sequence[Row], replays: Replays) -> Settings:
+    """Of the engine that ran all these rows, from those that are not left out; where it started, if there are none."""
+    fitted_on = [row for row in rows if row not in left]
+    deployments = {row.deployment for row in rows}
+    if not fitted_on:
+        return dict.fromkeys(deployments, start_setting(rows[0].engine))
+    return _fitted(fitted_on, deployments, replays)
+
+
+def _fitted(rows: Sequence[Row], deployments: set[tuple[str, ...]], replays: Replays) -> Settings:
     """Constants with the engine's known options, then its options, then the constants again."""
     settings = _with_constants(dict.fromkeys(deployments, start_setting(rows[0].engine)), rows, replays)
     return _with_constants(_with_conduct(settings, rows, replays), rows, replays)
 
 
-def _with_conduct(settings: Settings, rows: Sequence[Row], replays: _Replays) -> Settings:
+def _with_conduct(settings: Settings, rows: Sequence[Row], replays: Replays) -> Settings:
     some, everywhere = _some(rows), set(settings)
     for name, values in _OPTIONS.items():
         if any(getattr(setting.options, name) is not None for setting in settings.values()):
@@ -104,7 +113,7 @@ def _best(
     changed: Callable[[Any, Setting], Setting],
     values: Sequence[Any],
     rows: Sequence[Row],
-    replays: _Replays,
+    replays: Replays,
 ) -> dict[tuple[str, ...], Setting]:
     """The settings with the value for these deployments that errs least on the rows."""
     trials = [{d: changed(v, s) if d in deployments else s for d, s in settings.items()} for v in values]
@@ -117,7 +126,7 @@ def _error(pairs: Sequence[Pair]) -> float:
     return float(np.minimum(np.abs(logs), _FAR).mean())
 
 
-def _with_constants(settings: Settings, rows: Sequence[Row], replays: _Replays) -> Settings:
+def _with_constants(settings: Settings, rows: Sequence[Row], replays: Replays) -> Settings:
     costs = replays.pass_costs(rows, settings)
     found = _fitted_constants(next(iter(settings.values())).constants, rows, costs, replays.data)
     return {d: replace(s, constants=found) for d, s in settings.items()}

@@ -126,12 +126,13 @@ def errors(pairs: Sequence[Pair]) -> dict[str, tuple[float, float, float]]:
 @dataclass(frozen=True, slots=True)
 class Picks:
     """Of all cases: the share whose pick breaks the bound when measured, or where nothing is promised although
-    something would do; and the measured rate of picks that hold over the best measured one, its mean."""
+    something would do; and the measured rate of picks that hold over the best measured one, its mean and median."""
 
     cases: int
     broken: float
     refused: float
     kept: float
+    median_kept: float
 
 
 def picks(pairs: Sequence[Pair], margin: Margin, bounds: Callable[[Sequence[Row]], Sequence[float]]) -> Picks:
@@ -154,7 +155,8 @@ def picks(pairs: Sequence[Pair], margin: Margin, bounds: Callable[[Sequence[Row]
                 broken += 1
             else:
                 kept.append(rate[pick] / rate[measured <= bound].max())
-    return Picks(cases, broken / max(cases, 1), refused / max(cases, 1), float(np.mean(kept)) if kept else 0.0)
+    of_kept = (float(np.mean(kept)), float(np.median(kept))) if kept else (0.0, 0.0)
+    return Picks(cases, broken / max(cases, 1), refused / max(cases, 1), *of_kept)
 
 
 def tight_bounds(rows: Sequence[Row]) -> list[float]:

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from exeplan.core.metrics import RequestRecord
     from exeplan.core.model import ModelSpec
     from exeplan.core.plan import Plan
+    from exeplan.core.profile import Profile
     from exeplan.core.schedule import Estimate
     from exeplan.runner.load import EngineRun, Load
-    from exeplan.simulator.run import Run
+    from exeplan.simulator.routed import Replica, RoutedRun
     from exeplan.workload.workload import Workload
 
 POSITION = 80
@@ -45,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of each GPU's memory that the engine here may use (default: the plan's, 0.9)",
     )
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write the predicted passes (.json, .png, .svg, .pdf)"
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write the predicted passes, of the first replica (.json, .png, .svg, .pdf)",
     )
     parser.add_argument(
         "--engine-timeline", type=Path, metavar="FILE", help="write the passes that the engine here ran (.json)"
@@ -76,9 +80,15 @@ def _bench_plan(args: argparse.Namespace) -> int:
     from exeplan.core.bounds import Bound
     from exeplan.core.metrics import summarize
     from exeplan.core.plan import with_utilization
+    from exeplan.errors import InputError
     from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
 
     plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
+    if plan.num_replicas > 1 and not args.url:
+        raise InputError(
+            f"the plan has {plan.num_replicas} replicas, and bench runs one engine; start `exeplan serve {args.plan}` "
+            "and give its --url"
+        )
     spec = plan_model(plan)
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
@@ -93,7 +103,9 @@ def _bench_plan(args: argparse.Namespace) -> int:
         if args.timeline:
             from exeplan.simulator.timeline import write_timeline
 
-            write_timeline(prediction, args.timeline, title=f"{plan.schedule} on {workload.name}, predicted")
+            write_timeline(
+                prediction.replicas[0], args.timeline, title=f"{plan.schedule} on {workload.name}, predicted"
+            )
     on_cpu_clock = None
     if shared is not None:
         quiet = shared.on_cpu_clock()
@@ -123,29 +135,43 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
     )
 
 
-def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "Run | None":
-    """The replay of these very requests; None for a plan without a profile, or of several replicas."""
+def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "RoutedRun | None":
+    """The replay of these very requests on all replicas; None for a plan without a profile."""
     from exeplan.core.profile import load_profile
-    from exeplan.planner.load_problem import engine_blocks, plan_cluster, plan_model, profile_for
-    from exeplan.simulator.cost import CostModel
-    from exeplan.simulator.replay import replay
+    from exeplan.core.schedule import ROUTERS
+    from exeplan.planner.load_problem import plan_model, profile_for
+    from exeplan.simulator.routed import routed_replay
 
     reference = args.profile or plan.profile
-    if reference is None or plan.num_replicas > 1:
+    if reference is None:
         return None
     spec = plan_model(plan)
-    profile = profile_for(spec, load_profile(Path(reference)))
-    cost = CostModel(profile, plan.placement, plan_cluster(plan, profile))
-    return replay(
-        plan.schedule,
-        cost,
+    return routed_replay(
+        _replicas(plan, profile_for(spec, load_profile(Path(reference))), spec),
+        plan.router or ROUTERS[0],
         input_tokens=load.input_tokens,
         output_tokens=load.output_tokens,
-        num_blocks=engine_blocks(plan, spec),
         arrivals=load.arrivals,
         concurrency=load.concurrency,
         deadlines=load.deadlines,
     )
+
+
+def _replicas(plan: "Plan", profile: "Profile", spec: "ModelSpec") -> "list[Replica]":
+    from exeplan.core.plan import single_plans
+    from exeplan.planner.load_problem import engine_blocks, plan_cluster
+    from exeplan.simulator.cost import CostModel
+    from exeplan.simulator.routed import Replica
+
+    cluster = plan_cluster(plan, profile)
+    return [
+        Replica(
+            schedule=one.schedule,
+            cost=CostModel(profile, one.placement, cluster),
+            num_blocks=engine_blocks(one, spec),
+        )
+        for one in single_plans(plan)
+    ]
 
 
 def _play(
@@ -154,17 +180,11 @@ def _play(
     """The records and, where the CPU clock means something (one thread that never waits), the whole run."""
     import asyncio
 
-    from exeplan.errors import InputError
     from exeplan.runner.load import play_engine, served_model
 
     if args.url:
         model = served_model(args.url, args.api_key)
         return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
-    if plan.num_replicas > 1:
-        raise InputError(
-            f"the plan has {plan.num_replicas} replicas, and bench runs one engine; start `exeplan serve {args.plan}` "
-            "and give its --url"
-        )
     from exeplan.runner.engine_process.build import build_engine, engine_setup
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
@@ -222,8 +242,7 @@ def _print(
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
-    print(f"{copies}{what} on {workload.name}, {len(load.input_tokens)} requests")
-    print("several replicas are not replayed: what follows compares with the closed form\n" if copies else "")
+    print(f"{copies}{what} on {workload.name}, {len(load.input_tokens)} requests\n")
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
         share = measured.throughput / on_cpu_clock.throughput

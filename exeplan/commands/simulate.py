@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the closed form fills a batch: exactly (default), or by ExeGPT's formula, to reproduce its figures",
     )
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write the passes (.json for Perfetto; .png, .svg, .pdf)"
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write the passes, of the first replica (.json for Perfetto; .png, .svg, .pdf)",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan with its estimate filled in")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         simulation.save(args.output)
     if args.json:
-        more = {"preemptions": simulation.run.num_preemptions, "extrapolated": simulation.extrapolated}
+        more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
         print(json_line({**as_json(simulation.plan), **more}))
     else:
         print(simulation)

@@ -1,36 +1,63 @@
-"""Margins: how far below each bound a plan stays, from replays of the winner and from measured errors.
+"""Margins: how far below each bound a plan stays, and what each part of that distance is for.
 
-    closed form -> replay    the winner replayed with several seeds, which includes the spread between samples of
-                             requests; fresh replays of the winner are not biased by its selection
-    replay -> measurement    `Risk.laws`
+    replays      closed form -> replay: the winner replayed with several seeds, which includes the spread between
+                 samples of requests; fresh replays of the winner are not biased by its selection
+    lengths      the trace is a sample of what will come (`sampling_error.py`)
+    profile      the times in the profile are measured (`profile_error`)
+    deployment   replay -> measurement: errors of measured deployments, and of this one (`deployments.py`)
 
-Several bounds share the risk equally, so that all hold together with it.
+The parts are independent and are compounded: their centres are added, their spreads are added in squares. Several
+bounds share the risk equally, so that all hold together with it.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
 
 from exeplan.core.bounds import Bound, quantities, values_of
+from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
+from exeplan.planner.deployments import deployment_law, deployment_of, shipped_deployments
 from exeplan.planner.problem import Problem
 from exeplan.planner.replays import replay_estimate
 from exeplan.planner.risk import ErrorLaw, compound, error_law
+from exeplan.planner.sampling_error import sampling_error
 
 _SEEDS = 8
 """Replays of the winner: with fewer, Student's law demands much more than the spread of the replays."""
+_MEDIAN_ERROR = math.sqrt(math.pi / 2) / 0.6745
+"""The standard error of a median, times the root of the repeats, over half the interquartile range; of a normal law."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Risk:
-    """The share of plans that may break a bound, and the error laws of replays by quantity (`planner/risk.py`)."""
+    """The share of plans that may break a bound, and this deployment's own errors by quantity (`risk.py`)."""
 
     share: float
-    laws: Mapping[str, ErrorLaw]
+    own: Mapping[str, ErrorLaw] = field(default_factory=dict)
 
-    def law(self, bound: Bound) -> ErrorLaw:
-        """Of the bound's quantity; of several together the law with the widest spread."""
-        return max((self.laws[quantity] for quantity in quantities(bound)), key=lambda law: law.spread)
+    def law(self, problem: Problem, bound: Bound) -> ErrorLaw:
+        """Of the bound's quantity on the problem's placement; of several together the one with the largest margin."""
+        return max((self._law(problem, name) for name in quantities(bound)), key=lambda law: law.margin(self.share))
+
+    def _law(self, problem: Problem, quantity: str) -> ErrorLaw:
+        size = max(stage.tensor_parallel_size for stage in problem.cost.placement)
+        own = self.own.get(quantity)
+        here = deployment_of(problem.profile, size)
+        return deployment_law(here, quantity, shipped_deployments(), own_logs=own.logs if own else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One reason for a margin: in words, from how many observations, and the margin on each bound for it alone."""
+
+    words: str
+    count: int
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +66,62 @@ class Margins:
 
     risk: float
     values: tuple[float, ...]
-    source: str
+    parts: tuple[Part, ...]
+
+    def promise(self, bounds: Sequence[Bound]) -> dict[str, Any]:
+        """As a plan stores it."""
+        return {"margin": _by_metric(bounds, self.values), "parts": [_part_json(bounds, part) for part in self.parts]}
 
 
 def expected_margins(problem: Problem, risk: Risk) -> Margins:
     """Before any replay: from measured errors alone."""
-    share = risk.share / _num_finite(problem)
-    values = [0.0 if math.isinf(b.seconds) else risk.law(b).margin(share) for b in problem.bounds]
-    return Margins(risk=risk.share, values=tuple(values), source=_sources([risk.law(b) for b in problem.bounds]))
+    return _margins(problem, risk, [_deployment_laws(problem, risk)], [], num_compared=1)
 
 
 def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: int, seed: int) -> Margins:
-    """Of the schedule that was selected as the best of `num_compared`, on its placement."""
+    """Of the schedule that was selected as the best of `num_compared`, on its placement.
+
+    Raises Infeasible as `sampling_error` does.
+    """
+    laws, remarks = [_replay_laws(problem, schedule, seed=seed)], []
+    if sampled := sampling_error(problem, schedule, risk=risk.share, seed=seed):
+        laws.append([_with_throughput(law, sampled.throughput) for law in sampled.laws])
+    else:
+        remarks.append("lengths: a stated law, no sample: no sampling error")
+    if measured := profile_error(problem.profile):
+        laws.append([measured] * len(problem.bounds))
+    else:
+        remarks.append(f"profile: {problem.profile.source}, its times have no repeats to judge them by")
+    laws.append(_deployment_laws(problem, risk))
+    if num_compared > 1:
+        remarks.append(f"best of {num_compared} policies: each at that part of the risk")
+    return _margins(problem, risk, laws, remarks, num_compared=num_compared)
+
+
+def profile_error(profile: Profile) -> ErrorLaw | None:
+    """The standard error of the profile's medians, as if all erred alike; None where nothing was repeated.
+
+    A mean over the rows, each as important as its seconds.
+    """
+    rows = [m for m in profile.measurements if m.repeats > 1 and m.spread > 0]
+    if not rows:
+        return None
+    errors = [_MEDIAN_ERROR * m.spread / math.sqrt(m.repeats) for m in rows]
+    count = sum(m.repeats for m in rows)
+    return ErrorLaw(
+        logs=(0.0,),
+        spread=float(np.average(errors, weights=[m.seconds for m in rows])),
+        freedom=float(count - len(rows)),
+        count=count,
+        source=f"profile: the repeats of its {len(rows)} measured times",
+    )
+
+
+def _deployment_laws(problem: Problem, risk: Risk) -> list[ErrorLaw | None]:
+    return [None if math.isinf(b.seconds) else risk.law(problem, b) for b in problem.bounds]
+
+
+def _replay_laws(problem: Problem, schedule: Schedule, *, seed: int) -> list[ErrorLaw | None]:
     predicted = values_of(problem.bounds, problem.estimate(schedule))
     # A trace is replayed at its own times: other seeds give the same run.
     seeds = 1 if problem.arrivals and problem.arrivals.of_trace else _SEEDS
@@ -58,18 +129,42 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: i
         replay_estimate(problem, schedule, seed=seed + 1 + number, record_passes=False)[1] for number in range(seeds)
     ]
     replayed = [values_of(problem.bounds, run) for run in runs]
-    values, laws = [], []
-    for number, bound in enumerate(problem.bounds):
+    laws: list[ErrorLaw | None] = []
+    for number in range(len(problem.bounds)):
         ratios = [ratio for run in replayed if (ratio := _ratio(run[number], predicted[number]))]
-        if math.isinf(bound.seconds) or not ratios:
-            values.append(0.0)
-            continue
         ratios = ratios * 2 if len(ratios) == 1 else ratios
-        law = compound(error_law(ratios, f"{len(runs)} replays of the winner"), risk.law(bound))
-        values.append(law.margin(risk.share / _num_finite(problem), num_compared=num_compared))
-        laws.append(law)
-    compared = f"; best of {num_compared} policies" if num_compared > 1 else ""
-    return Margins(risk=risk.share, values=tuple(values), source=_sources(laws) + compared)
+        laws.append(error_law(ratios, f"closed form: {len(runs)} replays of the winner") if ratios else None)
+    return laws
+
+
+def _with_throughput(law: ErrorLaw | None, throughput: float) -> ErrorLaw | None:
+    return replace(law, source=f"{law.source} (throughput +-{100 * throughput:.1f} %)") if law else None
+
+
+def _margins(
+    problem: Problem,
+    risk: Risk,
+    laws: Sequence[Sequence[ErrorLaw | None]],
+    remarks: Sequence[str],
+    *,
+    num_compared: int,
+) -> Margins:
+    """Of laws by part and bound; a bound that is infinite, or has no value, has none."""
+    bounded = [math.isfinite(b.seconds) for b in problem.bounds]
+    share = risk.share / max(1, sum(bounded))
+    values = []
+    for number, counts in enumerate(bounded):
+        found = [law for part in laws if (law := part[number])]
+        known = counts and all(part[number] for part in laws)
+        values.append(reduce(compound, found).margin(share, num_compared=num_compared) if known else 0.0)
+    parts = [_part(part, bounded, share) for part in laws if any(part)]
+    return Margins(risk=risk.share, values=tuple(values), parts=(*parts, *(Part(words, 0, ()) for words in remarks)))
+
+
+def _part(laws: Sequence[ErrorLaw | None], bounded: Sequence[bool], share: float) -> Part:
+    found = [law for law in laws if law]
+    values = [law.margin(share) if law and counts else 0.0 for law, counts in zip(laws, bounded, strict=True)]
+    return Part("; ".join(dict.fromkeys(law.source for law in found)), max(law.count for law in found), tuple(values))
 
 
 def _ratio(replayed: float | None, predicted: float | None) -> float | None:
@@ -77,9 +172,10 @@ def _ratio(replayed: float | None, predicted: float | None) -> float | None:
     return replayed / predicted if replayed and predicted else None
 
 
-def _num_finite(problem: Problem) -> int:
-    return max(1, sum(math.isfinite(b.seconds) for b in problem.bounds))
+def _by_metric(bounds: Sequence[Bound], values: Sequence[float]) -> dict[str, float]:
+    return {bound.metric: round(value, 4) for bound, value in zip(bounds, values, strict=True)}
 
 
-def _sources(laws: list[ErrorLaw]) -> str:
-    return "; ".join(dict.fromkeys(part for law in laws for part in law.source.split("; ")))
+def _part_json(bounds: Sequence[Bound], part: Part) -> dict[str, Any]:
+    found: dict[str, Any] = {"from": part.words}
+    return {**found, "observations": part.count, "margin": _by_metric(bounds, part.values)} if part.count else found

@@ -30,7 +30,7 @@ from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
 from exeplan.planner.ranking import CONFIDENCE, MOST_SEEDS, Order, behind
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate, too_short
+from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate, too_short
 from exeplan.planner.replicas import (
     Division,
     best_division,
@@ -51,6 +51,9 @@ _RETRIES = 8
 """Searches under tightened bounds, of one policy on pipelines of one size."""
 _SEARCHED = 0.9
 """Share of the work that is done, as it is told, before the first replay."""
+_FIRST_SLACK = 0.001
+"""What the first of them leaves between the bound and the replay, beyond the overshoot: where passes are bound by the
+weights, 1 % of latency is worth 10 % of throughput."""
 _DOUBT = 0.05
 """How much better than its closed form a replay may be; nearly all are within half of it."""
 _MOST_ADDED = 40_000
@@ -91,7 +94,7 @@ class Optimum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proof:
-    """The replay of a candidate, which keeps all bounds."""
+    """The replay of a candidate, which keeps all bounds; at a rate of all its replicas, `run` of the first."""
 
     run: Run
     replayed: Estimate
@@ -283,10 +286,14 @@ class _Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = self._replay(placed, winner.schedule)
+        run, replayed = self._replayed(size, placed, winner.schedule)
         margin = self.margin
         if self.risk:
-            margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+            try:
+                margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+            except Infeasible as error:
+                self.found[key] = replace(winner, schedule=None, refusal=str(error))
+                return
         filled = _filled(part, winner, replayed, margin)
         if max(filled) <= 1:
             self._prove(key, _Proof(run=run, replayed=replayed, margin=margin))
@@ -302,6 +309,18 @@ class _Pipelines:
         """A replay by the `more`-th further seed."""
         num_requests = self.effort.num_requests
         return replay_estimate(placed, schedule, seed=self.seed + more, num_requests=num_requests, record_passes=False)
+
+    def _replayed(self, size: int, placed: Problem, schedule: Schedule) -> tuple[Run, Estimate]:
+        """The replay of a pipeline, and its Estimate; at a rate that of all its replicas behind the router."""
+        if not self.problem.arrivals or (count := self._count(size)) == 1:
+            return self._replay(placed, schedule)
+        num_requests = self.effort.num_requests and count * self.effort.num_requests
+        devices = tuple(size * number for number in range(count))
+        group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)
+        run, replayed = routed_estimate(
+            self.problem, [(placed, group)], ROUTERS[0], seed=self.seed, num_requests=num_requests
+        )
+        return run.replicas[0], replayed
 
     def _prove(self, key: Key, proof: _Proof) -> None:
         """Keeps the better of this proof and the one that another variant had; looks for another variant where the
@@ -351,7 +370,7 @@ class _Pipelines:
             self.found[key] = again
             return
         # Slack that doubles ends this soon, whatever chance does to the few long requests of a replay.
-        slack = 1 - 0.005 * 2 ** (self.tries[key] - 1)
+        slack = 1 - _FIRST_SLACK * 2 ** (self.tries[key] - 1)
         self.limits[key] = scaled(self.limits[key], [slack / full if full > 1 else 1.0 for full in filled])
         # Another placement would gain less than the tighter bound costs.
         here = replace(_at(part, winner.placement), cluster=None)
@@ -370,14 +389,16 @@ class _Pipelines:
         pairs = zip(keys, groups, strict=True)
         alone = [(_at(self.parts[size], group.placement), group) for (size, _), group in pairs]
         estimates = [one.estimate(group.schedule) for one, group in alone]
-        plan = _plan(self.problem, placed, groups, proof.margin)
+        plan = _plan(self.problem, placed, groups, [self.proofs[key].margin for key in keys])
         if self.effort.headroom:
             plan = with_headroom(plan, placed)
         found = tuple(self._candidate(policy) for policy in self.policies)
         plan = replace(
             plan,
             estimate=together(estimates, counts),
-            replay=together([self.proofs[key].replayed for key in keys], counts),
+            replay=proof.replayed
+            if self.problem.arrivals
+            else together([self.proofs[key].replayed for key in keys], counts),
             search={
                 **search_summary([one.search for one in self.found.values() if one.search], self.method),
                 "gap": self._gap(),
@@ -503,14 +524,17 @@ class _Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = self._replay(placed, schedule)
+        run, replayed = self._replayed(key[0], placed, schedule)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
-        filled = _filled(part, winner, replayed, self.margin)
+        margin = self.margin
+        if self.risk:
+            margin = margins(placed, schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+        filled = _filled(part, winner, replayed, margin)
         if max(filled) > 1:
             bound = self.problem.bounds[filled.index(max(filled))]
             raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
         self.found[key] = winner
-        self.proofs[key] = _Proof(run=run, replayed=replayed, margin=self.margin)
+        self.proofs[key] = _Proof(run=run, replayed=replayed, margin=margin)
         self.replayed[key] = [replayed.throughput]
         return self.optimum({key[0]: (key[1], self._count(key[0]))})
 
@@ -627,7 +651,7 @@ def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Mar
     return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]
 
 
-def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], margin: Margins | None) -> Plan:
+def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], margins: Sequence[Margins | None]) -> Plan:
     """The plan of these replicas without its estimates; `placed` is the problem of one of the first group."""
     model, first = problem.profile.model, groups[0]
     several = len(groups) > 1 or first.num_replicas > 1
@@ -655,7 +679,7 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
-        promise=_promise(problem, margin),
+        promise=_promise(problem, [margin for margin in margins if margin]),
     )
 
 
@@ -668,11 +692,12 @@ def with_headroom(plan: Plan, placed: Problem) -> Plan:
     )
 
 
-def _promise(problem: Problem, margin: Margins | None) -> dict[str, Any]:
-    if margin is None:
+def _promise(problem: Problem, found: Sequence[Margins]) -> dict[str, Any]:
+    """The margins of every group of replicas, that of the first in the promise itself."""
+    if not found:
         return {}
-    kept = {bound.metric: round(value, 4) for bound, value in zip(problem.bounds, margin.values, strict=True)}
-    return {"risk": margin.risk, "margin": kept, "source": margin.source}
+    first, *more = (margin.promise(problem.bounds) for margin in found)
+    return {"risk": found[0].risk, **first, **({"more_groups": more} if more else {})}
 
 
 def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:

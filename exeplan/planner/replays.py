@@ -1,14 +1,18 @@
-"""Replays of a planned schedule: how many requests, which KV cache, and the Estimate of what happened."""
+"""Replays of a planned schedule, or of all replicas of a plan: how many requests, which KV cache, and the Estimate of
+what happened."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.metrics import summarize
-from exeplan.core.schedule import Estimate, Schedule
+from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problem import Problem
 from exeplan.simulator.closed_form import SteadyState, steady_state
 from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
 from exeplan.simulator.replay import replay
+from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
 from exeplan.simulator.run import Run
 from exeplan.workload.arrivals import Arrivals
 
@@ -21,6 +25,10 @@ _LEAST_GENERATIONS = 2
 """How many times too short a replay may be that still proves a schedule."""
 _MOST_ARRIVING = 10_000
 """Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
+_MOST_ROUTED = 40_000
+"""The same of all replicas together."""
+_FILLS = 10
+"""Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
 
@@ -98,6 +106,74 @@ def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
         return _MOST_ARRIVING
     spare = max(1.0 - arrivals.rate / capacity, 1e-3)
     return int(min(_ARRIVING / spare, _MOST_ARRIVING))
+
+
+def routed_estimate(
+    problem: Problem,
+    groups: Sequence[tuple[Problem, ReplicaGroup]],
+    router: str,
+    *,
+    seed: int,
+    num_requests: int | None = None,
+    record_passes: bool = True,
+) -> tuple[RoutedRun, Estimate]:
+    """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests.
+
+    Each group comes with the problem of one of its replicas. KV cache tokens are added, memory is that of the fullest
+    GPU.
+    """
+    assert problem.arrivals is not None
+    n = num_requests or _routed_requests(problem.arrivals, groups, router)
+    inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    placed = [one for one, group in groups for _ in range(group.num_replicas)]
+    due = problem.workload.deadlines
+    run = routed_replay(
+        [replica for one, group in groups for replica in [_replica(one, group)] * group.num_replicas],
+        router,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due else None,
+        record_passes=record_passes,
+    )
+    peaks = [float(one.peak_kv_tokens) for one in run.replicas]
+    return run, summarize(
+        run.requests,
+        p99_output=problem.workload.output_quantile(0.99),
+        bounds=problem.bounds,
+        backlog=False,
+        waiting=True,
+        kv_tokens=sum(peaks),
+        memory_bytes=max(
+            memory_bytes(one.profile, one.cost.placement, peak) for one, peak in zip(placed, peaks, strict=True)
+        ),
+    )
+
+
+def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
+    """One of the group, with the KV cache of its plan or the one that it would be planned with."""
+    tokens = group.kv_cache_tokens or kv_cache_tokens(problem, group.schedule)
+    return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE)
+
+
+def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]], router: str) -> int:
+    """Enough for all replicas to fill up, and for their queues to reach their steady lengths: one queue together where
+    the router looks at them, one each otherwise.
+
+    Raises Infeasible where a replica does not sustain its share.
+    """
+    number = sum(group.num_replicas for _, group in groups)
+    if arrivals.of_trace:
+        return min(_MOST_ARRIVING * number, _MOST_ROUTED)
+    capacity = held = 0.0
+    for problem, group in groups:
+        assert problem.arrivals is not None
+        capacity += group.num_replicas * steady_state(group.schedule, problem.workload, problem.cost).throughput
+        mean = problem.estimate(group.schedule)
+        seconds = mean.ttft + mean.tpot * (problem.workload.mean_output - 1)
+        held += group.num_replicas * problem.arrivals.rate * seconds
+    queues = 1 if router == ROUTERS[0] else number
+    return int(min(max(queues * _arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
 
 
 def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:

@@ -1,7 +1,8 @@
 """An optimum in lines for people: the winner, where it runs, its estimates, what it promises, and every policy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from exeplan.core.bounds import Bound, binding, values_of
 from exeplan.core.plan import Plan
@@ -159,10 +160,9 @@ def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
     if problem.arrivals is None or plan.rate_headroom is None:
         return []
     more = 100 * plan.rate_headroom
-    alone = "every request of its share of the trace" if plan.trace_arrivals else "a Poisson stream of its own"
     return [
         f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included",
-        *([f"one of {plan.num_replicas} replicas is replayed, with {alone}"] if plan.num_replicas > 1 else []),
+        *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
         f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
         "headroom)",
     ]
@@ -178,9 +178,24 @@ def _headroom_lines(problem: Problem, plan: Plan) -> list[str]:
 def _risk_lines(plan: Plan) -> list[str]:
     if not plan.promise:
         return []
-    kept = ", ".join(f"{100 * value:.1f} % on {about}" for about, value in plan.promise["margin"].items())
-    return [
-        f"margin: the closed form keeps every bound with {kept} added, so that a bound breaks with a chance of at most "
-        f"{100 * plan.promise['risk']:g} %",
-        f"  from {plan.promise['source']}",
-    ]
+    groups = [plan.promise, *plan.promise.get("more_groups", ())]
+    lines = []
+    for number, group in enumerate(groups, 1):
+        of_group = f" in replicas of group {number}" if len(groups) > 1 else ""
+        lines += [
+            f"margin{of_group}: the closed form keeps every bound with {_shown_margin(group['margin'])} added, so that "
+            f"a bound breaks with a chance of at most {100 * plan.promise['risk']:g} %",
+            *(f"  {_shown_part(part)}" for part in group["parts"]),
+        ]
+    return lines
+
+
+def _shown_part(part: Mapping[str, Any]) -> str:
+    """One reason for a margin, with what it alone would take."""
+    if "margin" not in part:
+        return str(part["from"])
+    return f"{_shown_margin(part['margin'])} alone, {part['observations']} observations: {part['from']}"
+
+
+def _shown_margin(margin: Mapping[str, float]) -> str:
+    return ", ".join(f"{100 * value:.1f} % on {about}" for about, value in margin.items())

@@ -9,8 +9,8 @@ candidates tends to be one that is predicted too well (the winner's curse); at a
 the bound with at most the share, whatever the dependence between the errors (union bound). k counts the compared
 policies: schedules of one policy err alike, as the same passes are timed.
 
-Two sources are compounded: the closed form against replays of the winner with several seeds, and the replay against
-measurements. Not here: prediction (`simulator/`), and changes of the traffic since (`exeplan/drift`).
+Which errors there are is said in `margins.py`, where their laws are compounded. Not here: prediction (`simulator/`),
+and changes of the traffic since (`exeplan/drift`).
 """
 
 import json
@@ -27,13 +27,8 @@ from exeplan.files import read_text
 
 QUANTITIES = ("latency", "ttft", "tpot")
 """Quantities with an error law. Every bound on whole requests is on `latency`."""
-_DEMO_SOURCE = "18 runs of the demo model on one CPU device (benchmarks/records/fidelity-demo.json)"
-# Measured over replayed, case by case as in that record: three workloads, three policies, two runs each.
-_DEMO_RATIOS = {
-    "latency": "1.025 1.030 1.009 .968 .988 .964 1.040 .998 1.007 1.017 .904 .953 .978 1.118 1.011 1.026 .913 1.010",
-    "ttft": "1.001 1.000 1.029 .991 .955 .945 1.011 1.025 .943 .992 .869 .869 .934 1.056 .978 .947 .913 1.008",
-    "tpot": "1.033 1.034 .985 .969 1.007 1.006 1.029 1.069 1.021 1.045 .968 1.051 .960 1.093 1.020 1.005 .954 1.076",
-}
+_NORMAL = 1e9
+"""Degrees of freedom at which Student's law is the normal one."""
 
 
 class ErrorPair(TypedDict):
@@ -50,9 +45,11 @@ class ErrorLaw:
     logs: tuple[float, ...]
     """A sample of them, rising."""
     spread: float
-    """Their standard deviation."""
-    count: float
-    """Independent errors behind the spread; after compounding, the equivalent number."""
+    """Standard deviation of a new error, the uncertainty of the law's centre included."""
+    freedom: float
+    """Degrees of freedom of the spread."""
+    count: int
+    """Observations behind the law."""
     source: str
 
     def margin(self, risk: float, *, num_compared: int = 1) -> float:
@@ -60,7 +57,7 @@ class ErrorLaw:
         from scipy.special import stdtrit
 
         share = check_risk(risk) / num_compared
-        student = stdtrit(self.count - 1, 1 - share) * self.spread * math.sqrt(1 + 1 / self.count)
+        student = stdtrit(min(self.freedom, _NORMAL), 1 - share) * self.spread
         rank = min(math.ceil((len(self.logs) + 1) * (1 - share)), len(self.logs))
         return max(0.0, math.expm1(max(float(np.mean(self.logs)) + float(student), self.logs[rank - 1])))
 
@@ -77,26 +74,24 @@ def error_law(ratios: Sequence[float], source: str) -> ErrorLaw:
     if len(ratios) < 2:
         raise InputError(f"{source}: {len(ratios)} errors say nothing about their spread; at least 2 are needed")
     logs = np.sort(np.log(np.asarray(ratios, dtype=float)))
-    return ErrorLaw(logs=tuple(logs.tolist()), spread=float(logs.std(ddof=1)), count=len(logs), source=source)
+    n = len(logs)
+    spread = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / n)
+    return ErrorLaw(logs=tuple(logs.tolist()), spread=spread, freedom=n - 1.0, count=n, source=source)
 
 
 def compound(one: ErrorLaw, other: ErrorLaw) -> ErrorLaw:
-    """The law of the product of two independent errors, its count by Welch and Satterthwaite."""
+    """The law of the product of two independent errors, its freedom by Welch and Satterthwaite."""
     sums = np.sort(np.add.outer(one.logs, other.logs), axis=None)
-    parts = [(law.spread**2, law.count - 1) for law in (one, other)]
+    parts = [(law.spread**2, law.freedom) for law in (one, other)]
     variance = sum(part for part, _ in parts)
     freedom = variance**2 / sum(part**2 / n for part, n in parts) if variance else min(n for _, n in parts)
     return ErrorLaw(
         logs=tuple(sums.tolist()),
         spread=math.sqrt(variance),
-        count=freedom + 1,
+        freedom=freedom,
+        count=one.count + other.count,
         source=f"{one.source}; {other.source}",
     )
-
-
-def default_laws() -> dict[str, ErrorLaw]:
-    """Engine over replay where no other measurements are given, by quantity."""
-    return {name: error_law([float(r) for r in text.split()], _DEMO_SOURCE) for name, text in _DEMO_RATIOS.items()}
 
 
 def load_errors(path: Path) -> dict[str, ErrorLaw]:

@@ -1,5 +1,6 @@
 """Simulation: a plan replayed request by request, its figures filled in; for programs, notebooks, the command line."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -15,9 +16,10 @@ from exeplan.planner.load_problem import with_relative_references
 from exeplan.planner.optimize import together
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate
+from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate
 from exeplan.planner.tables import html, html_table, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.routed import RoutedRun
 from exeplan.simulator.run import Run
 from exeplan.simulator.timeline import draw_stages, write_timeline
 
@@ -38,6 +40,8 @@ class Simulation:
     problem: Problem
     run: Run
     """Of the first replica."""
+    routed: RoutedRun | None = None
+    """Of all replicas behind their router; None for a backlog, and where there is one."""
     steady_state: str = "comb"
 
     @property
@@ -50,6 +54,11 @@ class Simulation:
     def replay(self) -> Estimate:
         assert self.plan.replay is not None
         return self.plan.replay
+
+    @property
+    def whole(self) -> Run | RoutedRun:
+        """The run of all replicas, or of the first one under a backlog."""
+        return self.routed or self.run
 
     @property
     def broken_bound(self) -> Bound | None:
@@ -90,7 +99,7 @@ class Simulation:
 
     def requests(self) -> Any:
         """A pandas DataFrame with one row a request of the replay; seconds from the start of the run."""
-        requests = self.run.requests
+        requests = self.whole.requests
         columns = (
             requests.input_tokens,
             requests.output_tokens,
@@ -111,7 +120,7 @@ class Simulation:
 
     @property
     def _headline(self) -> str:
-        requests, passes = len(self.run.requests), self.run.num_passes
+        requests, passes = len(self.whole.requests), self.whole.num_passes
         return f"{self.plan.schedule} on {self.problem.workload.name}, {requests} requests, {passes} passes"
 
     @property
@@ -151,15 +160,12 @@ def simulate_plan(
     problems = [_as_paper(one) if steady_state == "paper" else one for one in replica_problems(plan, request)]
     problem, schedule, profile = problems[0], plan.schedule, request.profile
     counts = [group.num_replicas for group in plan.groups]
-    runs = [
-        replay_estimate(one, group.schedule, seed=seed, num_requests=num_requests, kv_tokens=group.kv_cache_tokens)
-        for one, group in zip(problems, plan.groups, strict=True)
-    ]
+    run, replayed = _replayed(plan, request, problems, num_requests=num_requests, seed=seed)
     estimates = [one.estimate(group.schedule) for one, group in zip(problems, plan.groups, strict=True)]
     filled = replace(
         plan,
         estimate=together(estimates, counts),
-        replay=together([replayed for _, replayed in runs], counts),
+        replay=replayed,
         drift_headroom=drift_headroom(problem, schedule),
         rate_headroom=rate_headroom(problem, schedule),
         kv_cache_tokens=plan.kv_cache_tokens or kv_cache_tokens(problem, schedule),
@@ -171,7 +177,30 @@ def simulate_plan(
         device=plan.device or profile.device.kind,
         max_seqs=plan.max_seqs or problem.max_seqs,
     )
-    return Simulation(plan=filled, request=request, problem=problem, run=runs[0][0], steady_state=steady_state)
+    return Simulation(
+        plan=filled,
+        request=request,
+        problem=problem,
+        run=run.replicas[0] if isinstance(run, RoutedRun) else run,
+        routed=run if isinstance(run, RoutedRun) else None,
+        steady_state=steady_state,
+    )
+
+
+def _replayed(
+    plan: Plan, request: PlanRequest, problems: Sequence[Problem], *, num_requests: int | None, seed: int
+) -> tuple[Run | RoutedRun, Estimate]:
+    """Where requests arrive, of all replicas behind the router; under a backlog, where replicas do not depend on each
+    other, of one of each group, and the run of the first."""
+    groups = list(zip(problems, plan.groups, strict=True))
+    if plan.router is not None and problems[0].arrivals is not None:
+        whole = replace(problems[0], arrivals=request.arrivals)
+        return routed_estimate(whole, groups, plan.router, seed=seed, num_requests=num_requests)
+    runs = [
+        replay_estimate(one, group.schedule, seed=seed, num_requests=num_requests, kv_tokens=group.kv_cache_tokens)
+        for one, group in groups
+    ]
+    return runs[0][0], together([replayed for _, replayed in runs], [group.num_replicas for group in plan.groups])
 
 
 def _as_paper(problem: Problem) -> Problem:

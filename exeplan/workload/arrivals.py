@@ -122,16 +122,17 @@ def trace_arrivals(workload: Workload) -> Arrivals:
     return Arrivals(rate=float(1 / gaps.mean()), variability=float(gaps.var() / gaps.mean() ** 2), of_trace=True)
 
 
-def residents(rate: float, sizes: Floats, throughputs: Floats) -> Floats:
+def residents(rate: float, sizes: Floats, throughputs: Floats, *, spread: float = 1.0) -> Floats:
     """P(n) for n = 0, 1, ... requests in a system that serves `throughputs` requests/s with `sizes` in it, both rising.
 
     Between sizes it is interpolated, below the first and beyond the last it stays. The last has to exceed the rate.
+    `spread` is the variance of their number over that under Poisson arrivals.
     """
     load = rate / float(throughputs[-1])
-    tail = math.log(_NEGLIGIBLE) / math.log(load)
+    tail = spread * math.log(_NEGLIGIBLE) / math.log(load)
     number = np.arange(1, min(int(sizes[-1] + tail) + 2, _MOST_RESIDENTS))
     logs = np.concatenate([[0.0], np.cumsum(math.log(rate) - np.log(np.interp(number, sizes, throughputs)))])
-    chance = np.exp(logs - logs.max())
+    chance = np.exp((logs - logs.max()) / spread)
     return np.asarray(chance / chance.sum())
 
 

@@ -3,25 +3,25 @@
 A request goes to one replica, with all its sequences, by the plan's router; a replica that restarts its workers or has
 failed gets none while another is up. The set has failed when all replicas have.
 
-Not here: one engine process (`client.py`), and replicas on other hosts.
+Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and replicas on other
+hosts.
 """
 
 import asyncio
 import itertools
 import logging
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace as with_fields
 
-from exeplan.core.schedule import ROUTERS, moved
+from exeplan.core.schedule import moved
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.client import EngineClient, EngineError, Job
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
+from exeplan.scheduling.router import Router
 
 log = logging.getLogger(__name__)
-_SHORTEST_QUEUE, _ROUND_ROBIN, _RANDOM = ROUTERS
 
 OnStep = Callable[[list[Event], Stats], None]
 
@@ -39,10 +39,8 @@ class ReplicaSet:
     """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
 
     def __init__(self, replicas: Sequence[_Replica], router: str) -> None:
-        self._replicas, self._router = list(replicas), router
+        self._replicas, self._router = list(replicas), Router(router)
         self._jobs: dict[str, EngineClient] = {}
-        self._turns = itertools.count()
-        self._random = random.Random(0)
         self._on_step: OnStep = lambda events, stats: None
         self.failure: str | None = None
         self.ended = asyncio.Event()
@@ -139,13 +137,7 @@ class ReplicaSet:
         """By the router, among the replicas that work, or all where none does."""
         up = [client for client in self._clients if not client.failure and not client.pause and not client.stall]
         clients = up or [client for client in self._clients if not client.failure] or self._clients
-        turn = next(self._turns) % len(clients)
-        if self._router == _ROUND_ROBIN:
-            return clients[turn]
-        if self._router == _RANDOM:
-            return self._random.choice(clients)
-        # Of equally short queues each in turn, so that an idle set is used evenly.
-        return min(clients[turn:] + clients[:turn], key=lambda client: client.num_sequences)
+        return self._router.choose(clients, lambda client: client.num_sequences)
 
     async def length_stats(self) -> LengthStatsReport:
         """Lengths of the requests of all replicas that work; raises EngineError when none does."""

@@ -11,13 +11,17 @@ from numpy.typing import NDArray
 
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
+from exeplan.core.cluster import load_cluster
+from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan
 from exeplan.planner.margins import Risk
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import make_problem
-from exeplan.planner.risk import compound, default_laws, error_law, load_errors, parse_risk
+from exeplan.planner.report import promise_report
+from exeplan.planner.risk import compound, error_law, load_errors, parse_risk
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload
 
 LAW = "normal:in=40,10,80;out=12,5,24"
@@ -103,16 +107,9 @@ def test_an_error_that_never_varies_adds_its_bias_alone() -> None:
 
 
 def test_less_risk_and_more_candidates_need_a_larger_margin() -> None:
-    law = default_laws()["latency"]
+    law = error_law(lognormal(np.random.default_rng(4), 18).tolist(), "synthetic")
     assert law.margin(0.05) < law.margin(0.01) < law.margin(0.001)
     assert law.margin(0.01) < law.margin(0.01, num_compared=6) == law.margin(0.01 / 6)
-
-
-def test_the_default_laws_are_the_demo_records() -> None:
-    latency = default_laws()["latency"]
-    assert latency.count == 18
-    assert latency.spread == pytest.approx(0.0487, abs=1e-4)
-    assert 0.1 < latency.margin(0.01) < 0.16
 
 
 def test_one_error_says_nothing_of_the_spread() -> None:
@@ -144,15 +141,42 @@ def test_errors_come_from_a_list_of_pairs_or_a_record(tmp_path: Path) -> None:
 def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profile: Profile) -> None:
     problem = make_problem(profile, load_workload(LAW), Bound(seconds=0.15), max_seqs=32)
     bold = optimize(problem, policies=(policy,)).plan
-    careful = optimize(problem, policies=(policy,), risk=Risk(share=0.01, laws=default_laws())).plan
+    careful = optimize(problem, policies=(policy,), risk=Risk(share=0.01)).plan
     assert bold.estimate is not None
     assert careful.estimate is not None
     assert careful.estimate.latency is not None
     margin = careful.promise["margin"]["p99-length"]
-    assert 0.1 < margin < 0.4
+    assert 0.05 < margin < 0.4
     assert careful.estimate.latency * (1 + margin) <= 0.15 * 1.0001
     assert careful.estimate.throughput > 0.5 * bold.estimate.throughput
-    assert careful.promise["source"].startswith("8 replays of the winner; 18 runs of the demo model")
+    parts = {part["from"].split(":")[0]: part for part in careful.promise["parts"]}
+    assert list(parts) == ["closed form", "deployment", "lengths", "profile"]
+    assert parts["closed form"]["from"] == "closed form: 8 replays of the winner"
+    assert parts["closed form"]["observations"] == 8
+    assert parts["lengths"] == {"from": "lengths: a stated law, no sample: no sampling error"}
+    assert "no run of this deployment" in parts["deployment"]["from"]
+    assert 0 < parts["deployment"]["margin"]["p99-length"] < margin
+
+
+def test_every_group_of_replicas_keeps_its_own_margin() -> None:
+    # Too little memory for many requests on one GPU: two together are better, and the third one serves alone.
+    gpus = load_cluster("a40").part(3)
+    sheet = with_links(load_datasheet("a40-48gb"), gpus)
+    sheet_profile = profile_from_datasheet(load_model_spec("opt-13b"), sheet, dtype="bfloat16")
+    problem = make_problem(sheet_profile, load_workload("S"), Bound(seconds=6.0), cluster=gpus)
+    optimum = optimize(problem, policies=("orca",), risk=Risk(share=0.01))
+    plan = optimum.plan
+    assert len(plan.groups) == 2
+    promised = [plan.promise["margin"], *(group["margin"] for group in plan.promise["more_groups"])]
+    assert promised[0] != promised[1]
+    for group, margin in zip(plan.groups, promised, strict=True):
+        latency = problem.at(group.placement).estimate(group.schedule).latency
+        assert latency is not None
+        assert latency * (1 + margin["p99-length"]) <= 6.0 * 1.0001
+    text = "\n".join(promise_report(problem, plan))
+    for number, margin in enumerate(promised, 1):
+        assert f"margin in replicas of group {number}: the closed form keeps every bound with" in text
+        assert f"{100 * margin['p99-length']:.1f} % on p99-length added" in text
 
 
 def command(*options: str) -> list[str]:
@@ -168,7 +192,10 @@ def test_a_plan_prints_and_stores_its_margin(folder: Path, capsys: pytest.Captur
     assert "with a chance of at most 5 %" in text
     plan = load_plan(folder / "plan.yaml")
     assert plan.promise["risk"] == 0.05
-    assert "3 pairs in errors.json" in plan.promise["source"]
+    deployment = next(part for part in plan.promise["parts"] if part["from"].startswith("deployment"))
+    assert "3 runs of this deployment" in deployment["from"]
+    assert deployment["from"] in text
+    assert f"{deployment['observations']} observations" in text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,6 +18,8 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan
 from exeplan.policies import load_policy, policy_names, policy_reference
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
 
 TOY = Path(__file__).with_name("toy_policy.py")
 ASKED = ["--profile", "p.json", "--workload", "fixed:in=20;out=10", "--latency-bound", "1s"]
@@ -68,6 +71,14 @@ def test_a_policy_file_that_is_none_is_refused_in_one_sentence(tmp_path: Path) -
         policy_reference(str(tmp_path / "broken.py"))
     with pytest.raises(InputError, match=r"half\.py lacks KEEPS_FINISHED_ROWS, .*next_batch; .*interface\.py says"):
         policy_reference(str(tmp_path / "half.py"))
+
+
+def test_a_policy_that_leaves_requests_waiting_ends_the_replay_with_its_name(tmp_path: Path, cost: CostModel) -> None:
+    idle = TOY.read_text().replace("    if queue.busy:\n", "    if queue.busy or queue.num_admissions == 2:\n")
+    (tmp_path / "idle.py").write_text(idle)
+    schedule = Schedule(str(tmp_path / "idle.py"), {"seats": 2})
+    with pytest.raises(InputError, match=r"idle\.py\(seats=2\) starts nothing more, and 5 requests are not finished"):
+        replay(schedule, cost, input_tokens=np.full(5, 20), output_tokens=np.full(5, 4), num_blocks=100)
 
 
 def test_the_engine_gives_the_same_tokens_under_a_policy_file() -> None:

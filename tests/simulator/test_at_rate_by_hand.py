@@ -33,11 +33,11 @@ def estimated(cost: CostModel, load: float, variability: float) -> Estimate:
     return estimate_at_rate([steady], Arrivals(rate=rate, variability=variability), cost, "p99-length")
 
 
-@pytest.mark.parametrize("variability", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("variability", [1.0, 3.0])
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
 def test_the_wait_is_the_single_servers(load: float, variability: float, cost: CostModel) -> None:
-    """load / (1 - load) times the service for Poisson arrivals; half that for even ones, which are half as variable;
-    and half an iteration until the running pass ends, where there is one."""
+    """load / (1 - load) times the service for Poisson arrivals, twice that for gaps with three times the variance; and
+    half an iteration until the running pass ends, where there is one."""
     prefill, service = served(cost)
     queue = load / (1 - load) * service * (1 + variability) / 2
     turn = load * service / OUTPUT / 2
@@ -46,6 +46,20 @@ def test_the_wait_is_the_single_servers(load: float, variability: float, cost: C
     assert found.latency == pytest.approx(queue + turn + service, rel=0.015)
     assert found.tpot == pytest.approx((service - prefill) / (OUTPUT - 1), rel=0.01)
     assert found.throughput == pytest.approx(load / service)
+
+
+@pytest.mark.parametrize("variability", [0.25, 0.5])
+@pytest.mark.parametrize("load", [0.6, 0.9])
+def test_even_gaps_make_the_queue_of_equal_lengths_shorter_by_their_variability(
+    load: float, variability: float, cost: CostModel
+) -> None:
+    """With n requests there P(n) ~ ratio^n, all but one of them waiting."""
+    prefill, service = served(cost)
+    ratio = load ** (1 / variability)
+    queue = ratio**2 / (1 - ratio) * service / load
+    found = estimated(cost, load, variability)
+    assert found.ttft == pytest.approx(queue + ratio * service / OUTPUT / 2 + prefill, rel=0.015)
+    assert found.latency == pytest.approx(queue + service, rel=0.015)
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])

@@ -25,7 +25,7 @@ def one(start: float, end: float, *, prefill: int, decode: int) -> PassRecord:
 
 def logged(*records: PassRecord) -> Passes:
     stages = tuple(stage for stage, _, _ in records[0].spans)
-    log = RunLog(0, (stages,), has_leads=True, record_passes=True)
+    log = RunLog((stages,), has_leads=True, record_passes=True)
     for record in records:
         times = [time for _, *span in record.spans for time in span]
         log.passed(0, times, (record.num_prefill, record.num_decode, record.num_new_tokens))

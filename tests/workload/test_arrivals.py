@@ -60,6 +60,14 @@ def test_servers_without_end_hold_a_poisson_number() -> None:
     assert float(np.arange(len(chance)) ** 2 @ chance) - 400.0 == pytest.approx(20.0)
 
 
+def test_a_spread_is_that_of_the_number_in_the_system() -> None:
+    sizes = np.array([1.0, 1000.0])
+    for spread in (0.1, 0.5):
+        chance = residents(20.0, sizes, sizes, spread=spread)
+        assert mean(chance) == pytest.approx(20.0, rel=0.03)
+        assert float(np.arange(len(chance)) ** 2 @ chance) - mean(chance) ** 2 == pytest.approx(20.0 * spread, rel=0.03)
+
+
 def test_a_few_servers_queue_as_erlang_says() -> None:
     # Erlang C for 2 servers at 1.5 Erlang: 9/14 wait; mean queue 9/14 * 0.75 / 0.25 = 27/14.
     chance = residents(1.5, np.array([1.0, 2.0]), np.array([1.0, 2.0]))

@@ -4,8 +4,13 @@ import contextlib
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
+
+from exeplan.cli import main
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import save_profile
 
 from ..processes import PATIENCE, eventually, is_alive
 from .test_lifecycle import request, streaming
@@ -49,6 +54,22 @@ def test_another_schedule_is_adopted_by_both_and_another_number_of_replicas_refu
         for _ in range(4):  # Two places on each.
             streams.enter_context(streaming(pair, max_tokens=2000))
         eventually(lambda: pair.metric("num_requests_running") == 4)
+
+
+@pytest.mark.parametrize("load", [["--rate", "40"], ["--concurrency", "3"], []], ids=["rate", "clients", "backlog"])
+def test_bench_compares_with_the_replay_of_all_replicas(pair, profile, load, tmp_path, capsys):
+    spec = load_model_spec(json.loads(pair.call("/plan").text)["model"])
+    save_profile(replace(profile, model=spec), tmp_path / "p.json")
+    common = ["--url", pair.url, "--api-key", pair.api_key, "--profile", str(tmp_path / "p.json"), "--json"]
+    assert (
+        main(["bench", str(pair.plan_file), *common, "--workload", "fixed:in=8;out=4", "--requests", "12", *load]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"]["throughput"] > 0
+    assert found["replay"]["throughput"] > 0
+    assert found["replay"]["ttft"] > 0
+    assert main(["bench", str(pair.plan_file), "--profile", str(tmp_path / "p.json")]) == 2
+    assert "the plan has 2 replicas, and bench runs one engine" in capsys.readouterr().err
 
 
 def test_a_dead_replica_fails_its_requests_and_the_other_goes_on(launch, tmp_path):

@@ -1,0 +1,202 @@
+"""Replay of several replicas behind a router: one stream of requests, each of which goes to a replica when it comes.
+
+Every replica is an engine with a schedule, a placement and a KV cache of its own (`replay.py`). Up to the next request
+of the stream each runs on its own; then the router, which is the server's (`exeplan/scheduling/router.py`), looks at
+how many requests each has that are not over. What ends at that very time counts as over.
+
+Not here: replicas that fail, and how a cluster is divided into replicas (`exeplan/planner/replicas.py`).
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.core.metrics import Requests
+from exeplan.core.schedule import Schedule
+from exeplan.core.token_times import TokenTimes
+from exeplan.errors import InputError
+from exeplan.scheduling.router import Router
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.lockstep import Row
+from exeplan.simulator.replay import Clients, EngineReplay, Stream
+from exeplan.simulator.run import Run, RunLog
+from exeplan.workload.length_law import Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """What one replica is replayed with."""
+
+    schedule: Schedule
+    cost: CostModel
+    num_blocks: int
+    """Of its KV cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedRun:
+    """What happened: all requests in order of arrival, and the run of each replica with its own."""
+
+    requests: Requests
+    chosen: Ints
+    """[requests] The number of the replica to which each went."""
+    replicas: tuple[Run, ...]
+
+    @property
+    def num_passes(self) -> int:
+        return sum(run.num_passes for run in self.replicas)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(run.num_preemptions for run in self.replicas)
+
+    @property
+    def peak_kv_tokens(self) -> int:
+        """The sum of each replica's own peak."""
+        return sum(run.peak_kv_tokens for run in self.replicas)
+
+
+def routed_replay(
+    replicas: Sequence[Replica],
+    router: str,
+    *,
+    input_tokens: Ints,
+    output_tokens: Ints,
+    arrivals: Floats | None = None,
+    concurrency: int | None = None,
+    think_seconds: float = 0.0,
+    deadlines: Floats | None = None,
+    weights: Floats | None = None,
+    seed: int = 0,
+    record_passes: bool = True,
+) -> RoutedRun:
+    """Runs the requests on these replicas, by a router of `ROUTERS`; the other arguments are those of `replay`.
+
+    Raises InputError when a request alone exceeds the smallest KV cache.
+    """
+    if not len(input_tokens):
+        raise InputError("a replay needs at least one request")
+    clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
+    stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
+    inboxes = [_Inbox(stream) for _ in replicas]
+    engines = [
+        EngineReplay(one.schedule, one.cost, inbox, num_blocks=one.num_blocks, record_passes=record_passes)
+        for one, inbox in zip(replicas, inboxes, strict=True)
+    ]
+    stream.check(min((engine.scheduler for engine in engines), key=lambda scheduler: scheduler.num_blocks))
+    chosen = _run(stream, inboxes, engines, Router(router).choose)
+    runs = tuple(engine.run() for engine in engines)
+    places = [np.frombuffer(inbox.numbers, dtype=np.int64) for inbox in inboxes]
+    return RoutedRun(requests=_merged([run.requests for run in runs], places), chosen=chosen, replicas=runs)
+
+
+class _Inbox:
+    """The requests that went to one replica, which numbers them from 0."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self.expire = stream, stream.expire
+        self.numbers = array("q")
+        """In the stream."""
+        self.coming = math.inf
+        self.num_open = 0
+        """Requests that are not over."""
+        self._num_arrived = 0
+
+    @property
+    def all_arrived(self) -> bool:
+        return self._num_arrived == len(self.numbers)
+
+    def put(self, number: int, now: float) -> None:
+        self.numbers.append(number)
+        self.num_open += 1
+        self.coming = now
+
+    def arrive(self, now: float) -> tuple[int, float]:
+        new = self.numbers[self._num_arrived :].tolist()
+        self._num_arrived, self.coming = len(self.numbers), math.inf
+        return self._num_arrived, self._stream.first_deadline(new)
+
+    def row(self, number: int) -> Row:
+        return self._stream.row_of(self.numbers[number], number)
+
+    def answered(self, now: float, count: int) -> None:
+        self.num_open -= count
+        self._stream.answered(now, count)
+
+    def ended(self, log: RunLog) -> Requests:
+        return self._stream.ended_of(np.array(self.numbers, dtype=np.int64), log)
+
+
+_Choose = Callable[[Sequence[int], Callable[[int], int]], int]
+
+
+def _run(stream: Stream, inboxes: Sequence[_Inbox], engines: Sequence[EngineReplay], choose: _Choose) -> Ints:
+    """From the first arrival to the last token. Returns to which replica each request went."""
+    every, chosen = range(len(engines)), array("q")
+
+    def num_open(number: int) -> int:
+        return inboxes[number].num_open
+
+    while True:
+        now = stream.coming
+        if stream.clients is not None:  # An answer on any replica may make a request come.
+            now = min(now, *(engine.next for engine in engines))
+        for engine in engines:
+            if engine.next <= now:
+                engine.advance(now)
+        if now == math.inf:
+            return np.frombuffer(chosen, dtype=np.int64)
+        while stream.coming <= now:
+            number = choose(every, num_open)
+            chosen.append(number)
+            inboxes[number].put(stream.take(), now)
+            engines[number].log.add(1)
+            engines[number].interrupt(now)
+        for engine in engines:
+            if engine.next <= now:
+                engine.begin(now)
+
+
+def _merged(parts: Sequence[Requests], places: Sequence[Ints]) -> Requests:
+    """The requests of all parts, each at its place."""
+    count = sum(len(part) for part in parts)
+
+    def together(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if any(value is None for value in values):
+            return None
+        found = np.zeros(count, dtype=np.result_type(*values))
+        for value, here in zip(values, places, strict=True):
+            found[here] = value
+        return found
+
+    names = ("input_tokens", "output_tokens", "arrivals", "starts", "first_tokens", "last_tokens")
+    return Requests(
+        **{name: together(name) for name in (*names, "deadlines", "weights")},
+        times=_merged_times([part.times for part in parts], places),
+    )
+
+
+def _merged_times(parts: Sequence[TokenTimes], places: Sequence[Ints]) -> TokenTimes:
+    """A request has all its tokens on one replica, so that its stretches stay in order."""
+    count = sum(part.num_requests for part in parts)
+    leads = None
+    if all(part.leads is not None for part in parts):
+        leads = np.zeros(count)
+        for part, here in zip(parts, places, strict=True):
+            leads[here] = part.leads
+    firsts = np.cumsum([0, *(len(part.tracks) for part in parts)])
+    return TokenTimes(
+        leads=leads,
+        tracks=tuple(track for part in parts for track in part.tracks),
+        owners=np.concatenate([here[part.owners] for part, here in zip(parts, places, strict=True)]),
+        numbers=np.concatenate([part.numbers + first for part, first in zip(parts, firsts, strict=False)]),
+        begins=np.concatenate([part.begins for part in parts]),
+        ends=np.concatenate([part.ends for part in parts]),
+        num_requests=count,
+    )

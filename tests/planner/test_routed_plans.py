@@ -1,0 +1,115 @@
+"""Plans with replicas under arrivals are replayed whole: the same replay in optimize, simulate and bench."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import exeplan
+from exeplan.core.bounds import utilizations
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, Stage
+from exeplan.planner.report import optimum_report
+from exeplan.workload.workload import Trace, Workload
+
+LAW = "quantiles:in=p50:30,p99:200;out=p50:8,p99:30,p100:40;rank_correlation=0.4"
+SCHEDULE = Schedule("orca", {"max_num_seqs": 2})
+
+
+def plan_of(profile: Profile, *, replicas: int, router: str, rate: float | None) -> Plan:
+    return Plan(
+        model="demo",
+        schedule=SCHEDULE,
+        placement=(Stage(layers=(0, profile.model.num_layers)),),
+        replicas=tuple(range(replicas)),
+        router=router if replicas > 1 else None,
+        workload=LAW,
+        arrival_rate=rate,
+        kv_cache_tokens=4096,
+    )
+
+
+@pytest.fixture(scope="module")
+def capacity(profile: Profile) -> float:
+    """Requests/s of one replica."""
+    backlog = plan_of(profile, replicas=1, router=ROUTERS[0], rate=None)
+    return exeplan.simulate(backlog, profile=profile).replay.throughput
+
+
+def test_the_router_decides_how_long_requests_wait(profile: Profile, capacity: float) -> None:
+    """At 85 % of the capacity of four replicas."""
+
+    def replayed(router: str) -> Estimate:
+        plan = plan_of(profile, replicas=4, router=router, rate=0.85 * 4 * capacity)
+        return exeplan.simulate(plan, profile=profile, requests=8000).replay
+
+    shortest, in_turn, by_chance = (replayed(router) for router in ROUTERS)
+    assert shortest.ttft < 0.8 * in_turn.ttft
+    assert in_turn.ttft < 0.8 * by_chance.ttft
+    assert shortest.throughput == pytest.approx(0.85 * 4 * capacity, rel=0.05)
+    assert by_chance.throughput == pytest.approx(shortest.throughput, rel=0.03)
+
+
+def test_all_requests_of_the_plan_are_replayed_on_all_replicas(profile: Profile, capacity: float) -> None:
+    plan = plan_of(profile, replicas=3, router="round-robin", rate=2 * capacity)
+    found = exeplan.simulate(plan, profile=profile)
+    assert found.routed is not None
+    assert len(found.routed.replicas) == 3
+    assert found.run is found.routed.replicas[0]
+    assert len(found.whole.requests) == sum(len(run.requests) for run in found.routed.replicas) >= 8_000
+    assert np.ptp(np.bincount(found.routed.chosen)) <= 1
+    assert found.replay.kv_tokens == found.routed.peak_kv_tokens
+    assert f"{len(found.whole.requests)} requests" in repr(found)
+
+
+def test_under_a_backlog_and_without_replicas_one_is_replayed(profile: Profile) -> None:
+    for replicas, rate in ((1, 20.0), (3, None)):
+        found = exeplan.simulate(
+            plan_of(profile, replicas=replicas, router="random", rate=rate), profile=profile, requests=50
+        )
+        assert found.routed is None
+        assert found.whole is found.run
+
+
+def test_unequal_groups_share_one_stream(profile: Profile, capacity: float) -> None:
+    plan = plan_of(profile, replicas=2, router="shortest-queue", rate=2.2 * capacity)
+    small = ReplicaGroup(
+        schedule=Schedule("orca", {"max_num_seqs": 1}),
+        placement=plan.placement,
+        first_devices=(2,),
+        kv_cache_tokens=1024,
+    )
+    found = exeplan.simulate(replace(plan, more_replicas=(small,)), profile=profile, requests=3000)
+    assert found.routed is not None
+    counts = np.bincount(found.routed.chosen)
+    assert counts.sum() == 3000
+    assert counts[2] < 0.95 * counts[:2].min()
+    assert found.routed.replicas[2].peak_kv_tokens <= 1024
+
+
+def test_a_trace_comes_to_all_replicas_at_its_own_times(profile: Profile) -> None:
+    """Bursts of eight: a router that counts gives two to each of four replicas."""
+    times = np.repeat(np.arange(50.0), 8)
+    workload = Workload.of_trace("bursts", Trace(np.full(400, 40), np.full(400, 10), times))
+    plan = plan_of(profile, replicas=4, router="shortest-queue", rate=None)
+    found = exeplan.simulate(replace(plan, trace_arrivals=True, workload=None), profile=profile, workload=workload)
+    assert found.routed is not None
+    assert found.whole.requests.arrivals.tolist() == times.tolist()
+    assert (np.sort(found.routed.chosen.reshape(50, 8)) == np.repeat(np.arange(4), 2)).all()
+
+
+def test_a_plan_at_a_rate_promises_what_all_its_replicas_do_together(tmp_path: Path) -> None:
+    profile = exeplan.datasheet_profile("opt-13b", "a40-48gb", cluster="a40")
+    solution = exeplan.optimize(
+        profile, "S", cluster="a40", gpus=2, latency_bound="12s", arrival_rate=12.0, policy="orca"
+    )
+    plan = solution.save(tmp_path / "plan.yaml")
+    assert plan.num_replicas == 2
+    assert plan.replay is not None
+    assert max(utilizations(solution.problem.bounds, plan.replay)) <= 1
+    assert plan.replay.throughput == pytest.approx(12.0, rel=0.05)
+    again = exeplan.simulate(plan, profile=profile)
+    assert again.replay.to_dict() == pytest.approx(plan.replay.to_dict())
+    assert "all 2 replicas are replayed behind the router" in optimum_report(solution.optimum, solution.problem)

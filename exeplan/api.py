@@ -33,6 +33,7 @@ from exeplan.planner.risk import load_errors, parse_risk
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution, solve
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.progress import SILENT, Told
 from exeplan.units import num_bytes, seconds
 from exeplan.workload import files as workloads
 from exeplan.workload.arrivals import parse_arrivals, parse_rate
@@ -159,12 +160,13 @@ def optimize(
     gpu_memory_utilization: float | None = None,
     max_num_seqs: int | None = None,
     model: ModelSpec | File | None = None,
+    told: Told = SILENT,
 ) -> Solution:
     """The plan with the most throughput within the bounds; options are those of `exeplan optimize`.
 
     At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. `ttft="p99:500ms"`
-    bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. Raises InputError
-    for wrong input, Infeasible where no schedule keeps the bounds.
+    bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. `told` hears how far the
+    search is (`exeplan.progress`). Raises InputError for wrong input, Infeasible where no schedule keeps the bounds.
     """
     if method == "bayesian":
         require("--method bayesian", "optuna")
@@ -203,7 +205,8 @@ def optimize(
             memory=bytes_of_each,
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
-        )
+        ),
+        told=told,
     )
 
 
@@ -243,32 +246,33 @@ def compare(
     gpus: Sequence[int] = (),
     policy: File = "auto",
     fit_context: bool = False,
+    told: Told = SILENT,
 ) -> Comparison:
     """Optimizes every profile under every workload and bound, on one device or on every cluster of its device.
 
-    `gpus` are numbers of GPUs to take of each cluster. A row without a plan says why; wrong input raises InputError.
+    `gpus` are numbers of GPUs to take of each cluster. `told` hears how far it is. A row without a plan says why; wrong
+    input raises InputError.
     """
     bounds = [Bound(seconds=seconds(str(value), "--latency-bound"), metric=bound_on) for value in latency_bounds]
     check_together(bounds[:1])
     policy = fspath(policy)
     resolve_policies(policy)  # A wrong name is refused before anything is searched.
     pairs = _pairs([load_profile(one) for one in profiles], [load_cluster(one) for one in clusters], gpus)
-    asked = product(pairs, [load_workload(one) for one in workloads], bounds)
-    return Comparison(
-        tuple(
-            compare_row(
-                PlanRequest(
-                    profile=profile,
-                    workload=workload,
-                    fit_context=fit_context,
-                    bounds=(bound,),
-                    cluster=cluster,
-                    policy=policy,
-                )
-            )
-            for (profile, cluster), workload, bound in asked
+    asked = list(product(pairs, [load_workload(one) for one in workloads], bounds))
+    requests = [
+        PlanRequest(
+            profile=profile,
+            workload=workload,
+            fit_context=fit_context,
+            bounds=(bound,),
+            cluster=cluster,
+            policy=policy,
         )
-    )
+        for (profile, cluster), workload, bound in asked
+    ]
+    count = len(requests)
+    parts = [told.part(n / count, (n + 1) / count, f"row {n + 1} of {count}") for n in range(count)]
+    return Comparison(tuple(compare_row(one, told=part) for one, part in zip(requests, parts, strict=True)))
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

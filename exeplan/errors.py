@@ -16,12 +16,15 @@ class InputError(ValueError):
 class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
     """Correct input that no schedule can satisfy; `nearest` says in a few words what would be possible.
 
-    `wider` is the factor by which all bounds would have to be wider, where that is known.
+    `wider` is the factor by which all bounds would have to be wider, `reached` the requests/s where more are required;
+    where they are known.
     """
 
-    def __init__(self, message: str, *, nearest: str = "", wider: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, nearest: str = "", wider: float | None = None, reached: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.nearest, self.wider = nearest, wider
+        self.nearest, self.wider, self.reached = nearest, wider, reached
 
 
 class MissingPackage(InputError):  # noqa: N818 (nothing is wrong with the input)

@@ -30,17 +30,20 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.files import write_text
     from exeplan.planner.comparison import as_json, csv_text
     from exeplan.planner.tables import json_line
+    from exeplan.progress import Shown
 
-    comparison = api.compare(
-        args.profile,
-        args.workload,
-        args.latency_bound.split(","),
-        bound_on=args.bound_on,
-        clusters=args.cluster,
-        gpus=_counts(args.gpus),
-        policy=args.policy,
-        fit_context=args.fit_context,
-    )
+    with Shown("compare") as shown:
+        comparison = api.compare(
+            args.profile,
+            args.workload,
+            args.latency_bound.split(","),
+            bound_on=args.bound_on,
+            clusters=args.cluster,
+            gpus=_counts(args.gpus),
+            policy=args.policy,
+            fit_context=args.fit_context,
+            told=shown,
+        )
     if args.csv:
         write_text(args.csv, csv_text(comparison.rows))
     print(json_line({"rows": [as_json(row) for row in comparison]}) if args.json else comparison)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from exeplan.planner.explain import Explanation
     from exeplan.planner.optimize import Optimum
     from exeplan.planner.sizing import Tried
+    from exeplan.progress import Told
 
 POSITION = 20
 _OPTIONS = (
@@ -46,6 +47,8 @@ _OPTIONS = (
     "model",
 )
 """Options of the command line that are arguments of `exeplan.optimize`."""
+_PLOT, _EXPLAIN = 0.5, 2.0
+"""How long the frontier and the explanation take, relative to the search."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,18 +140,21 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.planner.report import optimum_report, search_line
     from exeplan.planner.sizing import sizes_table
     from exeplan.planner.tables import json_line
+    from exeplan.progress import Shown
     from exeplan.units import show_seconds
 
     started = time.perf_counter()
     if args.plot:
         check_picture(args.plot)
-    solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS})
-    optimum = solution.optimum
-    if args.output:
-        optimum = replace(optimum, plan=solution.save(args.output))
-    if args.plot:
-        solution.write_plot(args.plot)
-    explanation = solution.explain() if args.explain else None
+    with Shown("optimize") as shown:
+        search, frontier, what_if = _parts(shown, plot=args.plot is not None, explain=args.explain)
+        solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS}, told=search)
+        optimum = solution.optimum
+        if args.output:
+            optimum = replace(optimum, plan=solution.save(args.output))
+        if args.plot:
+            solution.write_plot(args.plot, told=frontier)
+        explanation = solution.explain(told=what_if) if args.explain else None
     if args.json:
         print(json_line(_as_json(optimum, solution.tried, explanation)))
         return 0
@@ -161,6 +167,13 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         print(f"\nplan written to {args.output}; run it with `exeplan serve {args.output}`")
     return 0
+
+
+def _parts(shown: "Told", *, plot: bool, explain: bool) -> "tuple[Told, Told, Told]":
+    """The search, the frontier and the explanation, by how long each takes."""
+    total = 1.0 + (_PLOT if plot else 0.0) + (_EXPLAIN if explain else 0.0)
+    searched, drawn = 1 / total, (1.0 + (_PLOT if plot else 0.0)) / total
+    return shown.part(0.0, searched), shown.part(searched, drawn), shown.part(drawn, 1.0, "explanation")
 
 
 def _as_json(optimum: "Optimum", tried: "Sequence[Tried]", explanation: "Explanation | None") -> dict[str, Any]:

@@ -21,12 +21,16 @@ from exeplan.drift.evidence import tail_within
 from exeplan.drift.length_monitor import Observed
 from exeplan.errors import Infeasible
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
+from exeplan.planner.optimize import Effort, optimize
+from exeplan.planner.problem import Problem
 from exeplan.workload.workload import Workload
 
 STEP = 0.03
 """The precision of the tightest bounds; predictions are not better than that."""
+_RIVALS = 0.9
+"""A policy whose closed form has less of the best one's throughput is not searched to the end: the active one first."""
+_ARRIVING = 3000
+"""Requests of a replay with arrivals: a third of those of `exeplan optimize`, as the lengths are less certain too."""
 _MOST_STEPS = 128
 """Of the factor: bounds at most 44 times as wide."""
 _ASKED = ("model", "profile", "cluster", "gpus", "replicas", "router", "bound", "more_bounds", "deadline")
@@ -53,17 +57,25 @@ def best_plan(
 ) -> Found:
     """The best plan for the observed law on the devices of the active one, `plan`.
 
-    The problem is that of one replica, and all replicas get its plan. Raises InputError; Infeasible where no plan fits
-    or sustains the rate under any bounds.
+    The problem is that of one replica, and all replicas get its plan, which has no headroom yet. Raises InputError;
+    Infeasible where no plan fits or sustains the rate under any bounds.
     """
     share = share_of_requests(problem.bound.metric) or 0.99
     law = cautious(observed, problem.workload, share=share, confidence=confidence)
     tight = problem.held_to(scaled(problem.bounds, [1 / slowdown] * len(problem.bounds)))
+    effort = Effort(
+        rivals=_RIVALS, num_requests=_ARRIVING if problem.arrivals else None, close_ones=False, headroom=False
+    )
+    own = plan.schedule.policy
+    names = (*(name for name in policies if name == own), *(name for name in policies if name != own))
+
+    def make(asked: Problem) -> Plan:
+        return optimize(asked, policies=names, advise=False, effort=effort).plan
+
     try:
-        found = Found(plan=optimize(replace(tight, workload=law), policies=policies, advise=False).plan)
+        found = Found(plan=make(replace(tight, workload=law)))
     except Infeasible:
-        found = tightest(tight, lambda wider: optimize(wider, policies=policies, advise=False).plan)
-    placed = problem.at(found.plan.placement)
+        found = tightest(tight, make)
     made = replace(
         found.plan,
         **{name: getattr(plan, name) for name in _ASKED},
@@ -71,8 +83,6 @@ def best_plan(
         trace_arrivals=False,
         workload=None,
         kv_cache_tokens=_kv_cache_tokens(plan, found.plan, problem),
-        drift_headroom=drift_headroom(placed, found.plan.schedule),
-        rate_headroom=rate_headroom(placed, found.plan.schedule),
     )
     return replace(found, plan=made)
 

@@ -28,6 +28,8 @@ _FALSE_CUT = 1e-4
 """Probability, at one look, that unchanged traffic is partly forgotten, which costs part of the sample."""
 _LEAST_RECENT = 32
 """Fewest complete requests that are compared with the earlier ones."""
+_RENEWED, _MOST_BETWEEN = 100, 8
+"""The law is renewed when one in so many of its requests, or this number, has ended since: fewer hardly change it."""
 _BAND_REQUESTS, _MOST_BANDS = 100, 8
 _DRAWS = 16
 """Lengths that represent what one running request may become."""
@@ -61,8 +63,9 @@ class LengthMonitor:
         self._most_kept = most_kept
         self._alike = 1.0
         """The factor on the sample size for dependence between successive requests, as last estimated."""
-        self._last: tuple[Floats, Observed] | None = None
-        """The rows of the last look that forgot nothing, and their law."""
+        self._last: Observed | None = None
+        self._last_noted = 0
+        """`num_noted` at the last law."""
         self.num_noted = 0
         """Requests that have ended in total."""
 
@@ -84,23 +87,26 @@ class LengthMonitor:
         return tuple(RequestLengths(start, int(i), int(o), bool(done), took) for start, i, o, done, took in rows)
 
     def observe(self, name: str = "observed") -> Observed | None:
-        """The law now; None while no request is complete. Forgets requests that differ from recent ones."""
+        """The law now, the same object until enough requests have ended since; None while no request is complete.
+
+        Forgets requests that differ from recent ones.
+        """
+        ended = self.num_noted - self._last_noted
+        if self._last and ended < min(_MOST_BETWEEN, 1 + len(self._ended) // _RENEWED):
+            return self._last
         rows = np.concatenate([self._ended, self._running])
         rows = rows[rows[:, 0] >= self._since]
         rows = rows[np.lexsort(rows.T[::-1])][-self._most_kept :]
         if not rows[:, 3].any():
             return None
-        if self._last and np.array_equal(self._last[0], rows):
-            return self._last[1]
+        self._last_noted = self.num_noted
         sample = _Sample.of(rows)
         # Before the cut: a part that was selected because it differs would look dependent.
         self._alike = _dependence(sample) or self._alike
         if first := self._changed_at(sample):
-            self._since, self._last = sample.starts[first], None
-            return _observed(sample.after(first), self._half_life, self._alike, name)
-        found = _observed(sample, self._half_life, self._alike, name)
-        self._last = rows, found
-        return found
+            self._since, sample = sample.starts[first], sample.after(first)
+        self._last = _observed(sample, self._half_life, self._alike, name)
+        return self._last
 
     def _changed_at(self, sample: "_Sample") -> int:
         """The first request of the recent part, if it differs from the earlier part; else 0."""

@@ -33,7 +33,7 @@ from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.optimize import resolve_policies, with_headroom
 from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
@@ -93,7 +93,8 @@ class Watch:
         self.policies = policies or _policies(problem, plan)
         self._basis = _Basis.of(problem.workload)
         self._planned = self._basis
-        self._agreeing, self._told, self._last_replan = 0, 0, -math.inf
+        self._agreeing, self._last_replan = 0, -math.inf
+        self._told: Observed | None = None
         self._best_gain: float | None = None
         self._missed: float | None = None
         self._verdict = ""
@@ -170,8 +171,8 @@ class Watch:
         grown = not self._basis.planned and observed.size >= 2 * self._basis.size
         far = far if self._basis is self._planned else self._far(observed, self._basis)
         differs = grown or far > 1
-        fresh, self._told = self.monitor.num_noted > self._told, self.monitor.num_noted
-        self._agreeing = self._agreeing + fresh if differs else 0  # Only new requests count.
+        fresh, self._told = observed is not self._told, observed
+        self._agreeing = self._agreeing + fresh if differs else 0  # Only a renewed law counts.
         enough = observed.size >= self.rules.least_for_search
         return enough and self._agreeing >= self.rules.looks and now - self._last_replan >= self.rules.dwell
 
@@ -209,6 +210,7 @@ class Watch:
         if not reason:
             return None
         self._verdict = reason
+        found = with_headroom(found, problem.at(found.placement))
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
 

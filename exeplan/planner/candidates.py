@@ -4,10 +4,12 @@ Not here: which of them is planned, which their replays decide (`optimize.py`).
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from multiprocessing import get_all_start_methods, get_context
+from multiprocessing.queues import SimpleQueue
+from typing import Any
 
 from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
@@ -20,11 +22,19 @@ from exeplan.planner.replicas import (
     pipeline_sizes,
     sizes_between,
 )
+from exeplan.planner.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
 from exeplan.planner.search_space import search_variants
 from exeplan.search.search import Result
 
 Key = tuple[int, str]
 """The number of GPUs of a pipeline, and its policy."""
+_TELL_SECONDS = 0.2
+"""Between two looks at what the workers tell."""
+_ROUNDING = 1e-9
+Found = tuple[float, tuple[Result, Placement] | None]
+"""The throughput that a search was told to beat, and what it found."""
+Known = dict[Hashable, Found]
+"""Searches of one request that were done, by what differs between its problems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +90,29 @@ def candidate(
     *,
     at_least: float = 0.0,
     without: Sequence[tuple[Placement, Schedule]] = (),
+    known: Known | None = None,
+    tell: Tell = tell_nothing,
 ) -> Candidate:
     """The best schedule of a policy under the bounds, in none of the variants of the schedules `without`.
 
-    One of less throughput than `at_least` need not be found. The cost of a search `before` is added.
+    One of less throughput than `at_least` need not be found. The cost of a search `before` is added. What is `known`
+    is not searched again, and what is found is added to it.
     """
-    found = search_variants(problem, policy, method=method, bound=problem.limit, at_least=at_least, without=without)
+    key = _key(problem, policy, method)
+    if known is not None and not without and key in known and _covers(known[key], at_least):
+        found = known[key][1]
+    else:
+        found = search_variants(
+            problem,
+            policy,
+            method=method,
+            bound=problem.limit,
+            at_least=at_least,
+            without=without,
+            evaluated=Counter(tell),
+        )
+    if known is not None and not without:
+        known[key] = at_least, found
     if found is None:
         refusal = f"{policy} cannot be placed"
         return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
@@ -111,50 +138,118 @@ def candidate(
     return Candidate(policy=policy, schedule=schedule, placement=placement, estimate=estimate, search=result)
 
 
+def _key(problem: Problem, policy: str, method: str) -> Hashable:
+    """What a search depends on and may differ within a request; the rate only decides what becomes of its result."""
+    backlog = problem.arrivals is None
+    return policy, method, problem.cluster, problem.bounds, problem.memory, problem.max_seqs, backlog
+
+
+def _covers(found: Found, at_least: float) -> bool:
+    """Whether a search that had another throughput to beat answers this one too."""
+    beaten, what = found
+    best = what[0].best if what else None
+    return (
+        what is None or beaten <= at_least * (1 + _ROUNDING) or (best is not None and best.outcome.throughput >= beaten)
+    )
+
+
 def candidates(
-    problem: Problem, parts: Mapping[int, Problem], policies: Sequence[str], method: str
+    problem: Problem,
+    parts: Mapping[int, Problem],
+    policies: Sequence[str],
+    method: str,
+    *,
+    known: Known | None = None,
+    rivals: float = 0.0,
+    progress: SearchProgress | None = None,
 ) -> dict[Key, Candidate]:
     """Every policy's candidate on pipelines of every size; on a cluster the policies are searched in parallel.
 
-    `parts` are the problems of one pipeline by its number of GPUs, rising; `problem` is that of the whole cluster.
+    `parts` are the problems of one pipeline by its number of GPUs, rising; `problem` is that of the whole cluster. On
+    one device a policy with less than the share `rivals` of the throughput of those before it need not be found.
     """
-    workers = min(len(policies), _num_workers())
-    if problem.cluster is None or problem.cluster.num_gpus == 1 or workers < 2:
-        found = [_of_policy(problem, parts, policy, method) for policy in policies]
-    else:
-        context = get_context("fork")
-        with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts)) as pool:
-            found = list(pool.map(_shared_candidates, policies, [method] * len(policies)))
-    return {key: one for of_policy in found for key, one in of_policy.items()}
+    known = {} if known is None else known
+    workers = num_workers(problem, policies)
+    if workers == 1:
+        tell = progress.take if progress else tell_nothing
+        found: dict[Key, Candidate] = {}
+        for policy in policies:
+            most = max(map(sustained, found.values()), default=0.0) if len(parts) == 1 else 0.0
+            found |= _of_policy(problem, parts, policy, method, known, tell, at_least=rivals * most)
+        return found
+    context = get_context("fork")
+    told: SimpleQueue[Message] = context.SimpleQueue()
+    with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
+        futures = [pool.submit(_shared_candidates, policy, method) for policy in policies]
+        _follow(futures, told, progress)
+        done = [future.result() for future in futures]
+    for _, new in done:
+        known |= new
+    return {key: one for of_policy, _ in done for key, one in of_policy.items()}
 
 
-def _of_policy(problem: Problem, parts: Mapping[int, Problem], policy: str, method: str) -> dict[Key, Candidate]:
+def _follow(futures: Sequence[Future[Any]], told: "SimpleQueue[Message]", progress: SearchProgress | None) -> None:
+    """Passes on what the workers tell until they are done: a full queue would stop them."""
+    while True:
+        running = wait(futures, timeout=_TELL_SECONDS, return_when="FIRST_EXCEPTION").not_done
+        while not told.empty():
+            message = told.get()
+            if progress:
+                progress.take(message)
+        if not running:
+            return
+        if progress:
+            progress.tell()
+
+
+def _of_policy(
+    problem: Problem,
+    parts: Mapping[int, Problem],
+    policy: str,
+    method: str,
+    known: Known,
+    tell: Tell,
+    *,
+    at_least: float = 0.0,
+) -> dict[Key, Candidate]:
     """One policy's candidates. A large pipeline is searched for more than small ones on as many GPUs have together."""
     found: dict[int, Candidate] = {}
     for size, part in parts.items():
-        found[size] = _of_size(problem, part, policy, method, found)
+        found[size] = _of_size(problem, part, policy, method, found, known, tell, at_least=at_least)
     if problem.cluster is None or problem.one_pipeline:
         return {(size, policy): one for size, one in found.items()}
     tried = {*found, *pipeline_sizes(problem.cluster)}
     while sizes := sizes_between(problem.cluster, {size: sustained(one) for size, one in found.items()}, tried):
         tried.update(sizes)
         for size in sizes:
-            if part := part_of(problem, size):
-                found[size] = _of_size(problem, part, policy, method, found)
+            if between := part_of(problem, size):
+                found[size] = _of_size(problem, between, policy, method, found, known, tell)
     return {(size, policy): one for size, one in found.items()}
 
 
-def _of_size(problem: Problem, part: Problem, policy: str, method: str, smaller: Mapping[int, Candidate]) -> Candidate:
-    known = {size: sustained(one) for size, one in smaller.items() if one.schedule}
+def _of_size(
+    problem: Problem,
+    part: Problem,
+    policy: str,
+    method: str,
+    smaller: Mapping[int, Candidate],
+    known: Known,
+    tell: Tell,
+    *,
+    at_least: float = 0.0,
+) -> Candidate:
+    rates = {size: sustained(one) for size, one in smaller.items() if one.schedule}
     if method != "branch-and-bound":
-        at_least = 0.0
+        beaten = 0.0
     elif problem.arrivals and part.cluster is not None:
-        together = max((num_replicas(problem.cluster, size) * value for size, value in known.items()), default=0.0)
-        at_least = together / num_replicas(problem.cluster, part.cluster.num_gpus)
+        together = max((num_replicas(problem.cluster, size) * value for size, value in rates.items()), default=0.0)
+        beaten = max(at_least, together / num_replicas(problem.cluster, part.cluster.num_gpus))
     else:
-        fitting = {size: value for size, value in known.items() if part.cluster and size <= part.cluster.num_gpus}
-        at_least = division_throughput(fitting, best_division(fitting, part.cluster))
-    return candidate(part, policy, method, at_least=at_least)
+        fitting = {size: value for size, value in rates.items() if part.cluster and size <= part.cluster.num_gpus}
+        beaten = max(at_least, division_throughput(fitting, best_division(fitting, part.cluster)))
+    found = candidate(part, policy, method, at_least=beaten, known=known, tell=tell)
+    tell((part.cluster.num_gpus if part.cluster else 1, policy))
+    return found
 
 
 def part_of(problem: Problem, size: int) -> Problem | None:
@@ -165,6 +260,13 @@ def part_of(problem: Problem, size: int) -> Problem | None:
         return None
 
 
+def num_workers(problem: Problem, policies: Sequence[str]) -> int:
+    """Processes that search at once: one where there is little to search."""
+    if problem.cluster is None or problem.cluster.num_gpus == 1:
+        return 1
+    return min(len(policies), _num_workers())
+
+
 def _num_workers() -> int:
     """Processes that may search at once; 1 on a system without fork, as the problem is passed by the fork."""
     if "fork" not in get_all_start_methods():
@@ -172,13 +274,17 @@ def _num_workers() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_shared: list[tuple[Problem, Mapping[int, Problem]]] = []
+_shared: list[tuple[Problem, Mapping[int, Problem], Known, "SimpleQueue[Message]"]] = []
 """The problems of this worker process, inherited by the fork: curves and caches cannot be sent."""
 
 
-def _share(problem: Problem, parts: Mapping[int, Problem]) -> None:
-    _shared[:] = [(problem, parts)]
+def _share(problem: Problem, parts: Mapping[int, Problem], known: Known, told: "SimpleQueue[Message]") -> None:
+    _shared[:] = [(problem, parts, known, told)]
 
 
-def _shared_candidates(policy: str, method: str) -> dict[Key, Candidate]:
-    return _of_policy(*_shared[0], policy, method)
+def _shared_candidates(policy: str, method: str) -> tuple[dict[Key, Candidate], Known]:
+    """A policy's candidates, and the searches that were not known before."""
+    problem, parts, known, told = _shared[0]
+    before = dict(known)
+    found = _of_policy(problem, parts, policy, method, known, told.put)
+    return found, {key: one for key, one in known.items() if before.get(key) is not one}

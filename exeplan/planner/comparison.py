@@ -21,6 +21,7 @@ from exeplan.planner.placement_text import show_placement
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.solution import solve
 from exeplan.planner.tables import html, html_table, table
+from exeplan.progress import SILENT, Told
 from exeplan.units import show_seconds
 
 _HEADER = (
@@ -107,7 +108,7 @@ class Comparison:
         return html(html_table(_HEADER, cells), "\n".join(reasons))
 
 
-def compare_row(request: PlanRequest) -> ComparisonRow:
+def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
     """The row of a request under one bound. Raises InputError for wrong input, not for an infeasible bound."""
     row = ComparisonRow(
         model=request.profile.model.name,
@@ -117,7 +118,7 @@ def compare_row(request: PlanRequest) -> ComparisonRow:
         bound=request.bounds[0],
     )
     try:
-        plan = solve(request).optimum.plan
+        plan = solve(request, told=told).optimum.plan
     except Infeasible as refused:
         return replace(row, refusal=str(refused), nearest=refused.nearest)
     return replace(row, schedule=plan.schedule, placement=plan.placement, estimate=plan.estimate, replay=plan.replay)

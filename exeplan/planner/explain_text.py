@@ -5,9 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from exeplan.core.schedule import Schedule
-from exeplan.planner.candidates import capacity
 from exeplan.planner.explain import Explanation, WhatIf, percent
-from exeplan.planner.placement_text import show_gpus
+from exeplan.planner.placement_text import show_copies, show_gpus
 from exeplan.planner.tables import table
 from exeplan.simulator.breakdown import KINDS
 
@@ -20,14 +19,15 @@ def explanation_lines(explanation: Explanation) -> str:
     e = explanation
     first, *rest = e.limits
     lines = [
-        f"what limits {e.schedule.policy}: {first}",
+        f"what limits {'the rate that full batches sustain' if e.at_rate else e.schedule.policy}: {first}",
         *rest,
+        *e.bounds,
         "",
         _stage_table(e),
         "",
         f"runner-up: {_runner_up(e)}",
         *(f"no schedule: {refusal}" for refusal in e.refusals),
-        *(f"{what.change}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency)),
+        *(f"{what.change}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency, e.more_memory)),
     ]
     return "\n".join(lines)
 
@@ -49,26 +49,29 @@ def _stage_table(e: Explanation) -> str:
 def _runner_up(e: Explanation) -> str:
     if e.runner_up is None:
         return "none, no other policy has a schedule" if e.refusals else f"none, only {e.schedule.policy} was searched"
-    throughput = capacity(e.runner_up)
-    return f"{e.runner_up.schedule}, {throughput:.3g} req/s, {100 * (1 - throughput / e.throughput):.1f} % less"
+    r = e.runner_up
+    less = f"{100 * abs(r.less):.1f} % {'less' if r.less >= 0 else 'more'}"
+    chance = ", within noise" if abs(r.less) <= r.noise else ""
+    return f"{show_copies(r.plan)}, {r.throughput:.3g} req/s, {less}{chance}"
 
 
 def _show_what_if(what: WhatIf) -> str:
-    if what.throughput is None or what.gain is None:
+    if what.throughput is None or what.gain is None or what.plan is None:
         return what.note
-    return f"{what.throughput:.3g} req/s ({100 * what.gain:+.1f} %) with {what.schedule}"
+    if not what.gains:
+        return "no gain" if what.gain == 0 else f"{100 * what.gain:+.1f} %, within noise"
+    return f"{what.throughput:.3g} req/s ({100 * what.gain:+.1f} %) with {show_copies(what.plan)}"
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
     """The explanation for programs: shares, requests/s; null where there is no value."""
     e = explanation
     runner_up = None
-    if e.runner_up and e.runner_up.schedule:
-        throughput = capacity(e.runner_up)
-        less = 1 - throughput / e.throughput
-        runner_up = {"schedule": _flat(e.runner_up.schedule), "throughput": throughput, "less": less}
+    if r := e.runner_up:
+        runner_up = {"schedule": _flat(r.plan.schedule), "throughput": r.throughput, "less": r.less}
     return {
         "limits": list(e.limits),
+        "bounds": list(e.bounds),
         "stages": [dict(shares) for shares in e.breakdown.stages],
         "mean": dict(e.breakdown.mean),
         "phases": {
@@ -79,11 +82,12 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "refusals": list(e.refusals),
         "more_gpus": _what_if_json(e.more_gpus),
         "more_latency": _what_if_json(e.more_latency),
+        "more_memory": _what_if_json(e.more_memory),
     }
 
 
 def _what_if_json(what: WhatIf) -> Mapping[str, Any]:
-    body = {name: getattr(what, name) for name in ("change", "throughput", "gain")}
+    body = {name: getattr(what, name) for name in ("change", "throughput", "gain", "noise")}
     return {**body, "schedule": _flat(what.schedule) if what.schedule else None, "note": what.note or None}
 
 

@@ -1,7 +1,7 @@
 """Why no schedule keeps the bounds or sustains the rate: the binding limit, and the nearest feasible request."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from exeplan.core.bounds import Bound, is_deadline, percentile, quantities
@@ -32,7 +32,7 @@ def too_tight(problem: Problem, lowest: Schedule, bound: Bound, needed: float) -
     tightest = _round_up(needed)
     return Infeasible(
         f"{name} {show_seconds(bound.seconds)}, but the lowest-latency schedule, {lowest}, needs "
-        f"{show_seconds(needed)} for {_meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest "
+        f"{show_seconds(needed)} for {meaning(bound, length)}: {_floor(problem, bound, length)}; the tightest "
         f"possible bound is "
         f"{tightest}",
         nearest=f"the tightest {name} would be {tightest}",
@@ -41,19 +41,27 @@ def too_tight(problem: Problem, lowest: Schedule, bound: Bound, needed: float) -
 
 
 def too_slow(
-    problem: Problem, placed: Problem, most: Schedule, result: Result, advice: str, *, replicas: int
+    problem: Problem,
+    placed: Problem,
+    result: Result,
+    *,
+    reached: float,
+    by: Sequence[tuple[int, Schedule]],
+    advice: str,
 ) -> Infeasible:
-    """The schedule with the most throughput within the bounds sustains less than the required rate.
+    """The most throughput within the bounds, `reached` by these numbers of replicas, is less than the required rate.
 
-    `placed` is the problem of one of its replicas.
+    Under a backlog it was replayed, so that it would be sustained; arrivals need some more, as they come by chance.
+    `placed` is the problem of one of the first replicas, and `result` its search.
     """
-    assert result.best is not None
     wanted = f"{problem.arrivals} arrive" if problem.arrivals else f"{_rate(problem.required)} are required"
-    reached = _rate(replicas * result.best.outcome.throughput)
-    by = f"{replicas} replicas of {most}" if replicas > 1 else str(most)
+    most = _rate(_round_down(reached))
+    replicas = " and ".join(f"{number} replicas of {one}" if number > 1 else str(one) for number, one in by)
     return Infeasible(
-        f"{wanted}, but within the bounds the most is {reached}, by {by}: {_what_binds(placed, most, result)}{advice}",
-        nearest=f"{reached} would be sustained",
+        f"{wanted}, but within the bounds the most is {most}, by {replicas}: {_what_binds(placed, by[0][1], result)}"
+        f"{advice}",
+        nearest=f"less than {most} would be sustained" if problem.arrivals else f"{most} would be sustained",
+        reached=reached,
     )
 
 
@@ -70,20 +78,23 @@ def burst(problem: Problem, schedule: Schedule, bound: Bound, needed: float) -> 
 def _what_binds(problem: Problem, schedule: Schedule, result: Result) -> str:
     found = [str(problem.binding_bound(schedule))] if "latency" in result.what_binds else []
     found += ["memory"] if "memory" in result.what_binds else []
-    return f"the binding limit is {' and '.join(found)}" if found else "no batch is larger"
+    return f"the binding limit is {' and '.join(found)}" if found else "larger batches bring no more"
 
 
-def wider_bounds(problem: Problem, search_again: Callable[[Problem], tuple[float, Placement | None]]) -> str:
+def wider_bounds(
+    problem: Problem, search_again: Callable[[Problem], tuple[float, Placement | None]], *, replicas: int
+) -> str:
     """The end of a sentence: the bounds, wider by one factor, that sustain the required rate, or that none do.
 
-    `search_again` finds the most throughput of another problem and its placement: first without bounds on every
-    placement, then on the one that it found.
+    The problem is that of one of equal `replicas`. `search_again` finds the most throughput of another problem and its
+    placement: first without bounds on every placement, then on the one that it found.
     """
     if math.isinf(problem.limit):
         return ""
     unbounded, placement = search_again(problem.held_to([Bound(seconds=math.inf, metric=problem.bound.metric)]))
     if unbounded < problem.required or placement is None:
-        return f"; wider bounds do not help: without any the most is {_rate(unbounded)}"
+        by = f" of {replicas} such replicas" if replicas > 1 else ""
+        return f"; wider bounds do not help: without any the most{by} is {_rate(replicas * unbounded)}"
     there = replace(problem.at(placement), cluster=None)
     for factor in _WIDER:
         wider = there.limited_to(problem.limit * factor)
@@ -93,7 +104,8 @@ def wider_bounds(problem: Problem, search_again: Callable[[Problem], tuple[float
     return f"; bounds {_WIDER[-1]:g} times as wide do not suffice, no bounds do"
 
 
-def _meaning(bound: Bound, length: int) -> str:
+def meaning(bound: Bound, length: int) -> str:
+    """What a bound is on, in words; `length` is the 99th-percentile output."""
     if bound.metric == "p99-length":
         return f"an output of the 99th-percentile length ({length} tokens)"
     if is_deadline(bound.metric):
@@ -127,6 +139,12 @@ def _floor(problem: Problem, bound: Bound, length: int) -> str:
 
 def _rate(throughput: float) -> str:
     return f"{throughput:.3g} requests/s"
+
+
+def _round_down(value: float) -> float:
+    """To three digits, so that what is promised is kept."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return math.floor(value * 10**digits) / 10**digits
 
 
 def _round_up(value: float) -> str:

@@ -24,7 +24,8 @@ from exeplan.core.plan import Plan, schedule_json
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.candidates import Candidate, Key, candidate, candidates, capacity, not_searched, sustained
+from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, capacity, not_searched, sustained
+from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
@@ -40,6 +41,7 @@ from exeplan.planner.replicas import (
 )
 from exeplan.planner.search_space import pareto
 from exeplan.policies import load_policy, policy_names, policy_reference
+from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result, Trial
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
@@ -47,6 +49,8 @@ from exeplan.units import show_bytes
 
 _RETRIES = 8
 """Searches under tightened bounds, of one policy on pipelines of one size."""
+_SEARCHED = 0.9
+"""Share of the work that is done, as it is told, before the first replay."""
 _FIRST_SLACK = 0.001
 """What the first of them leaves between the bound and the replay, beyond the overshoot: where passes are bound by the
 weights, 1 % of latency is worth 10 % of throughput."""
@@ -57,6 +61,20 @@ _MOST_ADDED = 40_000
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
 at; and how many are given up at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What a search may leave out to be quick; by default nothing."""
+
+    rivals: float = 0.0
+    """On one device, a policy with less than this share of the throughput of those before it need not be found."""
+    num_requests: int | None = None
+    """Of each replay; None for as many as a steady state needs."""
+    close_ones: bool = True
+    """Replay also what the closed form may have put behind the winner by its error."""
+    headroom: bool = True
+    """Compute the plan's headroom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +109,26 @@ def optimize(
     seed: int = 0,
     risk: Risk | None = None,
     advise: bool = True,
+    known: Known | None = None,
+    effort: Effort | None = None,
+    told: Told = SILENT,
 ) -> Optimum:
     """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
 
     With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
+    Problems of one request that share `known` do not search the same pipelines again; `effort` is what may be left out.
     """
-    pipelines = _Pipelines(problem, policies, method=method, seed=seed, risk=risk)
+    searches = told.part(0.0, _SEARCHED)
+    pipelines = _Pipelines(
+        problem, policies, method=method, seed=seed, risk=risk, known=known, effort=effort or Effort(), told=searches
+    )
+    number = 0
     while (division := pipelines.best()) and (next_one := pipelines.undecided(division)):
+        number += 1
+        told(
+            f"replay {number} ({next_one[1]}, {next_one[0]} GPU{'s' if next_one[0] != 1 else ''})",
+            1 - (1 - _SEARCHED) / number,
+        )
         pipelines.replay(next_one)
     if division and pipelines.throughput(division) >= problem.min_throughput:
         return pipelines.optimum(division)
@@ -110,15 +141,27 @@ class _Pipelines:
     """The candidates on pipelines of every size, and the replays of those that were most promising."""
 
     def __init__(
-        self, problem: Problem, policies: tuple[str, ...], *, method: str, seed: int, risk: Risk | None
+        self,
+        problem: Problem,
+        policies: tuple[str, ...],
+        *,
+        method: str,
+        seed: int,
+        risk: Risk | None,
+        known: Known | None,
+        effort: Effort,
+        told: Told,
     ) -> None:
-        self.problem, self.method, self.seed, self.risk = problem, method, seed, risk
+        self.problem, self.method, self.seed, self.risk, self.effort = problem, method, seed, risk, effort
         self.margin = expected_margins(problem, risk) if risk else None
         self.policies = policies
         self.parts = _parts(problem)
         held = _held(problem, self.margin)
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
-        self.found = candidates(problem.held_to(held), tight, policies, method)
+        progress = search_progress(problem, tight, policies, method, told)
+        self.found = candidates(
+            problem.held_to(held), tight, policies, method, known=known, rivals=effort.rivals, progress=progress
+        )
         for size in sorted({size for size, _ in self.found}):
             if size not in self.parts:
                 self.parts[size] = problem.part(size, replicas=self._count(size))
@@ -191,7 +234,7 @@ class _Pipelines:
         """
         if unproved := [key for key in _keys(division) if key not in self.proofs]:
             return max(unproved, key=lambda key: division[key[0]][1] * self.score(key))
-        if self.problem.arrivals:
+        if self.problem.arrivals or not self.effort.close_ones:
             return None
         most = self.throughput(division)
         for rival in self._rivals(division):
@@ -262,13 +305,21 @@ class _Pipelines:
             return
         self._search_again(key, filled, replayed)
 
+    def _replay(self, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
+        """A replay by the `more`-th further seed."""
+        num_requests = self.effort.num_requests
+        return replay_estimate(placed, schedule, seed=self.seed + more, num_requests=num_requests, record_passes=False)
+
     def _replayed(self, size: int, placed: Problem, schedule: Schedule) -> tuple[Run, Estimate]:
         """The replay of a pipeline, and its Estimate; at a rate that of all its replicas behind the router."""
         if not self.problem.arrivals or (count := self._count(size)) == 1:
-            return replay_estimate(placed, schedule, seed=self.seed)
+            return self._replay(placed, schedule)
+        num_requests = self.effort.num_requests and count * self.effort.num_requests
         devices = tuple(size * number for number in range(count))
         group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)
-        run, replayed = routed_estimate(self.problem, [(placed, group)], ROUTERS[0], seed=self.seed)
+        run, replayed = routed_estimate(
+            self.problem, [(placed, group)], ROUTERS[0], seed=self.seed, num_requests=num_requests
+        )
         return run.replicas[0], replayed
 
     def _prove(self, key: Key, proof: _Proof) -> None:
@@ -306,7 +357,7 @@ class _Pipelines:
         assert found.schedule is not None
         assert found.placement is not None
         placed = _at(self.parts[key[0]], found.placement)
-        run, replayed = replay_estimate(placed, found.schedule, seed=self.seed + len(seeds), record_passes=False)
+        run, replayed = self._replay(placed, found.schedule, more=len(seeds))
         seeds.append(replayed.throughput)
         self.added_requests += len(run.requests)
 
@@ -339,6 +390,8 @@ class _Pipelines:
         alone = [(_at(self.parts[size], group.placement), group) for (size, _), group in pairs]
         estimates = [one.estimate(group.schedule) for one, group in alone]
         plan = _plan(self.problem, placed, groups, [self.proofs[key].margin for key in keys])
+        if self.effort.headroom:
+            plan = with_headroom(plan, placed)
         found = tuple(self._candidate(policy) for policy in self.policies)
         plan = replace(
             plan,
@@ -425,19 +478,38 @@ class _Pipelines:
             bound, share = binding(problem.bounds, replayed) or (problem.bound, 0.0)
             if share > 1:
                 raise burst(problem, schedule, bound, share * bound.seconds)
-        size, policy = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
-        most, count = self.found[size, policy], self._count(size)
+        division = self.best()
+        if not division:
+            best = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
+            division = {best[0]: (best[1], self._count(best[0]))}
+        size = max(division, key=lambda size: division[size][1] * _reached(self.found[size, division[size][0]]))
+        policy, count = division[size]
+        most = self.found[size, policy]
         if most.search is None or most.search.best is None or most.placement is None:
             return
         part = replace(self.parts[size], min_throughput=problem.min_throughput / count)
-        schedule = problem.schedule(policy, most.search.best.point)
 
         def search_again(other: Problem) -> tuple[float, Placement | None]:
             found = candidate(other, policy, self.method)
             return _reached(found), found.placement
 
-        advice = wider_bounds(part, search_again) if advise else ""
-        raise too_slow(problem, _at(part, most.placement), schedule, most.search, advice, replicas=count)
+        raise too_slow(
+            problem,
+            _at(part, most.placement),
+            most.search,
+            reached=self.throughput(division) if not problem.arrivals else count * _reached(most),
+            by=[(number, self._most_throughput((size, name))) for size, (name, number) in division.items()],
+            advice=wider_bounds(part, search_again, replicas=count) if advise else "",
+        )
+
+    def _most_throughput(self, key: Key) -> Schedule:
+        """The schedule of the most throughput within the bounds, whether that suffices or not."""
+        found = self.found[key]
+        if found.schedule is not None:
+            return found.schedule
+        assert found.search is not None
+        assert found.search.best is not None
+        return self.problem.schedule(key[1], found.search.best.point)
 
     def last_resort(self) -> Optimum:
         """The lowest-latency schedule of all, if it keeps the bounds; its latency is the tightest possible bound."""
@@ -474,7 +546,7 @@ def _keys(division: Mapping[int, tuple[str, int]]) -> list[Key]:
 def _parts(problem: Problem) -> dict[int, Problem]:
     """The problem of one pipeline of every size that holds the model, by its number of GPUs, rising."""
     if problem.cluster is None or problem.cluster.num_gpus == 1:
-        return {1: problem}
+        return {1: replace(problem, min_throughput=0.0)}
     if problem.one_pipeline:
         return {problem.cluster.num_gpus: replace(problem, min_throughput=0.0)}
     found: dict[int, Problem] = {}
@@ -607,9 +679,16 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         model_fingerprint=model.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
-        drift_headroom=drift_headroom(placed, first.schedule),
-        rate_headroom=rate_headroom(placed, first.schedule),
         promise=_promise(problem, [margin for margin in margins if margin]),
+    )
+
+
+def with_headroom(plan: Plan, placed: Problem) -> Plan:
+    """The plan with its headroom; `placed` is the problem of one of its first replicas."""
+    return replace(
+        plan,
+        drift_headroom=drift_headroom(placed, plan.schedule),
+        rate_headroom=rate_headroom(placed, plan.schedule),
     )
 
 

@@ -6,6 +6,7 @@ Not here: the placement as data (`exeplan.core.plan`), which is what programs ge
 from collections.abc import Sequence
 from itertools import groupby
 
+from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Stage, num_devices
 
 _LISTED = 8
@@ -24,9 +25,19 @@ def show_placement(placement: Placement) -> str:
 
 def show_group(group: ReplicaGroup) -> str:
     """`4 x 2 GPUs: orca(...) on 2 stages: GPUs 0-1, layers 20/20`: where the first replica is."""
+    return f"{_copies(group)}: {group.schedule} on {show_placement(group.placements[0])}"
+
+
+def show_copies(plan: Plan) -> str:
+    """The schedule of a plan; of replicas `4 x 2 GPUs: orca(...)`, group by group."""
+    if plan.num_replicas == 1:
+        return str(plan.schedule)
+    return " and ".join(f"{_copies(group)}: {group.schedule}" for group in plan.groups)
+
+
+def _copies(group: ReplicaGroup) -> str:
     size = num_devices(group.placement)
-    count = f"{group.num_replicas} x {size} GPU{'s' if size > 1 else ''}"
-    return f"{count}: {group.schedule} on {show_placement(group.placements[0])}"
+    return f"{group.num_replicas} x {size} GPU{'s' if size > 1 else ''}"
 
 
 def _one(stages: Sequence[Stage]) -> str:

@@ -8,7 +8,7 @@ method 'exhaustive' searches all variants that a policy lists, and no others.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.schedule import Placement, Schedule
@@ -47,10 +47,13 @@ class Variant:
         same = load_policy(schedule.policy).schedule(point, self.problem.workload).variables == schedule.variables
         return same and placement == self.problem.cost.placement
 
-    def grid(self, policy: Policy, knobs: Sequence[Knob], limits: Limits) -> Grid:
-        """Its grid, with no point evaluated."""
+    def grid(
+        self, policy: Policy, knobs: Sequence[Knob], limits: Limits, evaluated: Callable[[], None] = lambda: None
+    ) -> Grid:
+        """Its grid, with no point evaluated; `evaluated` is called for each point that is."""
 
         def evaluate(point: Mapping[str, int]) -> Outcome:
+            evaluated()
             return self.problem.evaluate(policy.schedule({**point, **self.enumerated}, self.problem.workload))
 
         return Grid(knobs, evaluate, limits)
@@ -93,11 +96,12 @@ def search_variants(
     bound: float,
     at_least: float = 0.0,
     without: Sequence[tuple[Placement, Schedule]] = (),
+    evaluated: Callable[[], None] = lambda: None,
 ) -> tuple[Result, Placement] | None:
     """The merged searches of all variants, and the placement of their best point, or of their lowest-latency one.
 
     A best point of less throughput than `at_least` need not be found. Variants that contain one of the placed schedules
-    in `without` are left out. None where the policy cannot be placed.
+    in `without` are left out. `evaluated` is called for each point. None where the policy cannot be placed.
     """
     began, module = time.perf_counter(), load_policy(policy)
     knobs, limits = module.knobs(problem.workload, problem.max_seqs), Limits(bound, 1.0)
@@ -108,11 +112,11 @@ def search_variants(
     found = [variant for variant in variants(problem, module) if not left_out(variant)]
     if not found:
         return None
-    grids = [variant.grid(module, knobs, limits) for variant in found]
+    grids = [variant.grid(module, knobs, limits, evaluated) for variant in found]
     if method == "branch-and-bound":
         results = _most_promising_first(grids, at_least)
         for variant in _refined(found, grids, results, module, at_least):
-            grid = variant.grid(module, knobs, limits)
+            grid = variant.grid(module, knobs, limits, evaluated)
             grid.at_least, where = (1 + _WORTH) * _lead(grids, at_least)[0], _lead(grids, at_least)[1]
             found.append(variant)
             grids.append(grid)

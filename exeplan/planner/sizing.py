@@ -1,24 +1,36 @@
 """Sizing: the fewest GPUs of a cluster that meet the bounds and the rate, and what more GPUs gain where none do.
 
-Parts of a cluster are some GPUs of one node, or whole nodes. Sizes are doubled until one suffices, then the sizes since
-the last failure are tried one by one: three or five GPUs are not always better than two or four. Not here: how a part
-is used (`optimize.py`).
+Parts of a cluster are some GPUs of one node, or whole nodes. GPUs may stay idle, so that what suffices on some GPUs
+suffices on more: sizes are doubled until one suffices, then the interval is bisected. Whatever is advised was optimized
+for. Not here: how a part is used (`optimize.py`).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import Cluster
+from exeplan.core.plan import Plan
 from exeplan.errors import Infeasible
 from exeplan.planner.explain import larger
 from exeplan.planner.optimize import Optimum
+from exeplan.planner.placement_text import show_copies
+from exeplan.planner.problem import Problem
+from exeplan.planner.search_space import variants
 from exeplan.planner.tables import table
+from exeplan.policies import load_policy
+from exeplan.progress import SILENT, Told
 from exeplan.units import show_seconds
 
-_SCANNED = 8
-"""Number of remaining sizes from which all are tried; of more, half is ruled out at a time."""
+_LEFT = 0.6
+"""Share of the work, as it is told, that another tried size leaves: how many it takes is not known before."""
+_LOWER = 0.99
+"""A latency below this share of another is worth more GPUs."""
 
-Solve = Callable[[Cluster], Optimum]
+_VERIFIED = 2
+"""Sizes whose closed form keeps a bound that are optimized for, before the one of the lowest latency."""
+
+Solve = Callable[[Cluster, Told], Optimum]
 """The best plan on some GPUs; raises Infeasible."""
 
 
@@ -37,73 +49,177 @@ def sizes(cluster: Cluster) -> list[int]:
     return [*range(1, cluster.gpus_per_node + 1), *(n * cluster.gpus_per_node for n in nodes)]
 
 
-def fewest_gpus(whole: Cluster, solve: Solve) -> tuple[Tried, tuple[Tried, ...]]:
+def fewest_gpus(whole: Cluster, solve: Solve, told: Told = SILENT) -> tuple[Tried, tuple[Tried, ...]]:
     """The smallest size with a plan, and all tried sizes, rising. Raises Infeasible when all GPUs do not suffice."""
+    found, tried = _fewest([whole.part(size) for size in sizes(whole)], solve, told)
+    if found is None:
+        refusal = tried[-1].refusal
+        raise Infeasible(f"all {whole.num_gpus} GPUs of cluster {whole.name} do not suffice: {refusal}")
+    return found, tried
+
+
+def _fewest(
+    clusters: Sequence[Cluster], solve: Solve, told: Told, guess: int = 0
+) -> tuple[Tried | None, tuple[Tried, ...]]:
+    """The first of the clusters, rising, that has a plan, and all that were tried; `guess` is the one tried first."""
     known: dict[int, Tried] = {}
-    steps = sizes(whole)
 
     def works(index: int) -> bool:
         if index not in known:
-            known[index] = _tried(whole.part(steps[index]), solve)
+            size, left = clusters[index], _LEFT ** len(known)
+            part = told.part(1 - left, 1 - _LEFT * left, f"{size.num_gpus} GPUs")
+            known[index] = tried_size(size, solve, part)
         return known[index].optimum is not None
 
-    fails, works_at = -1, 0
-    while not works(works_at):
-        if works_at == len(steps) - 1:
-            refusal = known[works_at].refusal
-            raise Infeasible(f"all {whole.num_gpus} GPUs of cluster {whole.name} do not suffice: {refusal}")
-        fails, works_at = works_at, _doubled(steps, works_at)
-    while works_at - fails > _SCANNED:
-        middle = (fails + works_at) // 2
-        fails, works_at = (fails, middle) if works(middle) else (middle, works_at)
-    works_at = next(index for index in range(fails + 1, works_at + 1) if works(index))
-    return known[works_at], tuple(known[index] for index in sorted(known))
+    fails, reach, index = -1, len(clusters), guess
+    while reach - fails > 1:
+        fails, reach = (fails, index) if works(index) else (index, reach)
+        if reach == len(clusters):
+            index = _doubled(clusters, fails)
+        elif fails >= 0:
+            index = (fails + reach) // 2
+        else:  # Nothing was too small yet.
+            index = max(0, reach - (guess - reach + 1))
+    tried = tuple(known[index] for index in sorted(known))
+    return (known[reach] if reach < len(clusters) else None), never_worse(tried)
 
 
-def with_more_gpus(error: Infeasible, cluster: Cluster, whole: Cluster, solve: Solve) -> Infeasible:
-    """The refusal, completed by what one more GPU (or node) of the cluster and twice as many would achieve."""
-    sizes_of = {size.num_gpus: size for size in (larger(whole, cluster.num_gpus), _twice(whole, cluster.num_gpus))}
-    gains = []
-    for number, size in sizes_of.items():
-        tried = _tried(size, solve)
-        if tried.optimum is None:
-            gains.append(f"with {number} GPUs {tried.refusal}")
-            continue
-        plan = tried.optimum.plan
-        rate = f" at {plan.estimate.throughput:.3g} requests/s" if plan.estimate else ""
-        gains.append(f"{number} GPUs suffice, by {plan.schedule}{rate}")
-        break
-    return Infeasible("; ".join([str(error), *gains]), nearest=error.nearest)
+def _doubled(clusters: Sequence[Cluster], index: int) -> int:
+    """The index of the first one with at least twice as many GPUs, or of the last."""
+    double = 2 * clusters[index].num_gpus
+    return next((i for i, cluster in enumerate(clusters) if cluster.num_gpus >= double), len(clusters) - 1)
 
 
-def _doubled(steps: list[int], index: int) -> int:
-    """The index of the first size with at least twice as many GPUs, or of the last."""
-    return next((i for i, size in enumerate(steps) if size >= 2 * steps[index]), len(steps) - 1)
+def never_worse(tried: Sequence[Tried]) -> tuple[Tried, ...]:
+    """The same, each size with the best plan of its own and of the smaller ones, which leaves GPUs idle."""
+    best: Tried | None = None
+    found = []
+    for size in tried:
+        if best and best.optimum and (not size.optimum or _most(size.optimum.plan) < _most(best.optimum.plan)):
+            size = replace(best, num_gpus=size.num_gpus)
+        if size.optimum:
+            best = size
+        found.append(size)
+    return tuple(found)
 
 
-def _twice(whole: Cluster, num_gpus: int) -> Cluster:
-    """Twice as many GPUs: part of a node, or whole nodes, possibly more than the cluster has."""
-    if 2 * num_gpus <= whole.gpus_per_node:
-        return whole.part(2 * num_gpus)
-    return replace(whole, num_nodes=-(-2 * num_gpus // whole.gpus_per_node))
+def _most(plan: Plan) -> float:
+    """Requests/s that a plan sustains within its bounds."""
+    if plan.arrival_rate is not None and plan.rate_headroom is not None:
+        return plan.arrival_rate * (1 + plan.rate_headroom)
+    assert plan.replay is not None
+    return plan.replay.throughput
+
+
+def with_more_gpus(
+    error: Infeasible, problem: Problem, whole: Cluster, solve: Solve, policies: Sequence[str], told: Told = SILENT
+) -> Infeasible:
+    """The refusal of a problem, completed by the fewest GPUs with a plan, or by what more GPUs would achieve."""
+    assert problem.cluster is not None
+    own = problem.cluster.num_gpus
+    clusters = _beyond(whole, own)
+    if error.wider and not problem.required:
+        return _completed(error, _lower_latency(problem, clusters, solve, policies, told))
+    guess = 0
+    if error.reached:
+        needed = own * problem.required / error.reached
+        guess = next((i for i, size in enumerate(clusters) if size.num_gpus >= needed), len(clusters) - 1)
+    found, tried = _fewest(clusters, solve, told, guess)
+    if found is None:
+        return _completed(error, f"with {tried[-1].num_gpus} GPUs {tried[-1].refusal}")
+    return _completed(error, _suffices(found, "are the fewest that suffice"))
+
+
+def _completed(error: Infeasible, advice: str) -> Infeasible:
+    return Infeasible(f"{error}; {advice}", nearest=error.nearest, wider=error.wider, reached=error.reached)
+
+
+def _suffices(found: Tried, words: str) -> str:
+    assert found.optimum is not None
+    plan = found.optimum.plan
+    return f"{found.num_gpus} GPUs {words}, by {show_copies(plan)} at {_most(plan):.3g} requests/s"
+
+
+def _beyond(whole: Cluster, num_gpus: int) -> list[Cluster]:
+    """Clusters of more GPUs, rising: further parts of the whole; where it is used up, one GPU or node more, and twice,
+    four and eight times as many."""
+    if parts := [whole.part(size) for size in sizes(whole) if size > num_gpus]:
+        return parts
+    more = [replace(whole, num_nodes=whole.num_nodes * k) for k in (2, 4, 8)]
+    return [larger(whole, num_gpus), *(one for one in more if one.num_gpus > larger(whole, num_gpus).num_gpus)]
+
+
+def _lower_latency(
+    problem: Problem, clusters: Sequence[Cluster], solve: Solve, policies: Sequence[str], told: Told
+) -> str:
+    """What more GPUs do for the lowest latency: replicas do not lower it, a larger pipeline may."""
+    floors = []
+    tried = [one for one in clusters if one in (clusters[0], clusters[-1]) or _is_power_of_two(one.num_nodes)]
+    for number, cluster in enumerate(tried):
+        told(f"lowest latency on {cluster.num_gpus} GPUs", number / (2 * len(tried)))
+        floors.append(lowest_latency(problem, cluster, policies))
+    assert problem.cluster is not None
+    if min(floors) >= _LOWER * lowest_latency(problem, problem.cluster, policies):
+        return f"more GPUs, up to {clusters[-1].num_gpus}, do not lower it"
+    least = next(i for i, floor in enumerate(floors) if _LOWER * floor <= min(floors))
+    enough = [i for i, floor in enumerate(floors[:least]) if floor <= problem.limit][:_VERIFIED]
+    for number, index in enumerate([*enough, least]):
+        size = tried[index]
+        share = 0.5 + number / (2 * len(enough) + 2)
+        found = tried_size(size, solve, told.part(share, 1.0, f"{size.num_gpus} GPUs"))
+        if found.optimum:
+            return _suffices(found, "are the fewest that suffice" if number == 0 else "suffice")
+    return f"with {tried[least].num_gpus} GPUs {found.refusal}"
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def lowest_latency(problem: Problem, cluster: Cluster, policies: Sequence[str]) -> float:
+    """Seconds of what the bounds are on for the gentlest schedule on all these GPUs as one pipeline.
+
+    By a policy whose stages are not separate where there is one: one request alone takes the same time with each.
+    Infinite where the model does not fit.
+    """
+    names = [name for name in policies if not load_policy(name).SEPARATE_STAGES][:1] or list(policies)
+    try:
+        there = replace(problem, cluster=cluster, max_seqs=cluster.num_gpus * problem.max_seqs).part(cluster.num_gpus)
+    except Infeasible:
+        return math.inf
+    found = [math.inf]
+    for policy in map(load_policy, names):
+        corner = {knob.name: knob.values[0] for knob in policy.knobs(problem.workload, 1)}
+        for variant in variants(there, policy):
+            point = {**corner, **variant.enumerated}
+            outcome = variant.problem.evaluate(policy.schedule(point, problem.workload))
+            found += [outcome.latency] if outcome.memory <= 1 else []
+    return min(found)
 
 
 def sizes_table(tried: tuple[Tried, ...]) -> str:
     """One row for each tried size."""
     rows = []
     for size in tried:
-        if size.optimum is None or size.optimum.plan.estimate is None:
+        if size.optimum is None or size.optimum.plan.replay is None:
             rows.append((str(size.num_gpus), size.refusal, "-", "-"))
             continue
-        plan, estimate = size.optimum.plan, size.optimum.plan.estimate
+        plan = size.optimum.plan
+        idle = f", {size.num_gpus - plan.gpus} idle" if plan.gpus and plan.gpus < size.num_gpus else ""
         rows.append(
-            (str(size.num_gpus), str(plan.schedule), f"{estimate.throughput:.3g}", show_seconds(estimate.latency))
+            (
+                str(size.num_gpus),
+                f"{show_copies(plan)}{idle}",
+                f"{_most(plan):.3g}",
+                show_seconds(size.optimum.plan.replay.latency),
+            )
         )
-    return table(("GPUs", "best schedule", "req/s", "latency"), rows)
+    return table(("GPUs", "best plan", "most req/s", "latency"), rows)
 
 
-def _tried(cluster: Cluster, solve: Solve) -> Tried:
+def tried_size(cluster: Cluster, solve: Solve, told: Told = SILENT) -> Tried:
+    """The plan on a cluster, or why there is none."""
     try:
-        return Tried(num_gpus=cluster.num_gpus, optimum=solve(cluster))
+        return Tried(num_gpus=cluster.num_gpus, optimum=solve(cluster, told))
     except Infeasible as error:
         return Tried(num_gpus=cluster.num_gpus, optimum=None, refusal=error.nearest or str(error))

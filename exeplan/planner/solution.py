@@ -3,8 +3,7 @@
 Not here: the search (`optimize.py`), and how a plan is replayed again (`simulation.py`).
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from exeplan.core.plan import Plan, save_plan
 from exeplan.errors import Infeasible
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
+from exeplan.planner.candidates import Known
 from exeplan.planner.explain import Explanation, explain
 from exeplan.planner.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
 from exeplan.planner.load_problem import with_relative_references
@@ -23,6 +23,7 @@ from exeplan.planner.problem import Problem
 from exeplan.planner.report import POLICY_COLUMNS, headline, optimum_report, policy_rows, promise_report, remarks
 from exeplan.planner.sizing import Tried, fewest_gpus, with_more_gpus
 from exeplan.planner.tables import html, html_table, side_by_side_rows
+from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Solution:
     optimum: Optimum
     tried: tuple[Tried, ...] = ()
     """Numbers of GPUs that were tried, where the fewest were asked for."""
+    known: Known = field(default_factory=dict)
+    """Searches that need not be done again."""
 
     @property
     def plan(self) -> Plan:
@@ -51,11 +54,14 @@ class Solution:
         save_plan(plan, Path(path))
         return plan
 
-    def explain(self) -> Explanation:
-        """Why the winner wins, and what more GPUs or latency would buy, which is searched again."""
-        policies = (self.optimum.plan.schedule.policy,)
-        again = partial(optimize, policies=policies, method=self.request.method, risk=self.request.risk)
-        return explain(self.problem, self.optimum, again=again, whole=self.request.whole)
+    def explain(self, *, told: Told = SILENT) -> Explanation:
+        """Why the winner wins, and what more GPUs, latency or memory would buy, which is searched again."""
+
+        def again(problem: Problem, *, policies: tuple[str, ...] | None = None, told: Told = SILENT) -> Optimum:
+            names = policies or self.request.policies(problem.cluster)
+            return _optimize(self.request, problem, policies=names, known=self.known, told=told)
+
+        return explain(self.problem, self.optimum, again=again, whole=self.request.whole, told=told)
 
     def frontier(self) -> tuple[FrontierRow, ...]:
         """The throughput/latency frontier of every policy."""
@@ -67,9 +73,9 @@ class Solution:
         plot_frontier(self.frontier(), axes, bound=self.problem.limit)
         return axes
 
-    def write_plot(self, path: str | PathLike[str]) -> None:
+    def write_plot(self, path: str | PathLike[str], *, told: Told = SILENT) -> None:
         """Writes the frontier as PNG, SVG or PDF by the suffix of the path."""
-        draw_frontier(self._results(), Path(path), bound=self.problem.limit)
+        draw_frontier(self._results(told), Path(path), bound=self.problem.limit)
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row a policy: its best schedule and what the closed form says of it."""
@@ -80,8 +86,12 @@ class Solution:
             rows.append({**row, **values, "refusal": candidate.refusal or None})
         return frame(rows, index="policy")
 
-    def _results(self) -> dict[str, Result]:
-        return {c.policy: with_frontier(self.problem, c) for c in self.optimum.candidates if c.search}
+    def _results(self, told: Told = SILENT) -> dict[str, Result]:
+        found, searched = {}, [c for c in self.optimum.candidates if c.search]
+        for number, one in enumerate(searched):
+            told(f"frontier of {one.policy}", number / len(searched))
+            found[one.policy] = with_frontier(self.problem, one)
+        return found
 
     def __repr__(self) -> str:
         return optimum_report(self.optimum, self.problem)
@@ -97,29 +107,46 @@ class Solution:
         )
 
 
-def solve(request: PlanRequest) -> Solution:
+def solve(request: PlanRequest, *, told: Told = SILENT) -> Solution:
     """The best plan of a request. Raises InputError for wrong input, Infeasible saying what would be possible."""
+    known: Known = {}
 
-    def best(gpus: Cluster | None, *, advise: bool = False) -> Optimum:
-        return optimize(
-            request.problem(gpus),
-            policies=request.policies(gpus),
-            method=request.method,
-            risk=request.risk,
-            advise=advise,
-        )
+    def best(gpus: Cluster | None, told: Told, *, advise: bool = False) -> Optimum:
+        problem, policies = request.problem(gpus), request.policies(gpus)
+        return _optimize(request, problem, policies=policies, advise=advise, known=known, told=told)
 
     if request.fewest_gpus:
         assert request.whole is not None
-        found, tried = fewest_gpus(request.whole, best)
+        found, tried = fewest_gpus(request.whole, best, told)
         assert found.optimum is not None
         problem = request.problem(request.whole.part(found.num_gpus))
-        return Solution(request=request, problem=problem, optimum=found.optimum, tried=tried)
+        return Solution(request=request, problem=problem, optimum=found.optimum, tried=tried, known=known)
     try:
-        return Solution(
-            request=request, problem=request.problem(request.cluster), optimum=best(request.cluster, advise=True)
-        )
+        optimum = best(request.cluster, told, advise=True)
     except Infeasible as error:
         if request.cluster is None or request.whole is None:
             raise
-        raise with_more_gpus(error, request.cluster, request.whole, best) from None
+        problem, policies = request.problem(request.cluster), request.policies(request.cluster)
+        more = told.part(0.5, 1.0, "no plan, more GPUs")
+        raise with_more_gpus(error, problem, request.whole, best, policies, more) from None
+    return Solution(request=request, problem=request.problem(request.cluster), optimum=optimum, known=known)
+
+
+def _optimize(
+    request: PlanRequest,
+    problem: Problem,
+    *,
+    policies: tuple[str, ...],
+    advise: bool = False,
+    known: Known,
+    told: Told,
+) -> Optimum:
+    return optimize(
+        problem,
+        policies=policies,
+        method=request.method,
+        risk=request.risk,
+        advise=advise,
+        known=known,
+        told=told,
+    )

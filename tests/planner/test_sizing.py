@@ -2,13 +2,23 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import exeplan
 from exeplan.cli import main
-from exeplan.core.cluster import Cluster, load_cluster
-from exeplan.planner.sizing import sizes
+from exeplan.core.cluster import Cluster, Link, load_cluster
+from exeplan.core.profile import Profile
+from exeplan.errors import Infeasible
+from exeplan.planner.optimize import Optimum
+from exeplan.planner.sizing import fewest_gpus, never_worse, sizes, sizes_table, tried_size
+from exeplan.planner.solution import Solution
+from exeplan.progress import Told
+from exeplan.units import seconds
+
+WIRE = Link(bytes_per_second=1e10, latency=1e-5)
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 CLUSTER = """
@@ -62,19 +72,61 @@ def test_the_sizes_that_were_tried_are_printed(folder: Path, capsys: pytest.Capt
     assert main(command("--gpus", "auto", "--latency-bound", "200ms", "--min-throughput", "200")) == 0
     text = capsys.readouterr().out
     assert text.startswith("fewest GPUs of cluster six.yaml: 2\n")
-    assert re.search(r"GPUs +best schedule +req/s +latency", text)
+    assert re.search(r"GPUs +best plan +most req/s +latency", text)
 
 
-def test_a_refusal_says_what_more_gpus_would_gain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(capsys, "--gpus", "1", "--latency-bound", "200ms", "--min-throughput", "200")
-    assert "200 requests/s are required, but within the bounds the most is " in message
-    assert re.search(r"; 2 GPUs suffice, by orca\(.*\) at 2\d\d requests/s$", message)
+def test_the_fewest_gpus_that_suffice_are_advised_and_suffice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--latency-bound", "200ms", "--min-throughput", "350"]
+    message = refusal(capsys, "--gpus", "1", *asked)
+    assert "350 requests/s are required, but within the bounds the most is " in message
+    advised = re.search(r"; (\d) GPUs are the fewest that suffice, by (.*) at (\d+) requests/s$", message)
+    assert advised
+    assert "GPUs: orca(" in advised[2] or "GPU: orca(" in advised[2]
+    assert int(advised[3]) >= 350
+    assert main(command("--gpus", advised[1], *asked)) == 0
+    capsys.readouterr()
+    refusal(capsys, "--gpus", str(int(advised[1]) - 1), *asked)
+
+
+def test_the_rate_that_a_refusal_names_is_sustained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By unequal replicas too: the best division of three GPUs counts."""
+    message = refusal(capsys, "--gpus", "3", "--latency-bound", "200ms", "--min-throughput", "1e4")
+    found = re.search(r"the most is ([\d.]+) requests/s, by (.*?): ", message)
+    assert found
+    assert main(command("--gpus", "3", "--latency-bound", "200ms", "--min-throughput", found[1])) == 0
 
 
 def test_a_bound_that_more_gpus_do_not_keep_either_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--gpus", "3", "--latency-bound", "1ms")
-    assert "the tightest possible bound is " in message
-    assert re.search(r"; with 6 GPUs the tightest latency bound would be \d.*ms$", message)
+    found = re.search(r"the tightest possible bound is (\d.*ms); more GPUs, up to 6, do not lower it$", message)
+    assert found
+    assert main(command("--gpus", "3", "--latency-bound", found[1])) == 0
+    capsys.readouterr()
+    six = refusal(capsys, "--gpus", "6", "--latency-bound", "1ms")
+    assert f"the tightest possible bound is {found[1]}; more GPUs" in six
+
+
+def test_more_gpus_are_never_shown_worse(profile: Profile) -> None:
+    """A size whose own plan is worse, or that has none, has the plan of fewer GPUs, and idle ones."""
+    one = exeplan.optimize(profile, LAW, latency_bound="200ms", policy="orca").optimum
+    assert one.plan.replay is not None
+    replayed, rates = one.plan.replay, {2: 25.0, 4: 24.0}
+
+    def solve(cluster: Cluster, told: Told) -> Optimum:
+        if (number := cluster.num_gpus) not in rates:
+            raise Infeasible("too few", nearest="20 requests/s would be sustained")
+        return replace(one, plan=replace(one.plan, gpus=number, replay=replace(replayed, throughput=rates[number])))
+
+    four = Cluster(
+        name="four", device="affine", num_nodes=1, gpus_per_node=4, memory_bytes=8 << 30, intra=WIRE, inter=WIRE
+    )
+    found, tried = fewest_gpus(replace(four, gpus_per_node=3), solve)
+    assert found.num_gpus == 2
+    assert [size.num_gpus for size in tried] == [1, 2]
+    rates = {1: 20.0, 2: 25.0, 4: 24.0}
+    rows = sizes_table(never_worse([tried_size(four.part(number), solve) for number in (1, 2, 3, 4)])).split("\n")[2:]
+    assert [row.split()[-3] for row in rows] == ["20", "25", "25", "25"]
+    assert [re.findall(r"(\d) idle", row) for row in rows] == [[], [], ["1"], ["2"]]
 
 
 @pytest.mark.parametrize(
@@ -92,3 +144,22 @@ def test_wrong_sizes_are_answered_with_one_sentence(
     options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, "--latency-bound", "200ms", *options).startswith(message)
+
+
+def test_following_the_advice_on_a_latency_succeeds() -> None:
+    """Tensor parallelism lowers the latency of one request, down to what four GPUs need for it."""
+    profile = exeplan.datasheet_profile("opt-13b", "a40-48gb", cluster="a40", tensor_parallel_sizes=(1, 2, 4))
+
+    def ask(gpus: int, bound: float) -> Solution:
+        return exeplan.optimize(profile, "S", latency_bound=bound, cluster="a40", gpus=gpus, policy="orca")
+
+    with pytest.raises(Infeasible, match=r"; 4 GPUs are the fewest that suffice, by orca"):
+        ask(3, 1.2)
+    assert ask(4, 1.2).plan.gpus == 4
+    with pytest.raises(Infeasible, match=r"; with 4 GPUs the tightest latency bound would be ") as refused:
+        ask(3, 0.1)
+    tightest = re.search(r"bound would be (.*)$", str(refused.value))
+    assert tightest
+    assert ask(4, seconds(tightest[1])).plan.replay is not None
+    with pytest.raises(Infeasible, match=r"; more GPUs, up to 48, do not lower it$"):
+        ask(4, 0.1)

@@ -28,7 +28,8 @@ from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import Optimum, optimize, resolve_policies
+from exeplan.planner.optimize import optimize, resolve_policies
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.problem import Problem, make_problem
 from exeplan.planner.replays import replay_estimate
 from exeplan.planner.tables import table

@@ -470,9 +470,9 @@ def _between(rng: random.Random, low: float, high: float) -> float:
 
 
 def unused(found: Sequence[Problem], tree: Path = ROOT) -> list[str]:
-    """Files under plans/ that no problem names."""
+    """Files under plans/ that no problem names; errors belong to a device or an engine and are named by none."""
     words = set(re.split(r"[\s/]+", " ".join(command for problem in found for command in problem.commands)))
-    files = sorted((tree / "plans").glob("*/*.yaml"))
+    files = sorted(file for file in (tree / "plans").glob("*/*.yaml") if file.parent.name != "errors")
     return [str(file.relative_to(tree)) for file in files if not {file.stem, f"{file.stem}.json"} & words]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from exeplan.planner.explain import Explanation
-    from exeplan.planner.optimize import Optimum
+    from exeplan.planner.pipelines import Optimum
     from exeplan.planner.sizing import Tried
     from exeplan.progress import Told
 

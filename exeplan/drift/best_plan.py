@@ -21,7 +21,8 @@ from exeplan.drift.evidence import tail_within
 from exeplan.drift.length_monitor import Observed
 from exeplan.errors import Infeasible
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.planner.optimize import Effort, optimize
+from exeplan.planner.optimize import optimize
+from exeplan.planner.pipelines import Effort
 from exeplan.planner.problem import Problem
 from exeplan.workload.workload import Workload
 

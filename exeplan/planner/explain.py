@@ -19,7 +19,7 @@ from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.candidates import capacity
 from exeplan.planner.infeasible import meaning
-from exeplan.planner.optimize import Optimum
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.problem import Problem
 from exeplan.planner.replays import replay_estimate
 from exeplan.progress import SILENT, Told

@@ -7,7 +7,7 @@ equal, so that is a small exact problem, and their number need not be divisible.
 Not here: which layout is best (`optimize.py`), and what a layer costs (`simulator/`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -122,18 +122,25 @@ def moved_layers(placement: Placement, seconds: Sequence[float]) -> list[Placeme
 def _moved(placement: Placement, stages: Sequence[int], source: int, target: int) -> Placement | None:
     """One layer from a stage to another one of the same phase; those of the stages between them shift."""
     by = {n: (n == target) - (n == source) for n in stages}
-    result = list(placement)
-    for name in ("layers", "encoder_layers"):
-        spans = [getattr(placement[n], name) for n in stages]
-        if not any(end > start for start, end in spans):
-            continue
-        counts = [end - start + by[n] for n, (start, end) in zip(stages, spans, strict=True)]
-        if min(counts) < 1:
-            return None
-        ends = list(accumulate(counts, initial=spans[0][0]))
-        for n, span in zip(stages, pairwise(ends), strict=True):
-            result[n] = replace(result[n], **{name: span})
-    return tuple(result)
+    layers = _shifted({n: placement[n].layers for n in stages}, by)
+    encoder_layers = _shifted({n: placement[n].encoder_layers for n in stages}, by)
+    if layers is None or encoder_layers is None:
+        return None
+    return tuple(
+        replace(stage, layers=layers[n], encoder_layers=encoder_layers[n]) if n in by else stage
+        for n, stage in enumerate(placement)
+    )
+
+
+def _shifted(spans: Mapping[int, tuple[int, int]], by: Mapping[int, int]) -> dict[int, tuple[int, int]] | None:
+    """The layers of each stage with so many more; none where there were none; None where a stage would have none."""
+    if not any(end > start for start, end in spans.values()):
+        return dict(spans)
+    counts = [end - start + by[n] for n, (start, end) in spans.items()]
+    if min(counts) < 1:
+        return None
+    ends = accumulate(counts, initial=min(start for start, _ in spans.values()))
+    return dict(zip(spans, pairwise(ends), strict=True))
 
 
 def placed(

@@ -8,10 +8,14 @@ Not here: the pipelines themselves (`optimize.py`), and to which replica a reque
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from exeplan.core.cluster import Cluster
+from exeplan.core.schedule import Estimate
 
 _NEARLY = 0.9
 """Share of the most throughput a GPU from which the sizes around a pipeline of several nodes are tried."""
@@ -113,3 +117,44 @@ def _most(items: Mapping[int, _Use], capacity: int) -> _Use:
         ]
         best[places] = max([*options, best[places - 1]], key=lambda use: use.throughput)
     return best[capacity]
+
+
+def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:
+    """Replicas of these estimates, so many of each, as one system.
+
+    Throughputs and KV caches are added. Means over requests are weighted by throughput. Every bound holds for each
+    replica, so figures of a bound or a tail, and memory, are those of the worst.
+    """
+    if len(estimates) == 1 and counts[0] == 1:
+        return estimates[0]
+    weights = np.array([count * one.throughput for one, count in zip(estimates, counts, strict=True)])
+    weights = weights / weights.sum()
+
+    def added(name: str) -> float:
+        return float(sum(count * getattr(one, name) for one, count in zip(estimates, counts, strict=True)))
+
+    def mean(name: str) -> float:
+        return float(weights @ [getattr(one, name) for one in estimates])
+
+    def worst(name: str) -> Any:
+        return max((v for one in estimates if (v := getattr(one, name)) is not None), default=None)
+
+    def shared(name: str) -> float | None:
+        return None if any(getattr(one, name) is None for one in estimates) else mean(name)
+
+    return Estimate(
+        throughput=added("throughput"),
+        token_throughput=added("token_throughput"),
+        ttft=worst("ttft"),
+        tpot=worst("tpot"),
+        latency=worst("latency"),
+        latency_p50=mean("latency_p50"),
+        latency_p99=worst("latency_p99"),
+        kv_tokens=added("kv_tokens"),
+        memory_bytes_per_gpu=worst("memory_bytes_per_gpu"),
+        deadline_share=shared("deadline_share"),
+        utility=None if any(one.utility is None for one in estimates) else added("utility"),
+        attainment=shared("attainment"),
+        goodput=None if any(one.goodput is None for one in estimates) else added("goodput"),
+        percentiles={name: max(one.percentiles[name] for one in estimates) for name in estimates[0].percentiles},
+    )

@@ -8,7 +8,7 @@ from exeplan.core.bounds import Bound, binding, values_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import num_devices
 from exeplan.planner.candidates import Candidate
-from exeplan.planner.optimize import Optimum
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.placement_text import show_group, show_placement
 from exeplan.planner.problem import Problem
 from exeplan.planner.tables import side_by_side, table

@@ -13,10 +13,10 @@ from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
 from exeplan.planner.load_problem import with_relative_references
-from exeplan.planner.optimize import together
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
 from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate
+from exeplan.planner.replicas import together
 from exeplan.planner.tables import html, html_table, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun

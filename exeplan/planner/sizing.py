@@ -13,7 +13,7 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
 from exeplan.errors import Infeasible
 from exeplan.planner.explain import larger
-from exeplan.planner.optimize import Optimum
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.placement_text import show_copies
 from exeplan.planner.problem import Problem
 from exeplan.planner.search_space import variants

@@ -17,7 +17,8 @@ from exeplan.planner.candidates import Known
 from exeplan.planner.explain import Explanation, explain
 from exeplan.planner.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
 from exeplan.planner.load_problem import with_relative_references
-from exeplan.planner.optimize import Optimum, optimize, with_frontier
+from exeplan.planner.optimize import optimize, with_frontier
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem
 from exeplan.planner.report import POLICY_COLUMNS, headline, optimum_report, policy_rows, promise_report, remarks

@@ -16,7 +16,8 @@ from exeplan.core.cluster import Cluster, Link
 from exeplan.core.profile import Profile, save_profile
 from exeplan.planner.explain import NO_GAIN, Explanation, WhatIf, explain, larger, throughput
 from exeplan.planner.explain_text import as_json, explanation_lines
-from exeplan.planner.optimize import Optimum, optimize
+from exeplan.planner.optimize import optimize
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.problem import Problem, make_problem
 from exeplan.planner.solution import Solution
 from exeplan.progress import SILENT, Told

@@ -12,7 +12,8 @@ from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import Optimum, optimize, resolve_policies, with_frontier
+from exeplan.planner.optimize import optimize, resolve_policies, with_frontier
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.problem import Problem, drift_headroom, make_problem
 from exeplan.planner.replays import kv_cache_tokens, replay_estimate
 from exeplan.policies import load_policy, policy_names

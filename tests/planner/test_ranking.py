@@ -12,8 +12,7 @@ from exeplan.core.cluster import load_cluster
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
-from exeplan.planner import optimize as optimize_module
-from exeplan.planner import replays
+from exeplan.planner import pipelines, replays
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import Problem, make_problem
 from exeplan.planner.ranking import MOST_SEEDS, Order, behind
@@ -77,7 +76,7 @@ def test_the_replay_ranks_and_not_the_closed_form(problem: Problem, monkeypatch:
     usual = optimize(problem, policies=("orca", "chunked"))
     loser = next(name for name in ("orca", "chunked") if name != usual.plan.schedule.policy)
     # The closed form is the same; the replays of what it ranks first are far worse.
-    monkeypatch.setattr(optimize_module, "replay_estimate", scaled({usual.plan.schedule.policy: 0.5}))
+    monkeypatch.setattr(pipelines, "replay_estimate", scaled({usual.plan.schedule.policy: 0.5}))
     assert optimize(problem, policies=("orca", "chunked")).plan.schedule.policy == loser
 
 
@@ -86,19 +85,19 @@ def test_what_the_closed_form_may_misjudge_is_replayed(problem: Problem, monkeyp
     first, second = sorted(usual.candidates, key=lambda c: -c.estimate.throughput)
     gap = first.estimate.throughput / second.estimate.throughput
     # The second one's replay is better than its closed form by just what the search allows for.
-    monkeypatch.setattr(optimize_module, "_DOUBT", 1.1 * gap - 1)
-    monkeypatch.setattr(optimize_module, "replay_estimate", scaled({second.policy: 1.2 * gap}))
+    monkeypatch.setattr(pipelines, "_DOUBT", 1.1 * gap - 1)
+    monkeypatch.setattr(pipelines, "replay_estimate", scaled({second.policy: 1.2 * gap}))
     assert optimize(problem, policies=("orca", "rra")).plan.schedule.policy == second.policy
-    monkeypatch.setattr(optimize_module, "_DOUBT", 0.0)
+    monkeypatch.setattr(pipelines, "_DOUBT", 0.0)
     assert optimize(problem, policies=("orca", "rra")).plan.schedule.policy == first.policy
 
 
 def test_seeds_are_added_until_the_order_is_certain(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimize_module, "_DOUBT", 1.0)
+    monkeypatch.setattr(pipelines, "_DOUBT", 1.0)
     found = optimize(problem, policies=("orca", "chunked"))
     assert found.order is not None
     assert found.order.certain or found.order.num_seeds == MOST_SEEDS or found.order.behind > 1.0
-    monkeypatch.setattr(optimize_module, "_MOST_ADDED", 0)
+    monkeypatch.setattr(pipelines, "_MOST_ADDED", 0)
     hasty = optimize(problem, policies=("orca", "chunked"))
     assert hasty.order is not None
     assert hasty.order.num_seeds == 1
@@ -114,7 +113,7 @@ def test_a_variant_that_replays_far_below_its_closed_form_gives_way(
         starved = schedule.variables == usual.schedule.variables and problem.cost.placement == usual.placement
         return run, replace(found, throughput=found.throughput / 2) if starved else found
 
-    monkeypatch.setattr(optimize_module, "replay_estimate", replayed)
+    monkeypatch.setattr(pipelines, "replay_estimate", replayed)
     other = optimize(on_cluster, policies=("chunked",)).plan
     assert (other.schedule, other.placement) != (usual.schedule, usual.placement)
     assert other.replay.throughput > 0.6 * usual.replay.throughput

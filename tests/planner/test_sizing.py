@@ -12,7 +12,7 @@ from exeplan.cli import main
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
-from exeplan.planner.optimize import Optimum
+from exeplan.planner.pipelines import Optimum
 from exeplan.planner.sizing import fewest_gpus, never_worse, sizes, sizes_table, tried_size
 from exeplan.planner.solution import Solution
 from exeplan.progress import Told

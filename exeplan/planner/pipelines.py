@@ -57,6 +57,8 @@ class Effort:
 
     rivals: float = 0.0
     """On one device, a policy with less than this share of the throughput of those before it need not be found."""
+    largest: int | None = None
+    """GPUs of the largest pipelines that are searched; None for all."""
     num_requests: int | None = None
     """Of each replay; None for as many as a steady state needs."""
     close_ones: bool = True
@@ -107,7 +109,7 @@ class Pipelines:
         self.problem, self.method, self.seed, self.risk, self.effort = problem, method, seed, risk, effort
         self.margin = expected_margins(problem, risk) if risk else None
         self.policies = policies
-        self.parts = _parts(problem)
+        self.parts = _parts(problem, effort.largest)
         held = _held(problem, self.margin)
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
@@ -501,7 +503,7 @@ def _keys(division: Mapping[int, tuple[str, int]]) -> list[Key]:
     return [(size, policy) for size, (policy, _) in division.items()]
 
 
-def _parts(problem: Problem) -> dict[int, Problem]:
+def _parts(problem: Problem, largest: int | None) -> dict[int, Problem]:
     """The problem of one pipeline of every size that holds the model, by its number of GPUs, rising."""
     if problem.cluster is None or problem.cluster.num_gpus == 1:
         return {1: replace(problem, min_throughput=0.0)}
@@ -509,6 +511,8 @@ def _parts(problem: Problem) -> dict[int, Problem]:
         return {problem.cluster.num_gpus: replace(problem, min_throughput=0.0)}
     found: dict[int, Problem] = {}
     for size in pipeline_sizes(problem.cluster):
+        if largest and size > largest:
+            break
         try:
             found[size] = problem.part(size, replicas=num_replicas(problem.cluster, size))
         except Infeasible:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import InputError
 from exeplan.planner.balance_stages import Balance
@@ -201,12 +203,12 @@ def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -
     """What values between those tried of the best variant's enumerated variables could gain, relative.
 
     The most throughput within the limits is taken as concave in each of them: it lies below the lines through the
-    values tried on the other side.
+    values tried on either side.
     """
     best, grid = found[number], grids[number]
     if grid.best is None:
         return 0.0
-    here, gaps = -grid.best[0], [0.0]
+    start, here, highest = grid.best[2], -grid.best[0], -grid.best[0]
     for name, value in best.enumerated.items():
         alike = {
             variant.enumerated[name]: other
@@ -214,14 +216,31 @@ def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -
             if variant.problem.cost.placement == best.problem.cost.placement
             and {**variant.enumerated, name: value} == best.enumerated
         }
-        below = max((other for other in alike if other < value), default=None)
-        above = min((other for other in alike if other > value), default=None)
-        for near, far in ((below, above), (above, below)):
-            if near is None or far is None or abs(far - value) <= 1:
-                continue
-            least = reach(alike[near], grid.best[2], at_least=0.0, slack=0.0)
-            gaps.append((here - least) / abs(value - near) * (abs(far - value) - 1) / here)
-    return max(gaps)
+        at = sorted(alike).index(value)
+        near = {x: reach(alike[x], start, at_least=0.0, slack=0.0) for x in sorted(alike)[max(0, at - 2) : at + 3]}
+        highest = max(highest, concave_ceiling({**near, value: here}, value))
+    return highest / here - 1
+
+
+def concave_ceiling(values: Mapping[int, float], best: int) -> float:
+    """The most that a concave function with these values may have at the whole numbers next to the best one's."""
+    points = sorted(values)
+    at, found = points.index(best), values[best]
+    for left, right in ((at - 1, at), (at, at + 1)):
+        if left < 0 or right >= len(points) or points[right] - points[left] < 2:
+            continue
+        low, high = points[left], points[right]
+        between = np.arange(low + 1, high)
+        ceiling = np.full(len(between), math.inf)
+        if left > 0:
+            slope = (values[low] - values[points[left - 1]]) / (low - points[left - 1])
+            ceiling = np.minimum(ceiling, values[low] + slope * (between - low))
+        if right + 1 < len(points):
+            slope = (values[points[right + 1]] - values[high]) / (points[right + 1] - high)
+            ceiling = np.minimum(ceiling, values[high] - slope * (high - between))
+        if np.isfinite(ceiling).all():
+            found = max(found, float(ceiling.max()))
+    return found
 
 
 def _halfway(best: Mapping[str, int], tried: Sequence[Mapping[str, int]], name: str) -> list[int]:

@@ -127,7 +127,9 @@ def with_more_gpus(
     found, tried = _fewest(clusters, solve, told, guess)
     if found is None:
         return _completed(error, f"with {tried[-1].num_gpus} GPUs {tried[-1].refusal}")
-    return _completed(error, _suffices(found, "are the fewest that suffice"))
+    # For a rate larger pipelines than these are not searched.
+    sure = not error.reached or found.num_gpus <= max(own, whole.gpus_per_node)
+    return _completed(error, _suffices(found, "are the fewest that suffice" if sure else "suffice"))
 
 
 def _completed(error: Infeasible, advice: str) -> Infeasible:

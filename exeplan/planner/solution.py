@@ -4,6 +4,7 @@ Not here: the search (`optimize.py`), and how a plan is replayed again (`simulat
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from exeplan.planner.explain import Explanation, explain
 from exeplan.planner.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
 from exeplan.planner.load_problem import with_relative_references
 from exeplan.planner.optimize import optimize, with_frontier
-from exeplan.planner.pipelines import Optimum
+from exeplan.planner.pipelines import Effort, Optimum
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem
 from exeplan.planner.report import POLICY_COLUMNS, headline, optimum_report, policy_rows, promise_report, remarks
@@ -112,9 +113,9 @@ def solve(request: PlanRequest, *, told: Told = SILENT) -> Solution:
     """The best plan of a request. Raises InputError for wrong input, Infeasible saying what would be possible."""
     known: Known = {}
 
-    def best(gpus: Cluster | None, told: Told, *, advise: bool = False) -> Optimum:
+    def best(gpus: Cluster | None, told: Told, *, advise: bool = False, effort: Effort | None = None) -> Optimum:
         problem, policies = request.problem(gpus), request.policies(gpus)
-        return _optimize(request, problem, policies=policies, advise=advise, known=known, told=told)
+        return _optimize(request, problem, policies=policies, advise=advise, known=known, effort=effort, told=told)
 
     if request.fewest_gpus:
         assert request.whole is not None
@@ -129,7 +130,11 @@ def solve(request: PlanRequest, *, told: Told = SILENT) -> Solution:
             raise
         problem, policies = request.problem(request.cluster), request.policies(request.cluster)
         more = told.part(0.5, 1.0, "no plan, more GPUs")
-        raise with_more_gpus(error, problem, request.whole, best, policies, more) from None
+        # More of the pipelines that were searched: larger ones hardly ever sustain more a GPU.
+        largest = max(request.cluster.num_gpus, request.whole.gpus_per_node)
+        copies = partial(best, effort=Effort(largest=largest))
+        solve_again = copies if error.reached else best
+        raise with_more_gpus(error, problem, request.whole, solve_again, policies, more) from None
     return Solution(request=request, problem=request.problem(request.cluster), optimum=optimum, known=known)
 
 
@@ -140,6 +145,7 @@ def _optimize(
     policies: tuple[str, ...],
     advise: bool = False,
     known: Known,
+    effort: Effort | None = None,
     told: Told,
 ) -> Optimum:
     return optimize(
@@ -149,5 +155,6 @@ def _optimize(
         risk=request.risk,
         advise=advise,
         known=known,
+        effort=effort,
         told=told,
     )

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, load_cluster
@@ -12,7 +15,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.search_space import search_variants, variants
+from exeplan.planner.search_space import concave_ceiling, search_variants, variants
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload
@@ -141,3 +144,20 @@ def test_a_value_that_gains_nothing_is_not_taken_for_a_listed_one(opt: Profile) 
     assert found is not None
     assert found[0].best is not None
     assert found[0].best.point["max_num_batched_tokens"].bit_count() == 1
+
+
+@given(st.lists(st.integers(-50, 49), min_size=10, max_size=99), st.sets(st.integers(0, 99), min_size=3, max_size=8))
+def test_no_concave_function_exceeds_the_ceiling_next_to_its_best_value(steps: list[int], chosen: set[int]) -> None:
+    heights = [1000.0, *(1000.0 + np.cumsum(sorted(steps, reverse=True))).tolist()]
+    points = sorted({x % len(heights) for x in chosen})
+    assume(len(points) >= 3)
+    best = max(points, key=lambda x: heights[x])
+    at = points.index(best)
+    around = heights[points[max(0, at - 1)] : points[min(at + 1, len(points) - 1)] + 1]
+    assert concave_ceiling({x: heights[x] for x in points}, best) >= max(around) - 1e-6
+
+
+def test_the_ceiling_is_where_the_lines_from_both_sides_meet() -> None:
+    # Up by one a step from 10, and up by one a step back from 20: both are at 16 there.
+    assert concave_ceiling({0: 0.0, 10: 10.0, 20: 12.0, 30: 2.0}, 20) == pytest.approx(16.0)
+    assert concave_ceiling({10: 5.0, 11: 6.0, 12: 5.5}, 11) == 6.0

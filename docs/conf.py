@@ -19,7 +19,8 @@ nitpick_ignore_regex = [
     # Parts of answers that are no part of the public API.
     (
         "py:class",
-        r"exeplan\.(planner\.(optimize|problem|sizing|explain|frontier_plot|plan_request)|simulator\.run)\..*",
+        r"exeplan\.(planner\.(pipelines|problem|sizing|explain|frontier_plot|plan_request)|simulator\.(run|routed)|progress)"
+        r"\..*",
     ),
     ("py:class", r"exeplan\.(core\.(cluster\.Link|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))"),
 ]

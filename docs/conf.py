@@ -19,7 +19,7 @@ nitpick_ignore_regex = [
     # Parts of answers that are no part of the public API.
     (
         "py:class",
-        r"exeplan\.(planner\.(pipelines|problem|sizing|explain|frontier_plot|plan_request)|simulator\.(run|routed)|progress)"
+        r"exeplan\.(planner\.(pipelines|problem|sizing|explain|frontier_plot|plan_request)|simulator\.(run|routed)|progress|search\.search)"
         r"\..*",
     ),
     ("py:class", r"exeplan\.(core\.(cluster\.Link|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))"),

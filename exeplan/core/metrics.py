@@ -34,8 +34,9 @@ from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
+from exeplan.core.estimators import LengthLatency, Window, length_latency, percentile, scaled, token_rate
 from exeplan.core.request_times import RequestTimes
-from exeplan.core.schedule import Estimate
+from exeplan.core.schedule import Estimate, Figure
 from exeplan.core.token_times import TokenTimes
 from exeplan.workload.deadlines import EXPIRED
 from exeplan.workload.length_law import Ints
@@ -176,19 +177,16 @@ def summarize(
     opens, closes = _arrival_window(requests) if waiting else window(requests, backlog)
     inside = answered & (begins >= opens) & (begins < closes)
     inside = inside if inside.any() else answered
-    e2e = (requests.last_tokens - begins)[inside]
     share = share_of_requests(bound_metric)
-    rate = requests.times.num_within(opens, closes) / (closes - opens)
     arrivals = requests.arrivals
     came = (opens <= arrivals) & (arrivals < closes) if waiting else np.ones(len(requests), dtype=bool)
-    latency: float | None
+    seen = _Seen(requests, begins, inside, Window.of(opens, closes, requests.starts[answered]), to_the_end=waiting)
+    figures, notes = seen.figures(p99_output, None if is_deadline(bound_metric) else bound_metric)
+    latency = figures["latency"].value if "latency" in figures else None
     if is_deadline(bound_metric) and share is not None:
         latency = _deadline_latency(requests, came, share)
-    elif share is None:
-        latency = _length_latency(requests, begins, p99_output, opens, math.inf if waiting else closes)
-    else:
-        latency = float(np.quantile(e2e, share))
-    throughput = float(rate / np.mean(requests.output_tokens[answered]))
+    rate = figures["token_throughput"].value
+    throughput = figures["throughput"].value
     times = request_times(requests, p99_output, begins=begins, some=inside)
     kept = times.attainment(bounds)
     return Estimate(
@@ -197,8 +195,8 @@ def summarize(
         ttft=float(np.mean((requests.first_tokens - begins)[inside])),
         tpot=_tpot(requests, inside),
         latency=latency,
-        latency_p50=float(np.quantile(e2e, 0.5)),
-        latency_p99=float(np.quantile(e2e, 0.99)),
+        latency_p50=figures["latency_p50"].value,
+        latency_p99=figures["latency_p99"].value,
         kv_tokens=kv_tokens,
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=_deadline_share(requests, came),
@@ -206,7 +204,64 @@ def summarize(
         attainment=None if kept is None else kept * _served_share(requests, came),
         goodput=None if kept is None else kept * throughput,
         percentiles=times.percentiles(bounds),
+        evidence=figures,
+        notes=notes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the steady window shows."""
+
+    requests: Requests
+    begins: Floats
+    inside: NDArray[np.bool_]
+    """Requests that begin in the window."""
+    window: Window
+    to_the_end: bool
+    """Whether requests count as they ended, however long after the window."""
+
+    def figures(self, length: int, metric: str | None) -> tuple[dict[str, Figure], tuple[str, ...]]:
+        """By field of an Estimate, and the sentences on them; `metric` is that of the latency, None for none here."""
+        tokens = token_rate(self.requests.times, self.window)
+        mean_output = float(np.mean(self.requests.output_tokens[self.requests.answered]))
+        found = {"token_throughput": tokens, "throughput": scaled(tokens, 1 / mean_output)}
+        shares = {"latency_p50": 0.5, "latency_p99": 0.99}
+        share = None if metric is None else share_of_requests(metric)
+        if share is not None:
+            shares["latency"] = share
+        notes = []
+        for name, part in shares.items():
+            found[name], note = self.percentile(part)
+            notes += [f"{name.replace('_', ' ')}: {note}"] if note else []
+        if metric is not None and share is None and (there := self.length_latency(length)):
+            found["latency"] = there.figure
+            notes += there.sentences(length)
+        return found, tuple(notes)
+
+    def length_latency(self, length: int) -> LengthLatency | None:
+        return length_latency(
+            self.requests.times,
+            begins=self.begins,
+            firsts=self.requests.first_tokens,
+            length=length,
+            window=self.window,
+            counted=self.inside,
+        )
+
+    def percentile(self, share: float) -> tuple[Figure, str]:
+        """Of the whole times of requests, and a sentence where the product limit has none."""
+        begins, lasts = self.begins[self.inside], self.requests.last_tokens[self.inside]
+        ended = np.ones(len(lasts), dtype=bool) if self.to_the_end else lasts <= self.window.closes
+        spans = np.where(ended, lasts, self.window.closes) - begins
+        found = percentile(spans, ended, share, starts=begins, window=self.window)
+        if math.isfinite(found.value):
+            return found, ""
+        late = percentile(lasts - begins, np.ones_like(ended), share, starts=begins, window=self.window)
+        return late, (
+            f"{np.count_nonzero(~ended):,} of {len(ended):,} requests had not ended when the steady window closed, so "
+            f"that it includes what followed"
+        )
 
 
 def request_times(
@@ -332,12 +387,3 @@ def _tpot(requests: Requests, some: NDArray[np.bool_]) -> float:
     long = some & (requests.output_tokens > 1)
     gaps = (requests.last_tokens - requests.first_tokens)[long] / (requests.output_tokens[long] - 1)
     return float(np.mean(gaps)) if len(gaps) else 0.0
-
-
-def _length_latency(requests: Requests, begins: Floats, length: int, opens: float, closes: float) -> float | None:
-    reached = requests.output_tokens >= length
-    if not reached.any():
-        return None
-    then = requests.times.nth(length)
-    inside = reached & (begins >= opens) & (then <= closes)
-    return float(np.mean((then - begins)[inside if inside.any() else reached]))

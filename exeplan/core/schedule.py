@@ -1,4 +1,4 @@
-"""What a plan chooses, and its effect: Schedule, Placement, ReplicaGroup, Estimate.
+"""What a plan chooses, and its effect: Schedule, Placement, ReplicaGroup, Estimate, Figure.
 
 Not here: the file that holds them (`plan.py`), and how they are found (`exeplan/planner`).
 """
@@ -123,6 +123,20 @@ DEADLINE_FIGURES = ("deadline_share", "utility")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure of a run, in the figure's unit."""
+
+    value: float
+    low: float | None
+    """Of the interval; None where the window is too short for one."""
+    high: float | None
+    """Infinite where the run does not limit it."""
+    num_observations: int
+    of: str
+    """What was observed: gaps, requests or tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """The performance of a schedule, predicted by closed form or replay, or measured. Requests/s, seconds, tokens,
     bytes.
@@ -151,11 +165,15 @@ class Estimate:
     """Such requests a second."""
     percentiles: Mapping[str, float] = field(default_factory=dict)
     """By metric, such as p99-ttft: the values of the bounds on percentiles of ttft, of tpot and of all together."""
+    evidence: Mapping[str, Figure] = field(default_factory=dict, compare=False)
+    """Of a run: throughput, token_throughput, latency, latency_p50 and latency_p99 with their intervals."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """Of a run: sentences on figures that do not come from requests that were seen from beginning to end."""
 
     def to_dict(self) -> dict[str, float | None]:
         """Its figures by name, percentiles by metric; without those on bounds or deadlines where there are none."""
         values = asdict(self)
-        percentiles = values.pop("percentiles")
+        percentiles, _, _ = (values.pop(name) for name in ("percentiles", "evidence", "notes"))
         optional = (*BOUND_FIGURES, *DEADLINE_FIGURES)
         found = {name: value for name, value in values.items() if value is not None or name not in optional}
         return {**found, **percentiles}

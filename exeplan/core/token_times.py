@@ -58,7 +58,7 @@ class TokenTimes:
     def of(self, request: int) -> Floats:
         """All token times of one request."""
         first, last = np.searchsorted(self._sorted_owners, (request, request + 1))
-        own = self._by_owner[first:last]
+        own = self.by_owner[first:last]
         parts = [self.tracks[self.numbers[i]][self.begins[i] : self.ends[i]] for i in own]
         lead = [] if self.leads is None or np.isnan(self.leads[request]) else [self.leads[request : request + 1]]
         return np.concatenate([*lead, *parts, np.zeros(0)])
@@ -102,11 +102,22 @@ class TokenTimes:
 
     def num_within(self, opens: float, closes: float) -> int:
         """Tokens of all requests after `opens` and not after `closes`."""
-        found = 0
+        return max(int(self.num_between(np.array([opens, closes]))[0]), 0)
+
+    def num_between(self, edges: Floats) -> Ints:
+        """[edges - 1] Tokens of all requests after each edge and not after the next."""
+        found = np.zeros(len(edges), dtype=np.int64)
         for times, until in self._until():
-            low, high = np.searchsorted(times, (opens, closes), side="right")
-            found += int(until[high - 1] - (until[low - 1] if low else 0)) if high > low else 0
-        return found
+            found += np.append(0, until)[np.searchsorted(times, edges, side="right")]
+        return np.diff(found)
+
+    def borders(self) -> tuple[Floats, Floats]:
+        """[stretches] The times of the first and the last token of each; NaN of an empty one."""
+        firsts, lasts = np.full((2, len(self.owners)), np.nan)
+        for number, track in enumerate(self.tracks):
+            here = (self.numbers == number) & (self.ends > self.begins)
+            firsts[here], lasts[here] = track[self.begins[here]], track[self.ends[here] - 1]
+        return firsts, lasts
 
     def _until(self) -> Iterator[tuple[Floats, Ints]]:
         """The rising times of each track, and of all leads, and the number of tokens until each."""
@@ -124,9 +135,10 @@ class TokenTimes:
             yield leads, np.arange(1, len(leads) + 1)
 
     @cached_property
-    def _by_owner(self) -> Ints:
+    def by_owner(self) -> Ints:
+        """[stretches] Their numbers, in order of requests."""
         return np.argsort(self.owners, kind="stable").astype(self.owners.dtype)
 
     @cached_property
     def _sorted_owners(self) -> Ints:
-        return self.owners[self._by_owner]
+        return self.owners[self.by_owner]

@@ -232,18 +232,21 @@ def _print(
     on_cpu_clock: "Estimate | None" = None,
 ) -> None:
     from exeplan.core.plan import as_json
-    from exeplan.planner.tables import json_line, predicted_and_measured
+    from exeplan.planner.tables import evidence_rows, json_line, notes_on, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
         body = as_json(plan) if plan else {}
         estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
-        print(json_line({**body, **{k: e.to_dict() if e else None for k, e in estimates.items()}}))
+        shown = {name: e.to_dict() if e else None for name, e in estimates.items()}
+        print(json_line({**body, **shown, "evidence": evidence_rows(**estimates)}))
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
     print(f"{copies}{what} on {workload.name}, {len(load.input_tokens)} requests\n")
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
+    if notes := notes_on(replay=replayed, measured=measured):
+        print(notes)
     if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
         share = measured.throughput / on_cpu_clock.throughput
         print(

@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
     device = problem.profile.device.name
     _say(f"predicted against measured: {problem.profile.model.name} on {device}, {workload.name}, bound {bound}")
     print(_table(rows))
+    for plan, measured in rows:
+        for note in measured.notes:
+            print(f"\n{plan.schedule}: {note}")
     print(f"\nprofile and plans are in {args.dir}; next: exeplan serve {args.dir}/rra.yaml")
     return 0
 

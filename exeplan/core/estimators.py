@@ -1,17 +1,21 @@
 """Figures of a run from all that was seen in its steady window, each with an interval and its number of observations.
 
-    latency at n   mean ttft + sum over k < n of the mean gap between token k and k + 1, over all gaps that end in the
-                   window: those of requests that began before it or end after it count, as in a product limit
+    latency at n   mean ttft of requests of that length + sum over k < n of the mean gap between token k and k + 1, over
+                   all gaps that end in the window: those of requests that began before it or end after it count, as in
+                   a product limit
     percentile     of request times, by the product limit (Kaplan and Meier, 1958) over requests that begin in it
                    and are censored at its end
     throughput     output tokens in the window over its length
 
 A request that lives as long as the window hardly ever fits into it, yet its gaps do. Where few requests have a gap of
-some length, the neighbouring lengths share one mean, `LEAST_GAPS` gaps at least.
+some length, the neighbouring lengths share one mean, `LEAST_GAPS` gaps at least. What this supposes: a gap depends on
+what else is in its pass, hardly on how long its own request will be. With few requests in a pass, and long prompts that
+go with long outputs, that is not so; where requests arrive at a rate and `LEAST_GAPS` of the length were seen to their
+ends, the latency is therefore their mean.
 
 Intervals hold the true value with 90 %: the window is cut into blocks of time at starts of prefills, and the spread of
-what each block adds to the figure (its influence) is that of the figure (batch means; Student's t). None where there
-are fewer than `LEAST_BLOCKS`.
+what each block adds to the figure (its influence) is that of the figure (batch means; Student's t), wider where blocks
+that follow each other are alike. None where there are fewer than `LEAST_BLOCKS`.
 
 Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 """
@@ -33,6 +37,11 @@ from exeplan.workload.length_law import Ints
 CONFIDENCE = 0.9
 LEAST_BLOCKS, MOST_BLOCKS = 4, 12
 LEAST_GAPS = 20
+LEAST_SEEN = 5
+"""Requests seen at an age, below which a window that cuts requests off sets no upper limit to a percentile."""
+_MOST_ALIKE = 0.7
+"""Autocorrelation of neighbouring blocks; more cannot be told from a trend."""
+_LEAST_FREEDOM = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +123,11 @@ def scaled(found: Figure, factor: float) -> Figure:
     return replace(found, value=factor * found.value, low=low, high=high)
 
 
-def figure(value: float, influences: Floats, *, num_observations: int, of: str) -> Figure:
+def figure(
+    value: float, influences: Floats, *, num_observations: int, of: str, most_freedom: float = math.inf
+) -> Figure:
     """A figure with the interval that follows from what each block adds to its error."""
-    half = _half_width(influences)
+    half = _half_width(influences, most_freedom)
     low, high = (None, None) if half is None else (value - half, value + half)
     return Figure(value=value, low=low, high=high, num_observations=num_observations, of=of)
 
@@ -130,27 +141,58 @@ def token_rate(times: TokenTimes, window: Window) -> Figure:
 
 
 def length_latency(
-    times: TokenTimes, *, begins: Floats, firsts: Floats, length: int, window: Window, counted: NDArray[np.bool_]
+    times: TokenTimes,
+    *,
+    begins: Floats,
+    firsts: Floats,
+    length: int,
+    window: Window,
+    counted: NDArray[np.bool_],
+    whole: bool,
 ) -> LengthLatency | None:
     """Seconds from the beginning of a request to its token of this number; None where no request reached it, or none
-    of `counted` had its first token. The mean ttft is over `counted` requests."""
+    of `counted` had its first token. The mean ttft is over those of `counted` that are as long, or nearly.
+    `whole`: these were seen to their ends, and enough of that length have their own mean."""
     then = times.nth(length)
     if np.isnan(then).all() or not counted.any():
         return None
-    ttft, known = (firsts - begins)[counted], firsts[counted]
+    reached = counted & ~np.isnan(then)
+    if whole and np.count_nonzero(reached) >= LEAST_GAPS:
+        return _mean_time(begins[reached], then[reached], window)
+    longest = _longest(times.counts, counted, length)
+    ttft, known = (firsts - begins)[longest], firsts[longest]
     influences = window.sums(known, (ttft - ttft.mean()) / len(ttft))
     gaps = Gaps.within(times, window, length)
     seconds, gap_influences, num_pooled = gaps.total(window)
+    value = float(ttft.mean() + seconds)
+    lives = (window.closes - window.opens) / value if value > 0 else math.inf
     return LengthLatency(
         figure=figure(
-            float(ttft.mean() + seconds),
+            value,
             influences + gap_influences,
             num_observations=gaps.number or len(ttft),
             of="gaps" if gaps.number else "requests",
+            most_freedom=2 * lives,  # The residents of a window are others after a life of the longest.
         ),
         num_ended=int(np.count_nonzero((begins >= window.opens) & (then <= window.closes))),
         num_pooled=num_pooled,
     )
+
+
+def _mean_time(begins: Floats, then: Floats, window: Window) -> LengthLatency:
+    spans = then - begins
+    influences = window.sums(begins, (spans - spans.mean()) / len(spans))
+    found = figure(float(spans.mean()), influences, num_observations=len(spans), of="requests")
+    return LengthLatency(figure=found, num_ended=len(spans), num_pooled=0)
+
+
+def _longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
+    """Those of the requests that are at least so long, and the next longest up to `LEAST_GAPS`: where long outputs go
+    with long prompts their ttft is not that of all."""
+    found = np.flatnonzero(counted)
+    lengths = outputs[found]
+    number = max(np.count_nonzero(lengths >= length), min(LEAST_GAPS, len(found)))
+    return found[lengths >= min(length, np.partition(lengths, -number)[-number])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -271,36 +313,85 @@ def _shared(times: TokenTimes, number: int, before: Ints, window: Window, length
     return _Shared(ends=track, seconds=seconds, lows=lows[some], highs=highs[some], numbers=numbers)
 
 
-def percentile(spans: Floats, ended: NDArray[np.bool_], share: float, *, starts: Floats, window: Window) -> Figure:
-    """The smallest time that a share of the requests does not exceed, by product limit: `spans` are seconds until a
-    request ended, or until it was last seen. Infinite where too few were seen to the end."""
-    order = np.argsort(spans, kind="stable")
-    at, over = spans[order], ended[order]
-    left = len(at) - np.arange(len(at))
-    hazard = np.cumsum(over / np.maximum(left, 1) ** 2)
-    reached = 1 - np.cumprod(1 - over / left)
-    value = _crossing(at, reached, share)
-    until = np.clip(np.searchsorted(at, value, side="right") - 1, 0, len(at) - 1)
-    below = np.arange(len(at)) <= until
-    martingale = (over & below) / left - hazard[np.minimum(np.arange(len(at)), until)]
-    spread = _half_width(window.sums(starts[order], (1 - share) * martingale))
-    count = int(np.count_nonzero(ended))
-    if spread is None:
-        return Figure(value=value, low=None, high=None, num_observations=count, of="requests")
-    low, high = (_crossing(at, reached, side) for side in (max(share - spread, 0.0), share + spread))
-    return Figure(value=value, low=low, high=high, num_observations=count, of="requests")
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProductLimit:
+    """The law of the times that requests take, from what the window shows of each: the share that ends at an age is
+    that of the requests seen at that age. Kaplan and Meier's curve, with late entry."""
+
+    at: Floats
+    """[requests] Seconds from its beginning until each ended or was last seen, rising."""
+    ended: NDArray[np.bool_]
+    entries: Floats
+    """Seconds from its beginning until each was first seen."""
+    begins: Floats
+    left: Ints
+    """Requests that were seen at this age."""
+    reached: Floats
+    """The share that has ended by then."""
+    order: Ints
+
+    @classmethod
+    def of(cls, begins: Floats, lasts: Floats, *, opens: float, closes: float) -> "ProductLimit":
+        """Of requests that begin before `closes` and end after `opens`."""
+        spans, ended = np.minimum(lasts, closes) - begins, lasts <= closes
+        entries = np.maximum(opens - begins, 0.0)
+        order = np.argsort(spans, kind="stable")
+        at, over = spans[order], ended[order]
+        entered = np.searchsorted(np.sort(entries), at, side="left")
+        left = np.maximum(np.where(at > 0, entered, len(at)) - np.arange(len(at)), 1)
+        reached = 1 - np.cumprod(1 - over / left)
+        return cls(
+            at=at, ended=over, entries=entries[order], begins=begins[order], left=left, reached=reached, order=order
+        )
+
+    @property
+    def weights(self) -> Floats:
+        """[requests] The share of all that each stands for, in the order in which they were given; 0 of one that did
+        not end."""
+        found = np.empty(len(self.at))
+        found[self.order] = np.diff(self.reached, prepend=0.0)
+        return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether each request was seen from its beginning to its end."""
+        return bool(self.ended.all() and not self.entries.any())
+
+    def percentile(self, share: float, window: Window) -> Figure:
+        """The smallest time that a share of the requests does not exceed; infinite where too few ended."""
+        value = self._crossing(share)
+        spread = _half_width(window.sums(self.begins, (1 - share) * self._martingale(value)))
+        number = int(np.count_nonzero(self.ended))
+        if spread is None:
+            return Figure(value=value, low=None, high=None, num_observations=number, of="requests")
+        low, high = self._crossing(max(share - spread, 0.0)), self._crossing(share + spread)
+        if not self.complete and self.left[min(np.searchsorted(self.at, value), len(self.at) - 1)] < LEAST_SEEN:
+            high = math.inf
+        return Figure(value=value, low=low, high=high, num_observations=number, of="requests")
+
+    def _crossing(self, share: float) -> float:
+        place = int(np.searchsorted(self.reached, share - 1e-9))
+        return float(self.at[place]) if place < len(self.at) else math.inf
+
+    def _martingale(self, until: float) -> Floats:
+        """[requests] What each adds to the error of the hazard until then: ended or not, less what was expected."""
+        hazard = np.append(0.0, np.cumsum(self.ended / self.left.astype(float) ** 2))
+        ages = [np.minimum(self.at, until), np.minimum(self.entries, until)]
+        left, entered = hazard[np.searchsorted(self.at, ages, side="right")]
+        return np.where(self.ended & (self.at <= until), 1 / self.left, 0.0) - (left - entered)
 
 
-def _crossing(at: Floats, reached: Floats, share: float) -> float:
-    """The first time at which the curve reaches a share."""
-    place = int(np.searchsorted(reached, share - 1e-9))
-    return float(at[place]) if place < len(at) else math.inf
-
-
-def _half_width(influences: Floats) -> float | None:
-    """Half the interval of a figure, from the influence of each block."""
+def _half_width(influences: Floats, most_freedom: float = math.inf) -> float | None:
+    """Half the interval of a figure, from the influence of each block; wider where neighbouring blocks are alike, by
+    the spread of a first-order autoregressive process."""
     number = len(influences)
     if number < LEAST_BLOCKS:
         return None
-    deviation = math.sqrt(number / (number - 1) * float(np.sum((influences - influences.mean()) ** 2)))
-    return float(stdtrit(number - 1, (1 + CONFIDENCE) / 2)) * deviation
+    errors = influences - influences.mean()
+    square = float(errors @ errors)
+    if square == 0:
+        return 0.0
+    alike = min(max(float(errors[1:] @ errors[:-1]) / square + 1 / number, 0.0), _MOST_ALIKE)
+    deviation = math.sqrt(number / (number - 1) * square * (1 + alike) / (1 - alike))
+    freedom = max(min(number - 1, most_freedom), _LEAST_FREEDOM)
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * deviation

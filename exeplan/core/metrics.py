@@ -3,8 +3,8 @@
     ttft      first token - start of its prefill
     tpot      (last token - first token) / (output tokens - 1), mean over requests with at least two tokens
     e2e       last token - start of its prefill
-    latency   p99-length: mean time from the start until the n-th token, n the planned 99th-percentile length, over the
-              requests that reach it; pNN-requests: the NN-th percentile of e2e
+    latency   p99-length: mean time from the start until the n-th token, n the planned 99th-percentile length, from the
+              gaps between tokens in the window (`estimators.py`); pNN-requests: the NN-th percentile of e2e
     throughput   requests/s: output tokens a second over the mean output length
     deadline_share   share of the requests that arrived in the window whose last token came by their deadline
     utility      worth of these requests a second, weight / input tokens each
@@ -15,10 +15,14 @@ For pNN-deadline latency is the time from arrival to the last token, scaled by t
 one; a request that expired counts as one that took twice its deadline.
 
 The steady window opens when a whole generation of requests has passed: none of the first, synchronised batch is left,
-or a quarter of all tokens is out, whichever is earlier; at once where batches do not overlap. It closes when the queue
-has run dry. A batch that fills up or drains is not what a plan under a backlog predicts. Rates count what falls in it;
-times count requests that start in it (for p99-length also reach the n-th token in it), or all requests where there are
-none. With no backlog the window is the whole run.
+or a quarter of all tokens is out, whichever is earlier, and as many requests run as do later; at once where batches do
+not overlap. It closes when the queue has run dry. A batch that fills up or drains is not what a plan under a backlog
+predicts. Rates and gaps count what falls in it, ttft, attainment and percentiles of bounds requests that start in it;
+e2e and tpot count requests by product limit, as far as the window shows them. With no backlog it is the whole run.
+
+Every figure of `evidence` has an interval of 90 % and its number of observations, and `notes` say where a figure does
+not come from requests that were seen from beginning to end. That of the throughput is for the mean output of these very
+requests: another sample of the workload has another one.
 
 Where `waiting` counts, ttft, e2e and latency begin at the arrival instead of the start of the prefill, and the window
 is that of the arrivals but for the first tenth of them, while the engine fills up.
@@ -26,7 +30,7 @@ is that of the arrivals but for the first tenth of them, while the engine fills 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
@@ -34,7 +38,7 @@ from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
-from exeplan.core.estimators import LengthLatency, Window, length_latency, percentile, scaled, token_rate
+from exeplan.core.estimators import LengthLatency, ProductLimit, Window, length_latency, scaled, token_rate
 from exeplan.core.request_times import RequestTimes
 from exeplan.core.schedule import Estimate, Figure
 from exeplan.core.token_times import TokenTimes
@@ -180,7 +184,7 @@ def summarize(
     share = share_of_requests(bound_metric)
     arrivals = requests.arrivals
     came = (opens <= arrivals) & (arrivals < closes) if waiting else np.ones(len(requests), dtype=bool)
-    seen = _Seen(requests, begins, inside, Window.of(opens, closes, requests.starts[answered]), to_the_end=waiting)
+    seen = _Seen.of(requests, begins, inside, Window.of(opens, closes, requests.starts[answered]), whole=waiting)
     figures, notes = seen.figures(p99_output, None if is_deadline(bound_metric) else bound_metric)
     latency = figures["latency"].value if "latency" in figures else None
     if is_deadline(bound_metric) and share is not None:
@@ -193,7 +197,7 @@ def summarize(
         throughput=throughput,
         token_throughput=rate,
         ttft=float(np.mean((requests.first_tokens - begins)[inside])),
-        tpot=_tpot(requests, inside),
+        tpot=seen.tpot(),
         latency=latency,
         latency_p50=figures["latency_p50"].value,
         latency_p99=figures["latency_p99"].value,
@@ -218,8 +222,28 @@ class _Seen:
     inside: NDArray[np.bool_]
     """Requests that begin in the window."""
     window: Window
-    to_the_end: bool
-    """Whether requests count as they ended, however long after the window."""
+    some: NDArray[np.bool_]
+    """Requests that are in `law`."""
+    law: ProductLimit
+    """Of their whole times."""
+    whole: bool
+    """Requests count as they ended, however long after the window."""
+
+    @classmethod
+    def of(cls, requests: Requests, begins: Floats, inside: NDArray[np.bool_], seen: Window, *, whole: bool) -> "_Seen":
+        """`whole`: as the field."""
+        opens, closes = (-math.inf, math.inf) if whole else (seen.opens, seen.closes)
+        some = inside if whole else requests.answered & (begins < closes) & (requests.last_tokens > opens)
+        law = ProductLimit.of(begins[some], requests.last_tokens[some], opens=opens, closes=closes)
+        return cls(requests, begins, inside, seen, some, law, whole)
+
+    def tpot(self) -> float:
+        """Mean over requests with at least two tokens."""
+        outputs = self.requests.output_tokens[self.some]
+        spans = (self.requests.last_tokens - self.requests.first_tokens)[self.some]
+        weights = np.where(outputs > 1, self.law.weights, 0.0)
+        total = float(weights.sum())
+        return float(weights @ (spans / np.maximum(outputs - 1, 1))) / total if total > 0 else 0.0
 
     def figures(self, length: int, metric: str | None) -> tuple[dict[str, Figure], tuple[str, ...]]:
         """By field of an Estimate, and the sentences on them; `metric` is that of the latency, None for none here."""
@@ -247,20 +271,19 @@ class _Seen:
             length=length,
             window=self.window,
             counted=self.inside,
+            whole=self.whole,
         )
 
     def percentile(self, share: float) -> tuple[Figure, str]:
         """Of the whole times of requests, and a sentence where the product limit has none."""
-        begins, lasts = self.begins[self.inside], self.requests.last_tokens[self.inside]
-        ended = np.ones(len(lasts), dtype=bool) if self.to_the_end else lasts <= self.window.closes
-        spans = np.where(ended, lasts, self.window.closes) - begins
-        found = percentile(spans, ended, share, starts=begins, window=self.window)
+        found = self.law.percentile(share, self.window)
         if math.isfinite(found.value):
             return found, ""
-        late = percentile(lasts - begins, np.ones_like(ended), share, starts=begins, window=self.window)
-        return late, (
-            f"{np.count_nonzero(~ended):,} of {len(ended):,} requests had not ended when the steady window closed, so "
-            f"that it includes what followed"
+        begins, lasts = self.begins[self.inside], self.requests.last_tokens[self.inside]
+        late = ProductLimit.of(begins, lasts, opens=-math.inf, closes=math.inf).percentile(share, self.window)
+        return replace(late, low=None if found.low is None else min(found.low, late.value), high=math.inf), (
+            f"{np.count_nonzero(lasts > self.window.closes):,} of {len(lasts):,} requests had not ended when the "
+            "steady window closed, so that it includes what followed"
         )
 
 
@@ -356,10 +379,21 @@ def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, floa
     if (gone[:-1] <= starts[1:] + _SAME_START).all():  # Batches do not overlap: every start is as good as any other.
         return float(starts[0]), float(starts[-1])
     num_tokens = int(requests.output_tokens.sum())
-    warm = min(gone[0], times.in_order(num_tokens // 4))
+    warm = max(min(gone[0], times.in_order(num_tokens // 4)), _full(requests, starts))
     opens, closes = starts[np.searchsorted(starts, warm).clip(max=len(starts) - 2)], starts[-1]
     inside = times.num_within(opens, closes)
     return (float(opens), float(closes)) if inside >= _LEAST_INSIDE * num_tokens else whole
+
+
+def _full(requests: Requests, starts: Floats) -> float:
+    """The first of these times at which as many requests run as do later, in the second half until the last of them; at
+    most the beginning of that half."""
+    begins, lasts = (np.sort(times[requests.answered]) for times in (requests.starts, requests.last_tokens))
+    middle, closes = (starts[0] + starts[-1]) / 2, starts[-1]
+    busy = np.clip(lasts, middle, closes).sum() - np.clip(begins, middle, closes).sum()
+    running = np.searchsorted(begins, starts, side="right") - np.searchsorted(lasts, starts, side="right")
+    enough = running * (closes - middle) >= busy
+    return float(min(starts[np.argmax(enough)], middle)) if enough.any() else float(middle)
 
 
 def _arrival_window(requests: Requests) -> tuple[float, float]:
@@ -381,9 +415,3 @@ def _batches(starts: Floats) -> tuple[Floats, NDArray[np.int64]]:
     batch = np.zeros(len(starts), dtype=np.int64)
     batch[order] = np.searchsorted(firsts, np.arange(len(starts)), side="right") - 1
     return rising[firsts], batch
-
-
-def _tpot(requests: Requests, some: NDArray[np.bool_]) -> float:
-    long = some & (requests.output_tokens > 1)
-    gaps = (requests.last_tokens - requests.first_tokens)[long] / (requests.output_tokens[long] - 1)
-    return float(np.mean(gaps)) if len(gaps) else 0.0

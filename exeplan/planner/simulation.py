@@ -17,7 +17,7 @@ from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
 from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate
 from exeplan.planner.replicas import together
-from exeplan.planner.tables import html, html_table, side_by_side, side_by_side_rows
+from exeplan.planner.tables import html, html_table, notes_on, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
 from exeplan.simulator.run import Run
@@ -125,7 +125,8 @@ class Simulation:
 
     @property
     def _remark(self) -> str:
-        return f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
+        broken = f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
+        return "\n".join(part for part in (notes_on(replay=self.plan.replay).strip(), broken) if part)
 
     def __repr__(self) -> str:
         figures = side_by_side(closed_form=self.plan.estimate, replay=self.plan.replay)

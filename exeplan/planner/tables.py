@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
@@ -130,6 +131,21 @@ def predicted_and_measured(*, predicted: Estimate | None, replay: Estimate | Non
             cells += [_show(key, _figure(e, key)), error_percent(_figure(e, key), value)]
         rows.append([*cells, _show(key, value)])
     return table(header, rows)
+
+
+def notes_on(**columns: Estimate | None) -> str:
+    """What a reader should know of the figures of runs, a line each; '' where that is nothing."""
+    found = ((name.replace("_", " "), note) for name, e in columns.items() if e is not None for note in e.notes)
+    return "".join(f"\n{name}: {note}" for name, note in found)
+
+
+def evidence_rows(**columns: Estimate | None) -> dict[str, Any]:
+    """The same for JSON, with the intervals and numbers of observations of each figure."""
+    found = {name: e for name, e in columns.items() if e is not None and e.evidence}
+    return {
+        name: {"notes": list(e.notes), "figures": {key: asdict(figure) for key, figure in e.evidence.items()}}
+        for name, e in found.items()
+    }
 
 
 _COMPARED = (

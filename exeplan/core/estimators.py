@@ -10,7 +10,7 @@
 A request that lives as long as the window hardly ever fits into it, yet its gaps do. Where few requests have a gap of
 some length, the neighbouring lengths share one mean, `LEAST_GAPS` gaps at least. What this supposes: a gap depends on
 what else is in its pass, hardly on how long its own request will be. With few requests in a pass, and long prompts that
-go with long outputs, that is not so; where requests arrive at a rate and `LEAST_GAPS` of the length were seen to their
+go with long outputs, that is not so; without a backlog, where `LEAST_GAPS` requests of the length were seen to their
 ends, the latency is therefore their mean.
 
 Intervals hold the true value with 90 %: the window is cut into blocks of time at starts of prefills, and the spread of
@@ -191,7 +191,7 @@ def _longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
     with long prompts their ttft is not that of all."""
     found = np.flatnonzero(counted)
     lengths = outputs[found]
-    number = max(np.count_nonzero(lengths >= length), min(LEAST_GAPS, len(found)))
+    number = max(int(np.count_nonzero(lengths >= length)), min(LEAST_GAPS, len(found)))
     return found[lengths >= min(length, np.partition(lengths, -number)[-number])]
 
 
@@ -339,7 +339,7 @@ class ProductLimit:
         at, over = spans[order], ended[order]
         entered = np.searchsorted(np.sort(entries), at, side="left")
         left = np.maximum(np.where(at > 0, entered, len(at)) - np.arange(len(at)), 1)
-        reached = 1 - np.cumprod(1 - over / left)
+        reached = (1 - np.cumprod(1 - over / left)).astype(np.float64)
         return cls(
             at=at, ended=over, entries=entries[order], begins=begins[order], left=left, reached=reached, order=order
         )
@@ -365,9 +365,12 @@ class ProductLimit:
         if spread is None:
             return Figure(value=value, low=None, high=None, num_observations=number, of="requests")
         low, high = self._crossing(max(share - spread, 0.0)), self._crossing(share + spread)
-        if not self.complete and self.left[min(np.searchsorted(self.at, value), len(self.at) - 1)] < LEAST_SEEN:
+        if not self.complete and self._seen_at(value) < LEAST_SEEN:
             high = math.inf
         return Figure(value=value, low=low, high=high, num_observations=number, of="requests")
+
+    def _seen_at(self, age: float) -> int:
+        return int(self.left[min(int(np.searchsorted(self.at, age)), len(self.at) - 1)])
 
     def _crossing(self, share: float) -> float:
         place = int(np.searchsorted(self.reached, share - 1e-9))

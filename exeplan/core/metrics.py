@@ -184,7 +184,9 @@ def summarize(
     share = share_of_requests(bound_metric)
     arrivals = requests.arrivals
     came = (opens <= arrivals) & (arrivals < closes) if waiting else np.ones(len(requests), dtype=bool)
-    seen = _Seen.of(requests, begins, inside, Window.of(opens, closes, requests.starts[answered]), whole=waiting)
+    seen = _Seen.of(
+        requests, begins, inside, Window.of(opens, closes, requests.starts[answered]), whole=waiting or not backlog
+    )
     figures, notes = seen.figures(p99_output, None if is_deadline(bound_metric) else bound_metric)
     latency = figures["latency"].value if "latency" in figures else None
     if is_deadline(bound_metric) and share is not None:

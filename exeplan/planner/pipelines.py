@@ -15,7 +15,7 @@ from exeplan.core.bounds import Bound, binding, scaled, utilizations
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, sustained
+from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, reached, sustained
 from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
@@ -440,9 +440,9 @@ class Pipelines:
                 raise burst(problem, schedule, bound, share * bound.seconds)
         division = self.best()
         if not division:
-            best = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
+            best = max(self.found, key=lambda key: (self._count(key[0]) * reached(self.found[key]), -key[0]))
             division = {best[0]: (best[1], self._count(best[0]))}
-        size = max(division, key=lambda size: division[size][1] * _reached(self.found[size, division[size][0]]))
+        size = max(division, key=lambda size: division[size][1] * reached(self.found[size, division[size][0]]))
         policy, count = division[size]
         most = self.found[size, policy]
         if most.search is None or most.search.best is None or most.placement is None:
@@ -451,13 +451,13 @@ class Pipelines:
 
         def search_again(other: Problem) -> tuple[float, Placement | None]:
             found = candidate(other, policy, self.method)
-            return _reached(found), found.placement
+            return reached(found), found.placement
 
         raise too_slow(
             problem,
             _at(part, most.placement),
             most.search,
-            reached=self.throughput(division) if not problem.arrivals else count * _reached(most),
+            reached=self.throughput(division) if not problem.arrivals else count * reached(most),
             by=[(number, self._most_throughput((size, name))) for size, (name, number) in division.items()],
             advice=wider_bounds(part, search_again, replicas=count) if advise else "",
         )
@@ -529,11 +529,6 @@ def _at(problem: Problem, placement: Placement) -> Problem:
 def _held(problem: Problem, margin: Margins | None) -> tuple[Bound, ...]:
     """The bounds, tightened by the margin that measured errors alone demand."""
     return scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
-
-
-def _reached(found: Candidate) -> float:
-    """Requests/s of the best point of a search, whether that suffices or not."""
-    return found.search.best.outcome.throughput if found.search and found.search.best else 0.0
 
 
 def _lowest_latency(found: Candidate) -> float:

@@ -11,8 +11,8 @@ records/planner-replay-speed.json; with `--record NAME`, planner-replay-speed-NA
 
 With `--peer`, the interpreter of an environment that can import vidur, the same requests run through `chunked`
 here and through vidur's Sarathi scheduler there, with the same slots, budget, blocks and nearly the same pass times
-(`replay_peer.py`); the two take turns. Training vidur's predictor and filling its tables is timed apart, and vidur
-collects no metrics. Writes records/planner-replay-speed-peer.json.
+(`replay_peer.py`); the two take turns. Training vidur's predictor, filling its tables and reading the
+trace is timed apart, and vidur collects no metrics. Writes records/planner-replay-speed-peer.json.
 """
 
 import argparse
@@ -68,8 +68,6 @@ def main() -> None:
     if args.peer:
         counts = args.requests or [1_000, 10_000]
         rows = [compare(args.peer, s, n, repeats=args.repeats) for n in counts for s in args.stages]
-        record["peer"] = rows[0].pop("peer")
-        rows = [{key: value for key, value in row.items() if key != "peer"} for row in rows]
     else:
         counts = args.requests or [10_000, 1_000_000]
         cases = [(p, s, n) for n in counts for p in args.policies for s in args.stages]
@@ -87,12 +85,12 @@ def compare(python: str, stages: int, count: int, *, repeats: int) -> dict[str, 
     options = {"stages": stages, "slots": slots, "budget": budget, "blocks": BLOCKS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        one_stage = _cost(1, separate=False)
+        one_stage = cost_model(1, separate=False)
         replay_peer.write_files(folder, one_stage, slots=slots, budget=budget, inputs=inputs, outputs=outputs)
         first = replay_peer.run(python, folder, **options)
         ours, theirs = [], []
         for _ in range(repeats):
-            ours.append(_case("chunked", stages, count))
+            ours.append(measured_apart("chunked", stages, count))
             theirs.append(replay_peer.run(python, folder, **options))
     here = median(run["ms a request"] for run in ours)
     there = median(run["seconds"] for run in theirs) / count * 1e3
@@ -102,26 +100,26 @@ def compare(python: str, stages: int, count: int, *, repeats: int) -> dict[str, 
         "ms a request": here,
         "peer's ms a request": round(there, 3),
         "times": round(there / here, 1),
-        "passes": round(ours[0]["passes a request"] * count),
+        "passes": ours[0]["passes"],
         "peer's passes": first["passes"],
         "simulated seconds": ours[0]["simulated seconds"],
         "peer's simulated seconds": round(first["simulated seconds"], 3),
         "peer's predictor seconds": round(first["predictor seconds"], 1),
         "most here": max(run["ms a request"] for run in ours),
         "least there": round(min(run["seconds"] for run in theirs) / count * 1e3, 3),
-        "peer": f"vidur, commit {first['commit']}",
+        "vidur's commit": first["commit"],
     }
 
 
 def _row(policy: str, stages: int, count: int, *, repeats: int) -> dict[str, object]:
     """The median of the repeats, each in a process of its own."""
-    runs = [_case(policy, stages, count) for _ in range(repeats if count <= 100_000 else 1)]
+    runs = [measured_apart(policy, stages, count) for _ in range(repeats if count <= 100_000 else 1)]
     middle = sorted(runs, key=lambda run: run["ms a request"])[len(runs) // 2]
     spread = [run["ms a request"] for run in runs]
     return {**middle, "least": min(spread), "most": max(spread)}
 
 
-def _case(policy: str, stages: int, count: int) -> dict[str, Any]:
+def measured_apart(policy: str, stages: int, count: int) -> dict[str, Any]:
     """One replay, in a process of its own."""
     case = json.dumps({"policy": policy, "stages": stages, "count": count})
     command = [sys.executable, "-m", "benchmarks.planner.replay_speed", "--case", case]
@@ -131,7 +129,7 @@ def _case(policy: str, stages: int, count: int) -> dict[str, Any]:
 
 def _measured(policy: str, stages: int, count: int) -> dict[str, object]:
     workload = load_workload(WORKLOAD)
-    cost = _cost(stages, separate=policy.startswith("waa"))
+    cost = cost_model(stages, separate=policy.startswith("waa"))
     schedule = Schedule(policy, {**SCHEDULES[policy], **({"micro_batches": stages} if stages > 1 else {})})
     started = time.process_time()
     inputs, outputs = workload.sample(count, seed=0)
@@ -151,13 +149,14 @@ def _measured(policy: str, stages: int, count: int) -> dict[str, object]:
         "bytes a request": round((peak - before) / count),
         "CPU seconds": round(seconds, 2),
         "wall seconds": round(wall, 2),
+        "passes": run.num_passes,
         "simulated seconds": round(float(run.requests.last_tokens.max()), 3),
         "CPU seconds of sampling": round(began - started, 2),
         "peak MiB": round(peak / 2**20),
     }
 
 
-def _cost(stages: int, *, separate: bool) -> CostModel:
+def cost_model(stages: int, *, separate: bool) -> CostModel:
     """Layers in equal parts; with separate stages one more, which prefills."""
     cluster = load_cluster(CLUSTER)
     profile = profile_from_datasheet(

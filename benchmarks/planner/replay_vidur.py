@@ -2,6 +2,9 @@
 
     PYTHON benchmarks/planner/replay_vidur.py FOLDER --stages 1 --slots 256 --budget 1024 --blocks 1000000
 
+Vidur has no package: that environment needs numpy, pandas, scikit-learn, fasteners, ddsketch, plotly_express and wandb,
+and a .pth file that names a checkout. Vidur's own profiles are not used.
+
 FOLDER holds the trace and profiles as vidur reads them, and caches its predictor. The predictor is a random forest as
 vidur's own, of one grid point; it is trained, and its tables filled, before the clock starts. Metrics and traces are
 off, which makes vidur faster than it comes. Prints one line of JSON: CPU seconds of the predictor and of the

@@ -211,7 +211,7 @@ class Watch:
         if not reason:
             return None
         self._verdict = reason
-        found = with_headroom(found, problem.at(found.placement))
+        found = with_headroom(found, [problem.at(found.placement)])
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
 

@@ -133,8 +133,11 @@ def candidate(
     # Without a cluster the placement is the problem's own, with its links.
     placed = problem.at(placement) if problem.cluster else problem
     schedule = problem.schedule(policy, result.best.point)
-    schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
+        if problem.arrivals:
+            roomy = placed.with_spare_places(schedule)
+            # Room for bursts makes larger batches, too: not where that breaks a bound.
+            schedule = roomy if placed.keeps(roomy) else schedule
         estimate = placed.estimate(schedule, attainment=False)
     except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
         return Candidate(

@@ -228,7 +228,8 @@ class Watch:
         with the lowest-latency one."""
         active = "does not sustain the rate" if share is None else f"uses {100 * share:.0f} %"
         asked = "the asked bounds" if len(targets_of(problem.bounds)) > 1 else "the asked bound"
-        reason = f"{self._unkept(problem)}. The lowest-latency plan uses {100 * least:.0f} % of {asked}, the active one {active}"
+        lowest = f"The lowest-latency plan uses {100 * least:.0f} % of {asked}"
+        reason = f"{self._unkept(problem)}. {lowest}, the active one {active}"
         if share is not None and share <= least * (1 + max(self.rules.gain, STEP)):
             self._verdict = f"{reason}, which is {'hardly more' if share > least else 'no worse'}"
             return ""

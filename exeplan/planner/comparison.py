@@ -15,7 +15,7 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan, bound_json
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Estimate
+from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.extras import frame
 from exeplan.planner.placement_text import show_copies, show_placement
@@ -60,6 +60,11 @@ class ComparisonRow:
     def estimate(self) -> Estimate | None:
         """The closed form's, as in the table of `exeplan optimize`."""
         return self.plan.estimate if self.plan else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Of the first group of replicas."""
+        return self.plan.schedule if self.plan else None
 
     @property
     def throughput_per_gpu(self) -> float | None:

@@ -111,10 +111,11 @@ class CostModel(PlacementTimings):
         prompts = prompts if cycle.prompt_tokens is None else cycle.prompt_tokens
         tokens = float(np.max(cycle.num_decode + prompts))
         context = float(np.max(cycle.context_tokens / np.maximum(cycle.num_decode, 1e-12)))
+        rows = min(float(cycle.num_decode.max()), cycle.num_seqs)  # Slots may be more than resident requests.
         shard = self.shards[min(self.shards)]
         reached = [
             ("tokens a pass", tokens, shard.rest["prefill"].x[-1]),
-            ("rows that decode", float(cycle.num_decode.max()), shard.decode_attention.num_seqs[-1]),
+            ("rows that decode", rows, shard.decode_attention.num_seqs[-1]),
             ("context of a row", context, max(curve.x[-1] for curve in shard.decode_attention.curves)),
             ("prompt length", float(points.max()), max(curve.x[-1] for curve in shard.prefill_attention.curves)),
         ]

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.csv:
         write_text(args.csv, csv_text(comparison.rows))
     print(json_line({"rows": [as_json(row) for row in comparison]}) if args.json else comparison)
-    return 0 if any(row.schedule for row in comparison) else 2
+    return 0 if any(row.plan for row in comparison) else 2
 
 
 def _counts(text: str | None) -> list[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.core.bounds import binding, scaled
+from exeplan.core.bounds import binding, scaled, targets_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.drift.best_plan import STEP, best_plan
@@ -211,7 +211,7 @@ class Watch:
         if not reason:
             return None
         self._verdict = reason
-        found = with_headroom(found, problem.at(found.placement))
+        found = with_headroom(found, [problem.at(found.placement)])
         found = replace(found, estimate=new, workload_fingerprint=problem.workload.fingerprint)
         return Proposal(plan=found, workload=problem.workload, old=kept, new=new, reason=reason, moving_seconds=cost)
 
@@ -227,11 +227,11 @@ class Watch:
         """Why to move where no plan keeps the bound; `share` and `least` are its utilization with the active plan and
         with the lowest-latency one."""
         active = "does not sustain the rate" if share is None else f"uses {100 * share:.0f} %"
-        reason = (
-            f"{self._unkept(problem)}. The lowest-latency plan uses {100 * least:.0f} % of it, the active one {active}"
-        )
+        asked = "the asked bounds" if len(targets_of(problem.bounds)) > 1 else "the asked bound"
+        lowest = f"The lowest-latency plan uses {100 * least:.0f} % of {asked}"
+        reason = f"{self._unkept(problem)}. {lowest}, the active one {active}"
         if share is not None and share <= least * (1 + max(self.rules.gain, STEP)):
-            self._verdict = f"{reason}, which is hardly more"
+            self._verdict = f"{reason}, which is {'hardly more' if share > least else 'no worse'}"
             return ""
         if cost >= lasts:
             self._verdict = f"{reason}; moving takes {cost:.3g} s, the law may last {lasts:.3g} s"

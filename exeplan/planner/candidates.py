@@ -75,6 +75,11 @@ def sustained(candidate: Candidate) -> float:
     return candidate.estimate.throughput if candidate.estimate else 0.0
 
 
+def reached(candidate: Candidate) -> float:
+    """Requests/s of the best point of a search, whether that suffices or not; 0 where none keeps the bounds."""
+    return candidate.search.best.outcome.throughput if candidate.search and candidate.search.best else 0.0
+
+
 def capacity(one: Candidate) -> float:
     """Requests/s of all replicas with their batches full."""
     if one.more_replicas and one.estimate:  # Under a backlog, so that the estimate is of full batches.
@@ -111,8 +116,8 @@ def candidate(
             without=without,
             evaluated=Counter(tell),
         )
-    if known is not None and not without:
-        known[key] = at_least, found
+        if known is not None and not without:
+            known[key] = at_least, found
     if found is None:
         refusal = f"{policy} cannot be placed"
         return Candidate(policy=policy, schedule=None, placement=None, estimate=None, search=None, refusal=refusal)
@@ -128,8 +133,11 @@ def candidate(
     # Without a cluster the placement is the problem's own, with its links.
     placed = problem.at(placement) if problem.cluster else problem
     schedule = problem.schedule(policy, result.best.point)
-    schedule = placed.with_spare_places(schedule) if problem.arrivals else schedule
     try:
+        if problem.arrivals:
+            roomy = placed.with_spare_places(schedule)
+            # Room for bursts makes larger batches, too: not where that breaks a bound.
+            schedule = roomy if placed.keeps(roomy) else schedule
         estimate = placed.estimate(schedule, attainment=False)
     except Infeasible as refusal:  # The rate is its whole capacity: a queue would grow without end.
         return Candidate(
@@ -238,7 +246,8 @@ def _of_size(
     *,
     at_least: float = 0.0,
 ) -> Candidate:
-    rates = {size: sustained(one) for size, one in smaller.items() if one.schedule}
+    # Also where it misses a required rate: a larger pipeline that has less misses it too.
+    rates = {size: reached(one) for size, one in smaller.items() if reached(one)}
     if method != "branch-and-bound":
         beaten = 0.0
     elif problem.arrivals and part.cluster is not None:

@@ -12,12 +12,13 @@ from typing import Any
 
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster
-from exeplan.core.plan import bound_json, stage_json
+from exeplan.core.plan import Plan, bound_json
+from exeplan.core.plan import as_json as plan_json
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Estimate, Placement, Schedule
+from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.extras import frame
-from exeplan.planner.placement_text import show_placement
+from exeplan.planner.placement_text import show_copies, show_placement
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.solution import solve
 from exeplan.planner.tables import html, html_table, table
@@ -50,14 +51,20 @@ class ComparisonRow:
     gpus: int
     workload: str
     bound: Bound
-    schedule: Schedule | None = None
-    placement: Placement | None = None
-    estimate: Estimate | None = None
-    """The closed form's, as in the table of `exeplan optimize`."""
-    replay: Estimate | None = None
+    plan: Plan | None = None
     refusal: str = ""
     nearest: str = ""
     """The nearest feasible request, in a few words."""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The closed form's, as in the table of `exeplan optimize`."""
+        return self.plan.estimate if self.plan else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Of the first group of replicas."""
+        return self.plan.schedule if self.plan else None
 
     @property
     def throughput_per_gpu(self) -> float | None:
@@ -121,7 +128,7 @@ def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
         plan = solve(request, told=told).optimum.plan
     except Infeasible as refused:
         return replace(row, refusal=str(refused), nearest=refused.nearest)
-    return replace(row, schedule=plan.schedule, placement=plan.placement, estimate=plan.estimate, replay=plan.replay)
+    return replace(row, plan=plan)
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> str:
@@ -138,13 +145,13 @@ def _table_cells(rows: Sequence[ComparisonRow]) -> tuple[list[tuple[str, ...]], 
 
 def _cells(row: ComparisonRow, reasons: Sequence[str]) -> tuple[str, ...]:
     asked = (row.model, row.cluster, str(row.gpus), row.workload, show_seconds(row.bound.seconds))
-    if row.schedule is None or row.placement is None or row.estimate is None:
+    if row.plan is None or row.estimate is None:
         return (*asked, "none", row.nearest or f"see ({reasons.index(row.refusal) + 1})", *("-",) * 5)
     return (
         *asked,
-        row.schedule.policy,
-        _variables(row.schedule),
-        show_placement(row.placement),
+        _policies(row.plan),
+        _variables(row.plan),
+        _placements(row.plan),
         f"{row.estimate.throughput:.3g}",
         f"{row.estimate.token_throughput:.4g}",
         show_seconds(row.estimate.latency),
@@ -153,14 +160,15 @@ def _cells(row: ComparisonRow, reasons: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_json(row: ComparisonRow) -> dict[str, Any]:
-    """A row for programs: schedule and placement as in a plan, null where there is none."""
+    """A row for programs: schedule, placement and replicas as in a plan, null where there is none."""
+    plan = plan_json(row.plan) if row.plan else {}
     return {
         **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
         "bound": bound_json(row.bound),
-        "schedule": {"policy": row.schedule.policy, **row.schedule.variables} if row.schedule else None,
-        "placement": [stage_json(stage) for stage in row.placement] if row.placement else None,
-        "estimate": row.estimate.to_dict() if row.estimate else None,
-        "replay": row.replay.to_dict() if row.replay else None,
+        **{
+            name: plan.get(name)
+            for name in ("schedule", "placement", "replicas", "more_replicas", "estimate", "replay")
+        },
         "throughput_per_gpu": row.throughput_per_gpu,
         "refusal": row.refusal or None,
         "nearest": row.nearest or None,
@@ -182,9 +190,9 @@ def _flat(row: ComparisonRow) -> dict[str, Any]:
         **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
         "bound_seconds": row.bound.seconds,
         "bound_about": row.bound.metric,
-        "policy": row.schedule.policy if row.schedule else None,
-        "variables": _variables(row.schedule) if row.schedule else None,
-        "placement": show_placement(row.placement) if row.placement else None,
+        "policy": _policies(row.plan) if row.plan else None,
+        "variables": _variables(row.plan) if row.plan else None,
+        "placement": _placements(row.plan) if row.plan else None,
         "throughput": estimate.throughput if estimate else None,
         "token_throughput": estimate.token_throughput if estimate else None,
         "latency": estimate.latency if estimate else None,
@@ -193,5 +201,17 @@ def _flat(row: ComparisonRow) -> dict[str, Any]:
     }
 
 
-def _variables(schedule: Schedule) -> str:
-    return " ".join(f"{name}={value}" for name, value in schedule.variables.items())
+def _policies(plan: Plan) -> str:
+    return " and ".join(dict.fromkeys(group.schedule.policy for group in plan.groups))
+
+
+def _variables(plan: Plan) -> str:
+    """Of replicas with their numbers and sizes, group by group."""
+    if plan.num_replicas > 1:
+        return show_copies(plan)
+    return " ".join(f"{name}={value}" for name, value in plan.schedule.variables.items())
+
+
+def _placements(plan: Plan) -> str:
+    """Of the first replica of each group."""
+    return " and ".join(show_placement(group.placements[0]) for group in plan.groups)

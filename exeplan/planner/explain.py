@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from exeplan.core.bounds import Bound, binding, utilizations, values_of
+from exeplan.core.bounds import Bound, utilizations, values_of
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, Schedule
@@ -22,6 +22,7 @@ from exeplan.planner.infeasible import meaning
 from exeplan.planner.pipelines import Optimum
 from exeplan.planner.problem import Problem
 from exeplan.planner.replays import replay_estimate
+from exeplan.planner.report import IN_REPLAY, binding_bound
 from exeplan.progress import SILENT, Told
 from exeplan.simulator.breakdown import Breakdown, PhaseTime, break_down
 from exeplan.simulator.closed_form import steady_state
@@ -214,15 +215,18 @@ def _gains(what: WhatIf) -> str:
 def _bound_sentences(problem: Problem, plan: Plan) -> list[str]:
     """How far the replay uses each finite bound, and which one binds."""
     assert plan.replay is not None
-    binds = binding(problem.bounds, plan.replay)
+    binds = binding_bound(problem, plan)
     values, shares = values_of(problem.bounds, plan.replay), utilizations(problem.bounds, plan.replay)
     found = []
     num_finite = sum(math.isfinite(bound.seconds) for bound in problem.bounds)
     for bound, value, share in zip(problem.bounds, values, shares, strict=True):
         if math.isinf(bound.seconds) or value is None:
             continue
-        which = ", the bound that binds" if binds and binds[0] is bound and num_finite > 1 else ""
-        found.append(f"{_bound_sentence(problem, bound, plan, value)}; {percent(share)} of the bound{which}")
+        sentence = f"{_bound_sentence(problem, bound, plan, value)}; {percent(share)} of the bound"
+        if binds and binds[0] is bound:
+            sentence += f", {percent(binds[1])} {binds[2]}" if binds[2] != IN_REPLAY else ""
+            sentence += ", the bound that binds" if num_finite > 1 else ""
+        found.append(sentence)
     return found
 
 

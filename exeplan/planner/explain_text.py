@@ -25,7 +25,7 @@ def explanation_lines(explanation: Explanation) -> str:
         "",
         _stage_table(e),
         "",
-        f"runner-up: {_runner_up(e)}",
+        f"best plan of another policy: {_runner_up(e)}",
         *(f"no schedule: {refusal}" for refusal in e.refusals),
         *(f"{what.change}: {_show_what_if(what)}" for what in (e.more_gpus, e.more_latency, e.more_memory)),
     ]

@@ -9,6 +9,7 @@ from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.problem import Problem
 from exeplan.search.search import Result
+from exeplan.simulator.closed_form import steady_state
 from exeplan.units import show_bytes, show_seconds
 
 _WIDER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
@@ -20,9 +21,30 @@ def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
     if result.best is not None:
         return f"{policy} sustains {_rate(result.best.outcome.throughput)} within the bounds"
     outcome = result.lowest_latency.outcome
-    if "memory" in result.what_binds:
-        return f"{policy} needs at least {show_bytes(outcome.memory * problem.memory)}"
-    return f"{policy} needs at least {show_seconds(outcome.latency)}"
+    schedule = problem.schedule(policy, result.lowest_latency.point)
+    if "memory" not in result.what_binds:
+        return f"{policy} needs at least {_least_latency(problem, schedule, outcome.latency)}"
+    residents = steady_state(schedule, problem.workload, problem.cost).cycle.num_seqs
+    if math.isclose(outcome.memory * problem.max_seqs, residents, rel_tol=1e-6):
+        return (
+            f"{policy} needs at least {math.ceil(residents - 1e-6)} resident requests, {problem.max_seqs} are allowed"
+        )
+    return f"{policy} needs at least {show_bytes(outcome.memory * problem.memory)}"
+
+
+def _least_latency(problem: Problem, schedule: Schedule, latency: float) -> str:
+    """The binding bound's own value at a search's `latency`, in seconds of `problem.limit`; of several with its name.
+
+    A search on a cluster may have found the latency on another placement than the problem's: then no bound is named.
+    """
+    if sum(math.isfinite(bound.seconds) for bound in problem.bounds) < 2:
+        return show_seconds(latency)
+    factor = latency / problem.limit
+    if not math.isclose(problem.evaluate(schedule).latency, latency, rel_tol=1e-6):
+        return f"{factor:.3g} times as wide bounds"
+    bound = problem.binding_bound(schedule)
+    wider = replace(bound, seconds=factor * bound.seconds)
+    return str(wider) if bound.targets else f"{show_seconds(wider.seconds)} {bound.name}"
 
 
 def too_tight(problem: Problem, lowest: Schedule, bound: Bound, needed: float) -> Infeasible:

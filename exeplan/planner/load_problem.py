@@ -216,7 +216,10 @@ def plan_problem(
     if plan.num_replicas == 1:
         return problem
     if plan.more_replicas:
-        raise InputError("the plan has replicas that are not equal; only equal ones are planned anew together")
+        raise InputError(
+            "the plan has replicas that are not equal; only equal ones are planned anew together: plan with "
+            "--one-pipeline, or with --arrival-rate, whose replicas are equal"
+        )
     one = problem.replica(plan.placement, plan.num_replicas, router=plan.router)
     return replace(one, cluster=one.cluster and one.cluster.part(num_devices(plan.placement)))
 

@@ -7,7 +7,7 @@ Not here: the loop that decides what is replayed next (`optimize.py`), and the s
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from exeplan.core.bounds import Bound, binding, scaled, utilizations
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, sustained
+from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, reached, sustained
 from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
@@ -35,7 +35,7 @@ from exeplan.progress import Told
 from exeplan.search.search import Result
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.run import Run
-from exeplan.units import show_bytes
+from exeplan.units import show_bytes, show_seconds
 
 _RETRIES = 8
 """Searches under tightened bounds, of one policy on pipelines of one size."""
@@ -110,7 +110,7 @@ class Pipelines:
         self.margin = expected_margins(problem, risk) if risk else None
         self.policies = policies
         self.parts = _parts(problem, effort.largest)
-        held = _held(problem, self.margin)
+        self.held = held = tuple(_held(problem, self.margin))
         tight = {size: part.held_to(held) for size, part in self.parts.items()}
         progress = search_progress(problem, tight, policies, method, told)
         self.found = candidates(
@@ -121,7 +121,7 @@ class Pipelines:
                 self.parts[size] = problem.part(size, replicas=self._count(size))
             for policy in policies:
                 self.found.setdefault((size, policy), not_searched(policy))
-        self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, tuple(held))
+        self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
         self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
         self.replayed: dict[Key, list[float]] = {}
@@ -285,30 +285,33 @@ class Pipelines:
     def _prove(self, key: Key, proof: _Proof) -> None:
         """Keeps the better of this proof and the one that another variant had; looks for another variant where the
         closed form promised far more than was replayed."""
-        found = self.found[key]
+        just, misjudged = self.found[key], self._promised_more(key, proof)
+        best = just, proof
         before = self.shelved.pop(key, None)
         if before and before[1].replayed.throughput >= proof.replayed.throughput:
-            found, proof = before
-        self.found[key], self.proofs[key], self.replayed[key] = found, proof, [proof.replayed.throughput]
-        if self.problem.arrivals or sustained(self.found[key]) <= _MISJUDGED * proof.replayed.throughput:
+            best = before
+        if misjudged and (again := self._another_variant(key, at_least=best[1].replayed.throughput)):
+            self.shelved[key], self.found[key] = best, again
             return
-        if again := self._another_variant(key, at_least=proof.replayed.throughput):
-            self.shelved[key] = found, proof
-            self.found[key] = again
-            del self.proofs[key], self.replayed[key]
+        self.found[key], self.proofs[key] = best
+        self.replayed[key] = [best[1].replayed.throughput]
+
+    def _promised_more(self, key: Key, proof: _Proof) -> bool:
+        return not self.problem.arrivals and sustained(self.found[key]) > _MISJUDGED * proof.replayed.throughput
 
     def _another_variant(self, key: Key, *, at_least: float = 0.0) -> Candidate | None:
-        """The best of a policy's other variants; None where there is none, or several were given up already."""
+        """The best of a policy's variants that were not tried; None where there is none, or several were given up."""
         winner, given_up = self.found[key], self.given_up.get(key, [])
         assert winner.placement is not None
         assert winner.schedule is not None
         if self.problem.cluster is None or len(given_up) >= _GIVEN_UP:
             return None
-        part, others = self.parts[key[0]].held_to(self.limits[key]), [*given_up, (winner.placement, winner.schedule)]
+        part, others = self.parts[key[0]].held_to(self.held), [*given_up, (winner.placement, winner.schedule)]
         again = candidate(part, key[1], self.method, winner.search, at_least=at_least, without=others)
         if again.schedule is None or sustained(again) <= at_least:
             return None
-        self.given_up[key] = others
+        # The bounds were tightened for the variant that is given up.
+        self.given_up[key], self.limits[key] = others, self.held
         return again
 
     def _replay_again(self, key: Key) -> None:
@@ -351,7 +354,7 @@ class Pipelines:
         estimates = [one.estimate(group.schedule) for one, group in alone]
         plan = _plan(self.problem, placed, groups, [self.proofs[key].margin for key in keys])
         if self.effort.headroom:
-            plan = with_headroom(plan, placed)
+            plan = with_headroom(plan, [one for one, _ in alone])
         found = tuple(self._candidate(policy) for policy in self.policies)
         plan = replace(
             plan,
@@ -416,19 +419,38 @@ class Pipelines:
         of_policy = {size: self.found[size, policy] for size in self.parts}
         searches = [one.search for one in of_policy.values() if one.search]
         if not (division := self.best([policy])):
-            refused = min(of_policy.values(), key=lambda one: (one.search is None, _lowest_latency(one)))
-            return replace(refused, search=_added(refused.search, searches))
+            return self._refused(policy, of_policy, searches)
         keys = [(size, policy) for size in sorted(division, key=lambda s: -division[s][1] * self.score((s, policy)))]
         first, *more = self._groups(division, keys)
         estimates = [one for key in keys if (one := self.found[key].estimate) is not None]
+        proved = all(key in self.proofs for key in keys)
+        replayed = self.proofs[keys[0]].replayed.throughput if proved and self.problem.arrivals else None
+        if self.problem.arrivals and not proved and max(utilizations(self.problem.bounds, estimates[0])) > 1:
+            bound, share = binding(self.problem.bounds, estimates[0]) or (self.problem.bound, 0.0)
+            refusal = f"{policy} needs {show_seconds(share * bound.seconds)} {bound.name} at this rate"
+            return replace(self.found[keys[0]], schedule=None, refusal=refusal)
         return replace(
             self.found[keys[0]],
             estimate=together(estimates, [first.num_replicas, *(group.num_replicas for group in more)]),
             search=_added(self.found[keys[0]].search, searches),
             replicas=first.first_devices,
             more_replicas=tuple(more),
-            replayed=self.throughput(division) if all(key in self.proofs for key in keys) else None,
+            replayed=self.throughput(division) if proved and not self.problem.arrivals else replayed,
         )
+
+    def _refused(self, policy: str, of_policy: Mapping[int, Candidate], searches: Sequence[Result]) -> Candidate:
+        """Why a policy has no plan: by the size that comes nearest to one."""
+
+        def distance(size: int) -> tuple[float, bool, bool, float]:
+            one = of_policy[size]
+            short_of_memory = one.search is not None and "memory" in one.search.what_binds
+            return -self._count(size) * reached(one), one.search is None, short_of_memory, _lowest_latency(one)
+
+        size = min(of_policy, key=distance)
+        refused = of_policy[size]
+        if most := self._count(size) * reached(refused):
+            refused = replace(refused, refusal=f"{policy} sustains {most:.3g} requests/s within the bounds")
+        return replace(refused, search=_added(refused.search, searches))
 
     def refuse_rate(self, *, advise: bool) -> None:
         """Raises Infeasible for a rate that no schedule sustains; returns where the bounds alone are out of reach."""
@@ -440,9 +462,9 @@ class Pipelines:
                 raise burst(problem, schedule, bound, share * bound.seconds)
         division = self.best()
         if not division:
-            best = max(self.found, key=lambda key: (self._count(key[0]) * _reached(self.found[key]), -key[0]))
+            best = max(self.found, key=lambda key: (self._count(key[0]) * reached(self.found[key]), -key[0]))
             division = {best[0]: (best[1], self._count(best[0]))}
-        size = max(division, key=lambda size: division[size][1] * _reached(self.found[size, division[size][0]]))
+        size = max(division, key=lambda size: division[size][1] * reached(self.found[size, division[size][0]]))
         policy, count = division[size]
         most = self.found[size, policy]
         if most.search is None or most.search.best is None or most.placement is None:
@@ -451,13 +473,13 @@ class Pipelines:
 
         def search_again(other: Problem) -> tuple[float, Placement | None]:
             found = candidate(other, policy, self.method)
-            return _reached(found), found.placement
+            return reached(found), found.placement
 
         raise too_slow(
             problem,
             _at(part, most.placement),
             most.search,
-            reached=self.throughput(division) if not problem.arrivals else count * _reached(most),
+            reached=self.throughput(division) if not problem.arrivals else count * reached(most),
             by=[(number, self._most_throughput((size, name))) for size, (name, number) in division.items()],
             advice=wider_bounds(part, search_again, replicas=count) if advise else "",
         )
@@ -531,11 +553,6 @@ def _held(problem: Problem, margin: Margins | None) -> tuple[Bound, ...]:
     return scaled(problem.bounds, [1 / (1 + value) for value in margin.values]) if margin else problem.bounds
 
 
-def _reached(found: Candidate) -> float:
-    """Requests/s of the best point of a search, whether that suffices or not."""
-    return found.search.best.outcome.throughput if found.search and found.search.best else 0.0
-
-
 def _lowest_latency(found: Candidate) -> float:
     return found.search.lowest_latency.outcome.latency if found.search else float("inf")
 
@@ -604,13 +621,14 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
     )
 
 
-def with_headroom(plan: Plan, placed: Problem) -> Plan:
-    """The plan with its headroom; `placed` is the problem of one of its first replicas."""
-    return replace(
-        plan,
-        drift_headroom=drift_headroom(placed, plan.schedule),
-        rate_headroom=rate_headroom(placed, plan.schedule),
-    )
+def with_headroom(plan: Plan, alone: Sequence[Problem]) -> Plan:
+    """The plan with its headroom, the least of its groups of replicas; `alone` are the problems of one of each."""
+
+    def least(headroom: Callable[[Problem, Schedule], float | None]) -> float | None:
+        found = [headroom(one, group.schedule) for one, group in zip(alone, plan.groups, strict=True)]
+        return min((value for value in found if value is not None), default=None)
+
+    return replace(plan, drift_headroom=least(drift_headroom), rate_headroom=least(rate_headroom))
 
 
 def _promise(problem: Problem, found: Sequence[Margins]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from exeplan.core.layer_costs import embedding_parameters, layer_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Estimate, Placement, Stage
+from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Stage
 from exeplan.errors import InputError
-from exeplan.planner.placement_text import show_placement
+from exeplan.planner.placement_text import show_group, show_placement
 
 DRAM_BYTES_PER_SECOND = 5e9
 """Of one GPU, from its host's memory. ExeGPT (ASPLOS 2024), Table 4, half precision: 39B on 16 GPUs in 0.9 s, 101B on
@@ -121,6 +121,8 @@ def _fields(plan: Plan) -> dict[str, str]:
         "policy": plan.schedule.policy,
         **plan.schedule.variables,
         "placement": show_placement(plan.placement),
+        "first devices": ", ".join(map(str, plan.replicas)) if plan.num_replicas > 1 else None,
+        **{f"group {number}": _group(group) for number, group in enumerate(plan.more_replicas, 2)},
         "replicas": plan.num_replicas if plan.num_replicas > 1 else None,
         "router": plan.router,
         "cluster": plan.cluster,
@@ -137,13 +139,19 @@ def _fields(plan: Plan) -> dict[str, str]:
     return {what: str(value) for what, value in found.items() if value is not None}
 
 
+def _group(group: ReplicaGroup) -> str:
+    tokens = f", {group.kv_cache_tokens} kv_cache_tokens" if group.kv_cache_tokens is not None else ""
+    return f"{show_group(group)}; first devices {', '.join(map(str, group.first_devices))}{tokens}"
+
+
 def _moving(old: Plan, new: Plan, spec: ModelSpec, bytes_per_second: Mapping[str, float]) -> Moving:
     # With other weights, another dtype or other machines nothing can stay. A plan by hand may leave them out.
     given = [(getattr(old, what), getattr(new, what)) for what in ("model", "dtype", "cluster")]
     afresh = any(a and b and a != b for a, b in given)
-    before, after = () if afresh else old.placement, new.placement
-    held, sizes = _held(before, spec), _bytes(spec, new.dtype or old.dtype or _DTYPE)
-    loaded = {gpu: _missing(held.get(gpu, {}), parts, sizes) for gpu, parts in sorted(_held(after, spec).items())}
+    before, after = () if afresh else _all_placements(old), _all_placements(new)
+    held, sizes = _held_by_all(before, spec), _bytes(spec, new.dtype or old.dtype or _DTYPE)
+    needed = _held_by_all(after, spec)
+    loaded = {gpu: _missing(held.get(gpu, {}), parts, sizes) for gpu, parts in sorted(needed.items())}
     kept, carried = _kv_kept(before, after, spec), not afresh and old.kv_dtype == new.kv_dtype
     used = old.estimate.kv_tokens if old.estimate else None
     per_token = spec.kv_bytes_per_token(old.kv_dtype or old.dtype or new.kv_dtype or new.dtype or _DTYPE)
@@ -160,7 +168,20 @@ def _moving(old: Plan, new: Plan, spec: ModelSpec, bytes_per_second: Mapping[str
 
 def _excess(used: float, new: Plan) -> float:
     """Tokens for which the new plan's KV cache has no room."""
-    return max(0.0, used - new.kv_cache_tokens) if new.kv_cache_tokens else 0.0
+    room = [(group.num_replicas, group.kv_cache_tokens) for group in new.groups]
+    if not all(tokens for _, tokens in room):
+        return 0.0
+    return max(0.0, used - sum(number * (tokens or 0) for number, tokens in room))
+
+
+def _all_placements(plan: Plan) -> tuple[Placement, ...]:
+    """Of every replica of every group, by the cluster's device numbers."""
+    return tuple(placement for group in plan.groups for placement in group.placements)
+
+
+def _held_by_all(placements: Sequence[Placement], spec: ModelSpec) -> dict[int, Held]:
+    """What each GPU holds for its replica."""
+    return {gpu: held for placement in placements for gpu, held in _held(placement, spec).items()}
 
 
 def _held(placement: Sequence[Stage], spec: ModelSpec) -> dict[int, Held]:
@@ -205,16 +226,20 @@ def _overlap(held: Held, part: Share, first: float, end: float) -> float:
     return max(0.0, min(end, here[1]) - max(first, here[0]))
 
 
-def _kv_kept(before: Placement, after: Placement, spec: ModelSpec) -> float:
-    """The share of keys and values, alike in every layer, that GPUs which decode hold for both plans."""
-    here, there = (_held([s for s in stages if s.phase != "prefill"], spec) for stages in (before, after))
+def _kv_kept(before: Sequence[Placement], after: Sequence[Placement], spec: ModelSpec) -> float:
+    """The share of keys and values, alike in every layer and replica, that GPUs which decode hold for both plans."""
+    here, there = (_held_by_all([_decoding(one) for one in placements], spec) for placements in (before, after))
     kept = sum(
         _overlap(here.get(gpu, {}), part, first, end)
         for gpu, parts in there.items()
         for part, (first, end) in parts.items()
         if part[0] == "decoder"
     )
-    return min(1.0, kept / spec.num_layers)
+    return min(1.0, kept / (spec.num_layers * max(1, len(before))))
+
+
+def _decoding(placement: Placement) -> Placement:
+    return tuple(stage for stage in placement if stage.phase != "prefill")
 
 
 def gains(diff: PlanDiff) -> dict[str, float]:

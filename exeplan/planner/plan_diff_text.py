@@ -57,7 +57,8 @@ def _load_line(moving: Moving) -> str:
     least, most = show_bytes(min(loaded.values())), show_bytes(max(loaded.values()))
     each = least if least == most else f"{least} to {most}"
     times = ", ".join(f"{show_seconds(seconds)} {where}" for where, seconds in moving.load_seconds.items())
-    return f"weights: {show_gpus(sorted(loaded))} load {each} each, {show_bytes(sum(loaded.values()))} in all: {times}"
+    what = f"load {each} each, {show_bytes(sum(loaded.values()))} in all" if len(loaded) > 1 else f"loads {each}"
+    return f"weights: {show_gpus(sorted(loaded))} {what}: {times}"
 
 
 def _request_line(moving: Moving) -> str:

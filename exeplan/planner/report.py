@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from exeplan.core.bounds import Bound, binding, values_of
+from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import num_devices
 from exeplan.planner.candidates import Candidate
@@ -15,6 +15,8 @@ from exeplan.planner.tables import side_by_side, table
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
+IN_REPLAY = "in the replay"
+"""By which figure a bound is used, of a plan without margins."""
 POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "points")
 
 
@@ -59,10 +61,10 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
 
 
 def search_line(optimum: Optimum) -> str:
-    """The search method, the points it tried and its gap."""
+    """The search method, the points it tried, the seconds of all its processes together and its gap."""
     search = optimum.plan.search
     gap = "" if search["gap"] is None else f", gap {100 * search['gap']:.2g} %"
-    return f"{search['method']}: {search['points']} points in {show_seconds(search['seconds'])}{gap}"
+    return f"{search['method']}: {search['points']} points, {show_seconds(search['seconds'])} of computing{gap}"
 
 
 def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:
@@ -151,9 +153,31 @@ def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
         if math.isfinite(bound.seconds)
     ]
     lines = [table(("bound on", "at most", "closed form", "replay"), rows)]
-    if full := binding(problem.bounds, plan.replay):
-        lines.append(f"binding bound: {full[0].name}, {100 * full[1]:.0f} % used in the replay")
+    if full := binding_bound(problem, plan):
+        bound, share, by = full
+        lines.append(f"binding bound: {bound.name}, {100 * share:.0f} % used {by}")
     return [*lines, ""]
+
+
+def binding_bound(problem: Problem, plan: Plan) -> tuple[Bound, float, str] | None:
+    """The binding bound of a plan, its utilization, and by which figure; None where no bound is finite.
+
+    In the replay; at a stated risk by the closed form with the margin that is promised. Margins of unequal replicas
+    are of each one's own closed form, which the plan has not: then in the replay too.
+    """
+    assert plan.replay is not None
+    if plan.promise and not plan.promise.get("more_groups") and plan.estimate is not None:
+        by = "by the closed form with its margin"
+        margin = plan.promise["margin"]
+        shares = utilizations(problem.bounds, plan.estimate)
+        promised = [
+            (bound, share * (1 + margin.get(bound.metric, 0.0)))
+            for bound, share in zip(problem.bounds, shares, strict=True)
+            if math.isfinite(bound.seconds)
+        ]
+        return (*max(promised, key=lambda pair: pair[1]), by) if promised else None
+    full = binding(problem.bounds, plan.replay)
+    return (*full, IN_REPLAY) if full else None
 
 
 def _rate_lines(problem: Problem, plan: Plan) -> list[str]:

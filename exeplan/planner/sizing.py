@@ -104,10 +104,10 @@ def never_worse(tried: Sequence[Tried]) -> tuple[Tried, ...]:
 
 
 def _most(plan: Plan) -> float:
-    """Requests/s that a plan sustains within its bounds."""
-    if plan.arrival_rate is not None and plan.rate_headroom is not None:
-        return plan.arrival_rate * (1 + plan.rate_headroom)
+    """Requests/s that a plan sustains within its bounds; the estimate of one with arrivals is at their rate."""
     assert plan.replay is not None
+    if plan.rate_headroom is not None and plan.estimate is not None:
+        return plan.estimate.throughput * (1 + plan.rate_headroom)
     return plan.replay.throughput
 
 
@@ -119,7 +119,7 @@ def with_more_gpus(
     own = problem.cluster.num_gpus
     clusters = _beyond(whole, own)
     if error.wider and not problem.required:
-        return _completed(error, _lower_latency(problem, clusters, solve, policies, told))
+        return _completed(error, _lower_latency(problem, whole, clusters, solve, policies, told))
     guess = 0
     if error.reached:
         needed = own * problem.required / error.reached
@@ -129,17 +129,28 @@ def with_more_gpus(
         return _completed(error, f"with {tried[-1].num_gpus} GPUs {tried[-1].refusal}")
     # For a rate larger pipelines than these are not searched.
     sure = not error.reached or found.num_gpus <= max(own, whole.gpus_per_node)
-    return _completed(error, _suffices(found, "are the fewest that suffice" if sure else "suffice"))
+    return _completed(error, _suffices(found, "are the fewest that suffice" if sure else "suffice", whole))
 
 
 def _completed(error: Infeasible, advice: str) -> Infeasible:
     return Infeasible(f"{error}; {advice}", nearest=error.nearest, wider=error.wider, reached=error.reached)
 
 
-def _suffices(found: Tried, words: str) -> str:
+def _suffices(found: Tried, words: str, whole: Cluster) -> str:
     assert found.optimum is not None
     plan = found.optimum.plan
-    return f"{found.num_gpus} GPUs {words}, by {show_copies(plan)} at {_most(plan):.3g} requests/s"
+    sentence = f"{found.num_gpus} GPUs {words}, by {show_copies(plan)} at {_most(plan):.3g} requests/s"
+    return f"{sentence}{_beyond_file(found.num_gpus, whole)}"
+
+
+def _beyond_file(num_gpus: int, whole: Cluster) -> str:
+    """What to change in the cluster file for more GPUs than it has; empty where it has them."""
+    if num_gpus <= whole.num_gpus:
+        return ""
+    nodes, rest = divmod(num_gpus, whole.gpus_per_node)
+    if rest:
+        return f"; those are more than the cluster has: raise `gpus_per_node` in its file to {num_gpus}"
+    return f"; those are {nodes} nodes like these: raise `nodes` in the cluster file from {whole.num_nodes} to {nodes}"
 
 
 def _beyond(whole: Cluster, num_gpus: int) -> list[Cluster]:
@@ -152,7 +163,7 @@ def _beyond(whole: Cluster, num_gpus: int) -> list[Cluster]:
 
 
 def _lower_latency(
-    problem: Problem, clusters: Sequence[Cluster], solve: Solve, policies: Sequence[str], told: Told
+    problem: Problem, whole: Cluster, clusters: Sequence[Cluster], solve: Solve, policies: Sequence[str], told: Told
 ) -> str:
     """What more GPUs do for the lowest latency: replicas do not lower it, a larger pipeline may."""
     floors = []
@@ -170,7 +181,7 @@ def _lower_latency(
         share = 0.5 + number / (2 * len(enough) + 2)
         found = tried_size(size, solve, told.part(share, 1.0, f"{size.num_gpus} GPUs"))
         if found.optimum:
-            return _suffices(found, "are the fewest that suffice" if number == 0 else "suffice")
+            return _suffices(found, "are the fewest that suffice" if number == 0 else "suffice", whole)
     return f"with {tried[least].num_gpus} GPUs {found.refusal}"
 
 

@@ -80,7 +80,18 @@ def test_optimize_prints_the_winner_and_every_policy(folder: Path, capsys: pytes
     text = printed(capsys, optimize(policy="auto"))
     assert "bound 100 ms on p99-length" in text
     assert "drift headroom: the bound holds until outputs are" in text
-    for word in ("throughput", "ttft", "tpot", "latency (bound)", "memory", "static", "orca", "rra", "points in"):
+    for word in (
+        "throughput",
+        "ttft",
+        "tpot",
+        "latency (bound)",
+        "memory",
+        "static",
+        "orca",
+        "rra",
+        " points, ",
+        " of computing",
+    ):
         assert word in text
 
 

@@ -164,7 +164,9 @@ def test_the_lowest_latency_plan_stays_while_the_law_stays(tight):
     looks, found = replans(active, problem, draw(600, 5, scale=2.5), Rules(every=15.0, dwell=4.0))
     assert found == []
     assert looks[-1].state.missed > 1.3
-    assert "no plan keeps" in looks[-1].state.verdict
+    verdict = looks[-1].state.verdict
+    assert "no plan keeps" in verdict
+    assert "of it" not in verdict
 
 
 @pytest.mark.parametrize("hinted", [True, False])
@@ -355,3 +357,12 @@ def test_a_trace_is_scaled_as_the_planned_one_was(planned, capsys):
 def test_what_the_command_cannot_do_it_says(planned, capsys, arguments, message):
     assert main(["drift", "--plan", "plan.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_shares_are_of_the_asked_bound_and_a_smaller_one_is_not_called_more(tight):
+    problem, plan = tight
+    watch = Watch(plan, problem, rules=Rules(), policies=POLICIES)
+    watch._missed = 1.5
+    for share, end in ((1.72, "which is no worse"), (1.79, "which is hardly more")):
+        assert watch._lower_latency(problem, share, 1.78, cost=1.0, lasts=10.0) == ""
+        assert f"uses 178 % of the asked bound, the active one uses {100 * share:.0f} %, {end}" in watch._verdict

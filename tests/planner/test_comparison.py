@@ -130,3 +130,14 @@ def test_a_mistake_is_one_sentence(
     assert (status, captured.out) == (2, "")
     assert captured.err.count("\n") == 1
     assert captured.err.startswith(f"exeplan compare: {message}")
+
+
+def test_replicas_are_shown_group_by_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = compare(cluster="four.yaml")
+    assert main([*argv, "--csv", "rows.csv"]) == 0
+    assert "4 x 1 GPU: orca(max_num_seqs=" in capsys.readouterr().out
+    with (folder / "rows.csv").open() as file:
+        assert next(csv.DictReader(file))["variables"].startswith("4 x 1 GPU: orca(")
+    assert main([*argv, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["replicas"], row["more_replicas"]) == ([0, 1, 2, 3], [])

@@ -193,7 +193,7 @@ def test_the_command_prints_it_and_has_it_for_programs(
     assert main([*argv, "--explain"]) == 0
     text = capsys.readouterr().out
     assert "what limits orca: the bound 100 ms on p99-length" in text
-    assert "runner-up: none, only orca was searched" in text
+    assert "best plan of another policy: none, only orca was searched" in text
     assert "one more GPU: name a --cluster to see the gain" in text
     assert main([*argv, "--explain", "--json"]) == 0
     body = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["explanation"]

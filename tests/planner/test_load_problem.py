@@ -9,7 +9,9 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.cluster import Link
 from exeplan.core.profile import Measurement, load_profile, save_profile
-from exeplan.planner.load_problem import load_plan, profiled_host
+from exeplan.core.schedule import ReplicaGroup
+from exeplan.errors import InputError
+from exeplan.planner.load_problem import load_plan, plan_problem, profiled_host
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 CLUSTER = """
@@ -160,3 +162,13 @@ def with_links(folder: Path) -> None:
     profile = load_profile(folder / "p.json")
     sends = (Measurement(op="send", phase="intra", bytes=n, seconds=1e-4 + (n - 1) * 1e-9) for n in (1, 1 << 20))
     save_profile(replace(profile, measurements=(*profile.measurements, *sends)), folder / "linked.json")
+
+
+def test_unequal_replicas_are_refused_with_a_remedy(folder: Path) -> None:
+    plan = load_plan(folder / "hand.yaml")
+    other = ReplicaGroup(
+        schedule=replace(plan.schedule, order="sjf"), placement=plan.placement, first_devices=(2,), kv_cache_tokens=None
+    )
+    unequal = replace(plan, more_replicas=(other,))
+    with pytest.raises(InputError, match=r"not equal; .* plan with --one-pipeline, or with --arrival-rate"):
+        plan_problem(unequal)

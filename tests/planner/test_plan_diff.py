@@ -11,7 +11,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.layer_costs import embedding_parameters, layer_parameters, model_parameters
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan, save_plan
-from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
+from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.planner.plan_diff import Change, PlanDiff, diff_plans, gains
 from exeplan.planner.plan_diff_text import diff_text
@@ -200,3 +200,19 @@ def test_a_mistake_is_one_sentence(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert captured.err.startswith(f"exeplan diff: {message}")
+
+
+def test_every_replica_of_every_group_counts() -> None:
+    group = ReplicaGroup(
+        schedule=Schedule("orca", {"max_num_seqs": 2}), placement=pipeline(6), first_devices=(2,), kv_cache_tokens=30
+    )
+    old = plan(pipeline(6), replicas=(0, 1), router="round-robin", kv_cache_tokens=30)
+    found = diff(old, replace(old, more_replicas=(group,)))
+    assert found.moving.loaded_bytes == {0: 0.0, 1: 0.0, 2: 2 * model_parameters(DEMO)}
+    assert (found.moving.kv_share_kept, found.moving.recomputed_tokens) == (1, 10)
+    assert "weights: GPU 2 loads " in diff_text(found)
+    assert [change.what for change in found.changes] == ["replicas", "group 2"]
+    assert "1 x 1 GPU: orca(max_num_seqs=2)" in found.changes[1].new
+    moved = diff(old, replace(old, replicas=(0, 2)))
+    assert moved.moving.loaded_bytes == {0: 0.0, 2: 2 * model_parameters(DEMO)}
+    assert moved.moving.kv_share_kept == 0.5

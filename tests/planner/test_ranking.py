@@ -14,7 +14,7 @@ from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.planner import pipelines, replays
 from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problem import Problem, drift_headroom, make_problem
 from exeplan.planner.ranking import MOST_SEEDS, Order, behind
 from exeplan.planner.replays import replay_estimate, too_short
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
@@ -127,3 +127,35 @@ def test_a_replay_that_is_too_short_proves_nothing(problem: Problem, monkeypatch
     (sentence,) = optimize(problem, policies=("orca",)).unproven
     assert sentence.startswith("unproven: ")
     assert "a replay has 20" in sentence
+
+
+def test_the_best_of_three_misjudged_variants_is_kept(on_cluster: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Schedule, object]] = []
+
+    def replayed(problem: Problem, schedule: Schedule, **options: object) -> tuple[Run, Estimate]:
+        run, found = replay_estimate(problem, schedule, **options)  # type: ignore[arg-type]
+        variant = schedule, problem.cost.placement
+        if variant not in seen:
+            seen.append(variant)
+        return run, replace(found, throughput=(0.5, 0.4, 0.8)[min(seen.index(variant), 2)] * found.throughput)
+
+    monkeypatch.setattr(pipelines, "replay_estimate", replayed)
+    unbounded = replace(on_cluster, one_pipeline=True, bound=Bound(seconds=math.inf))
+    found = optimize(unbounded, policies=("chunked",)).plan
+    assert len(seen) == 3
+    assert (found.schedule, found.placement) == seen[2]
+
+
+def test_the_headroom_is_that_of_the_group_with_the_least() -> None:
+    cluster = load_cluster("a40")
+    profile = profile_from_datasheet(
+        load_model_spec("opt-13b"), with_links(load_datasheet(cluster.device), cluster), dtype="float16"
+    )
+    whole = make_problem(profile, load_workload("S"), Bound(seconds=6.0), cluster=cluster.part(8))
+    plan = optimize(whole, policies=("chunked", "waa-c")).plan
+    each = []
+    for group in plan.groups:
+        size = sum(len(stage.devices) for stage in group.placement)
+        each.append(drift_headroom(whole.part(size).at(group.placement), group.schedule))
+    assert len(each) > 1
+    assert plan.drift_headroom == min(each) < max(each)

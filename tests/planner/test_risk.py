@@ -19,7 +19,7 @@ from exeplan.planner.load_problem import load_plan
 from exeplan.planner.margins import Risk
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import make_problem
-from exeplan.planner.report import promise_report
+from exeplan.planner.report import binding_bound, promise_report
 from exeplan.planner.risk import compound, error_law, load_errors, parse_risk
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload
@@ -148,6 +148,10 @@ def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profil
     margin = careful.promise["margin"]["p99-length"]
     assert 0.05 < margin < 0.4
     assert careful.estimate.latency * (1 + margin) <= 0.15 * 1.0001
+    found = binding_bound(problem, careful)
+    assert found is not None
+    assert found[1] == pytest.approx(careful.estimate.latency * (1 + margin) / 0.15)
+    assert found[2] == "by the closed form with its margin"
     assert careful.estimate.throughput > 0.5 * bold.estimate.throughput
     parts = {part["from"].split(":")[0]: part for part in careful.promise["parts"]}
     assert list(parts) == ["closed form", "deployment", "lengths", "profile"]

@@ -13,7 +13,7 @@ from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
 from exeplan.planner.pipelines import Optimum
-from exeplan.planner.sizing import fewest_gpus, never_worse, sizes, sizes_table, tried_size
+from exeplan.planner.sizing import Tried, fewest_gpus, never_worse, sizes, sizes_table, tried_size
 from exeplan.planner.solution import Solution
 from exeplan.progress import Told
 from exeplan.units import seconds
@@ -163,3 +163,23 @@ def test_following_the_advice_on_a_latency_succeeds() -> None:
     assert ask(4, seconds(tightest[1])).plan.replay is not None
     with pytest.raises(Infeasible, match=r"; more GPUs, up to 48, do not lower it$"):
         ask(4, 0.1)
+
+
+def test_plans_for_a_trace_compare_by_what_they_sustain(profile: Profile) -> None:
+    one = exeplan.optimize(profile, LAW, latency_bound="200ms", policy="orca").optimum
+    assert one.plan.replay is not None
+
+    def size(number: int, headroom: float, noise: float) -> Tried:
+        replay = replace(one.plan.replay, throughput=noise)
+        plan = replace(one.plan, trace_arrivals=True, rate_headroom=headroom, replay=replay)
+        return Tried(num_gpus=number, optimum=replace(one, plan=plan))
+
+    tried = (size(1, 0.1, 5.0), size(2, 0.5, 4.9))
+    assert never_worse(tried) == tried
+
+
+def test_gpus_beyond_the_cluster_need_another_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "--gpus", "6", "--latency-bound", "200ms", "--min-throughput", "1000")
+    found = re.search(r"(\d+) GPUs .*suffice, by .*raise `nodes` in the cluster file from 2 to (\d+)$", message)
+    assert found
+    assert int(found[1]) == 3 * int(found[2]) > 6

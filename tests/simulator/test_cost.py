@@ -33,7 +33,7 @@ def one_pass(*, num_prefill: float = 0, prompt: int = 1, num_decode: float = 0, 
         prompt_law=LengthLaw(np.array([prompt]), np.ones(1)),
         kv_tokens=1.0,
         kv_tokens_std=0.0,
-        num_seqs=1.0,
+        num_seqs=float(num_prefill + num_decode),
     )
 
 
@@ -163,3 +163,7 @@ def test_what_is_extrapolated_is_said(cost: CostModel, cycle: Cycle, sentence: s
 def test_one_measured_point_is_enough_for_a_curve() -> None:
     curve = Curve(np.array([4.0]), np.array([2.0]))
     assert [float(curve(x)) for x in (1.0, 4.0, 9.0)] == [curve.at(x) for x in (1.0, 4.0, 9.0)] == [2.0] * 3
+
+
+def test_slots_that_no_request_takes_are_not_beyond(cost: CostModel) -> None:
+    assert cost.beyond(replace(one_pass(num_decode=100, context=10), num_seqs=40.0)) == ()

@@ -358,7 +358,7 @@ class ProductLimit:
         return bool(self.ended.all() and not self.entries.any())
 
     def percentile(self, share: float, window: Window) -> Figure:
-        """The smallest time that a share of the requests does not exceed; infinite where too few ended."""
+        """The time that a share of the requests does not exceed; infinite where too few ended."""
         value = self._crossing(share)
         spread = _half_width(window.sums(self.begins, (1 - share) * self._martingale(value)))
         number = int(np.count_nonzero(self.ended))
@@ -373,8 +373,15 @@ class ProductLimit:
         return int(self.left[min(int(np.searchsorted(self.at, age)), len(self.at) - 1)])
 
     def _crossing(self, share: float) -> float:
-        place = int(np.searchsorted(self.reached, share - 1e-9))
-        return float(self.at[place]) if place < len(self.at) else math.inf
+        """Linear between neighbours; where all requests ended, as numpy's."""
+        times, jumps = self.at[self.ended], np.diff(self.reached, prepend=0.0)[self.ended]
+        until = np.cumsum(jumps)
+        if len(times) < 2:
+            return float(times[0]) if len(times) and share <= until[0] else math.inf
+        places = (until - jumps) / (1 - jumps.mean())
+        if until[-1] > 1 - 1e-9:
+            places[-1] = 1.0
+        return float(np.interp(share, places, times)) if share <= places[-1] else math.inf
 
     def _martingale(self, until: float) -> Floats:
         """[requests] What each adds to the error of the hazard until then: ended or not, less what was expected."""

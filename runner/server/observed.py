@@ -231,6 +231,11 @@ def _ratio(total: float, count: int) -> float | None:
     return total / count if count else None
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The smallest that such a share does not exceed, as in `exeplan.core.estimators`."""
-    return ordered[max(math.ceil(share * len(ordered) - 1e-9) - 1, 0)] if ordered else None
+def _quantile(ordered: Sequence[float], q: float) -> float | None:
+    """Linear between neighbours, as in numpy."""
+    if not ordered:
+        return None
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

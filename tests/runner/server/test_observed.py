@@ -47,7 +47,7 @@ def test_three_requests_by_hand(clock):
     found = seen.snapshot()
     assert (found.seconds, found.num_requests, found.throughput, found.token_throughput) == (10.0, 3, 0.3, 3.3)
     assert (found.ttft, found.tpot) == (0.25, pytest.approx(0.2))
-    assert (found.latency_p50, found.latency_p99) == (2.25, 3.25)
+    assert (found.latency_p50, found.latency_p99) == (2.25, pytest.approx(3.23))
     assert found.latency is None  # The planned length is unknown.
     assert found.within == {"p99-length": pytest.approx(1 / 3)}
 

@@ -125,13 +125,13 @@ def candidate(
     if before is not None:
         points, seconds = before.num_points + result.num_points, before.seconds + result.seconds
         result = replace(result, num_points=points, seconds=seconds)
+    # Without a cluster the placement is the problem's own, with its links.
+    placed = problem.at(placement) if problem.cluster else problem
     if result.best is None or result.best.outcome.throughput < problem.required:
-        refusal = policy_refusal(problem, policy, result)
+        refusal = policy_refusal(placed, policy, result)
         return Candidate(
             policy=policy, schedule=None, placement=placement, estimate=None, search=result, refusal=refusal
         )
-    # Without a cluster the placement is the problem's own, with its links.
-    placed = problem.at(placement) if problem.cluster else problem
     schedule = problem.schedule(policy, result.best.point)
     try:
         if problem.arrivals:

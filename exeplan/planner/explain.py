@@ -93,6 +93,8 @@ class Explanation:
 
     schedule: Schedule
     placement: Placement
+    num_groups: int
+    """Of replicas; `schedule`, `placement`, `breakdown` and the causes in `limits` are the first's."""
     throughput: float
     """Requests/s in the replay; with an arrival rate those that full batches sustain."""
     at_rate: bool
@@ -161,6 +163,7 @@ def explain(
     return Explanation(
         schedule=plan.schedule,
         placement=plan.placement,
+        num_groups=len(plan.groups),
         throughput=explained.throughput,
         at_rate=problem.arrivals is not None,
         limits=(_what_limits(more_latency, more_memory, more_gpus), *_what_takes_time(found)),

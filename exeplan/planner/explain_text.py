@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule
 from exeplan.planner.explain import Explanation, WhatIf, percent
 from exeplan.planner.placement_text import show_copies, show_gpus
@@ -23,6 +24,7 @@ def explanation_lines(explanation: Explanation) -> str:
         *rest,
         *e.bounds,
         "",
+        *([f"the first of {e.num_groups} groups of replicas:"] if e.num_groups > 1 else []),
         _stage_table(e),
         "",
         f"best plan of another policy: {_runner_up(e)}",
@@ -68,7 +70,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     e = explanation
     runner_up = None
     if r := e.runner_up:
-        runner_up = {"schedule": _flat(r.plan.schedule), "throughput": r.throughput, "less": r.less}
+        runner_up = {**_plan_json(r.plan), "throughput": r.throughput, "less": r.less}
     return {
         "limits": list(e.limits),
         "bounds": list(e.bounds),
@@ -88,7 +90,14 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
 
 def _what_if_json(what: WhatIf) -> Mapping[str, Any]:
     body = {name: getattr(what, name) for name in ("change", "throughput", "gain", "noise")}
-    return {**body, "schedule": _flat(what.schedule) if what.schedule else None, "note": what.note or None}
+    found = _plan_json(what.plan) if what.plan else {"schedule": None, "groups": []}
+    return {**body, **found, "note": what.note or None}
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    """The schedule of the first group of replicas, and those of all with their numbers."""
+    groups = [{"replicas": group.num_replicas, "schedule": _flat(group.schedule)} for group in plan.groups]
+    return {"schedule": _flat(plan.schedule), "groups": groups}
 
 
 def _flat(schedule: Schedule) -> dict[str, Any]:

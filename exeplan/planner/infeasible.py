@@ -17,7 +17,7 @@ _WIDER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
 
 
 def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
-    """Why one policy has no schedule."""
+    """Why one policy has no schedule on the problem's placement, where it was searched."""
     if result.best is not None:
         return f"{policy} sustains {_rate(result.best.outcome.throughput)} within the bounds"
     outcome = result.lowest_latency.outcome
@@ -33,15 +33,10 @@ def policy_refusal(problem: Problem, policy: str, result: Result) -> str:
 
 
 def _least_latency(problem: Problem, schedule: Schedule, latency: float) -> str:
-    """The binding bound's own value at a search's `latency`, in seconds of `problem.limit`; of several with its name.
-
-    A search on a cluster may have found the latency on another placement than the problem's: then no bound is named.
-    """
+    """The binding bound's own value at a search's `latency`, in seconds of `problem.limit`; its name if of several."""
     if sum(math.isfinite(bound.seconds) for bound in problem.bounds) < 2:
         return show_seconds(latency)
     factor = latency / problem.limit
-    if not math.isclose(problem.evaluate(schedule).latency, latency, rel_tol=1e-6):
-        return f"{factor:.3g} times as wide bounds"
     bound = problem.binding_bound(schedule)
     wider = replace(bound, seconds=factor * bound.seconds)
     return str(wider) if bound.targets else f"{show_seconds(wider.seconds)} {bound.name}"

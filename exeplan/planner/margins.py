@@ -149,16 +149,25 @@ def _margins(
     *,
     num_compared: int,
 ) -> Margins:
-    """Of laws by part and bound; a bound that is infinite, or has no value, has none."""
+    """Of laws by part and bound; an infinite bound has none. A part without a value of a bound is told."""
     bounded = [math.isfinite(b.seconds) for b in problem.bounds]
     share = risk.share / max(1, sum(bounded))
     values = []
     for number, counts in enumerate(bounded):
         found = [law for part in laws if (law := part[number])]
-        known = counts and all(part[number] for part in laws)
-        values.append(reduce(compound, found).margin(share, num_compared=num_compared) if known else 0.0)
+        values.append(reduce(compound, found).margin(share, num_compared=num_compared) if counts and found else 0.0)
     parts = [_part(part, bounded, share) for part in laws if any(part)]
+    remarks = [*remarks, *_unknown(problem.bounds, laws)]
     return Margins(risk=risk.share, values=tuple(values), parts=(*parts, *(Part(words, 0, ()) for words in remarks)))
+
+
+def _unknown(bounds: Sequence[Bound], laws: Sequence[Sequence[ErrorLaw | None]]) -> list[str]:
+    """The finite bounds that some part says nothing about, in words."""
+    return [
+        f"{bound.metric}: only {sum(bool(part[number]) for part in laws)} of {len(laws)} parts could be estimated"
+        for number, bound in enumerate(bounds)
+        if math.isfinite(bound.seconds) and not all(part[number] for part in laws)
+    ]
 
 
 def _part(laws: Sequence[ErrorLaw | None], bounded: Sequence[bool], share: float) -> Part:

@@ -190,7 +190,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def lowest_latency(problem: Problem, cluster: Cluster, policies: Sequence[str]) -> float:
-    """Seconds of what the bounds are on for the gentlest schedule on all these GPUs as one pipeline.
+    """Seconds of what the bounds are on for the lowest-latency schedule on all these GPUs as one pipeline.
 
     By a policy whose stages are not separate where there is one: one request alone takes the same time with each.
     Infinite where the model does not fit.

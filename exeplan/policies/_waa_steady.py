@@ -228,9 +228,9 @@ class _Decodes:
         """Rows of the largest group beyond the mean, because a batch of prefills joins one group.
 
         With fewer batches than turns each goes to any group: of N residents that came k together one group has the
-        variance k N (1 - 1/m) / m, less as requests leave (`alike`), and more as a larger group is longer under way and
-        takes more of those that come meanwhile. With more batches than turns all groups get alike many. Where not every
-        group has a batch, their number says it already.
+        variance k N (1 - 1/m) / m, less as requests leave (`alike`), and more as a larger group's step takes longer, so
+        that it takes more of those that come meanwhile. With more batches than turns all groups get alike many. Where
+        not every group has a batch, their number says it already.
         """
         if not self.of_largest:
             return 0.0

@@ -2,17 +2,20 @@
 on others of the same law."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.margins import Risk, margins, profile_error
 from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.replays import replay_estimate
 from exeplan.planner.sampling_error import resampled, sampling_error
+from exeplan.simulator.run import Run
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Trace, Workload
@@ -90,6 +93,25 @@ def test_a_margin_names_the_size_of_the_trace_and_what_it_takes(profile: Profile
     assert "a trace of 100 requests, reweighted 40 times (throughput +-" in of_trace["lengths"].words
     assert of_trace["lengths"].count == 100
     assert margin > without + 0.5 * of_trace["lengths"].values[0]
+
+
+def test_a_part_without_a_value_is_told_and_the_others_still_count(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(profile, drawn(100, seed=4))
+    risk = Risk(share=RISK)
+    whole = margins(problem, SCHEDULE, risk, num_compared=1, seed=0)
+
+    def without_latency(*args: Any, **options: Any) -> tuple[Run, Estimate]:
+        run, estimate = replay_estimate(*args, **options)
+        return run, replace(estimate, latency=None)
+
+    monkeypatch.setattr("exeplan.planner.margins.replay_estimate", without_latency)
+    found = margins(problem, SCHEDULE, risk, num_compared=1, seed=0)
+    assert 0 < found.values[0] < whole.values[0]
+    words = [part.words for part in found.parts]
+    assert any(text.startswith("p99-length: only ") and "could be estimated" in text for text in words), words
+    assert not any("could be estimated" in part.words for part in whole.parts)
 
 
 def test_a_profile_is_as_sure_as_its_repeats(profile: Profile) -> None:

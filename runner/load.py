@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
+from exeplan.core.machine_speed import MachineSpeed
 from exeplan.core.metrics import RequestRecord
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -25,7 +26,8 @@ from exeplan.workload.workload import Workload
 if TYPE_CHECKING:
     import aiohttp
 
-    from exeplan.runner.engine.engine import Engine
+    from exeplan.runner.engine.engine import Engine, StepRecord
+    from exeplan.runner.reference_passes import ReferencePasses
 
 Ints = NDArray[np.int64]
 _CYCLES = 12
@@ -130,29 +132,67 @@ class _InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """A load played in this process. On a shared machine, the two clocks tell this process from the others."""
+    """A load played in this process, as records by several clocks: on a shared machine they tell the engine from the
+    other processes, and from the machine's speed.
 
-    records: list[RequestRecord]
-    """By the wall clock, in order of arrival."""
+    The run is cut into intervals, each of which ends with a step, with a reference pass, or with waiting.
+    """
+
+    raw: list[RequestRecord]
+    """By the wall clock, reference passes included, in order of arrival."""
     wall: Floats
     cpu: Floats
-    """The wall clock and this thread's CPU clock after every step, seconds from the start."""
+    """[intervals + 1] The wall clock and this thread's CPU clock at the borders, seconds from the start."""
+    steps: "tuple[StepRecord | None, ...]"
+    """[intervals] The engine's step in each; None in those without."""
+    referring: NDArray[np.bool_]
+    """[intervals] Whether it is a reference pass, which no record counts."""
+    speed: MachineSpeed | None = None
+    """Of the reference passes, times on `wall`; None without any."""
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """By the wall clock."""
+        return self._on(np.diff(self.wall))
 
     def on_cpu_clock(self) -> list[RequestRecord]:
-        """The records on a core without other processes. Only for a backlog, in which the engine never sleeps."""
+        """On a core without other processes. Only for a backlog, in which the engine never sleeps."""
+        return self._on(np.diff(self.cpu))
+
+    def at_profile_speed(self, *, one_thread: bool) -> list[RequestRecord]:
+        """On the machine as it was while it was profiled; with `one_thread` on a core without other processes."""
+        return self._on(self.profile_seconds(one_thread=one_thread))
+
+    def profile_seconds(self, *, one_thread: bool) -> Floats:
+        """[intervals] What each would have taken at the speed of the profile."""
+        seconds = np.diff(self.cpu if one_thread else self.wall)
+        if self.speed is None:
+            return seconds
+        kinds = np.array([step.kind if step else "mixed" for step in self.steps])
+        middles = (self.wall[1:] + self.wall[:-1]) / 2
+        for kind in np.unique(kinds):
+            here = kinds == kind
+            seconds[here] /= self.speed.slowness(str(kind), middles[here])
+        return seconds
+
+    def _on(self, seconds: Floats) -> list[RequestRecord]:
+        """The records where each interval takes these seconds, and reference passes take none."""
+        clock = np.append(0.0, np.cumsum(np.where(self.referring, 0.0, seconds)))
         return [
             replace(
                 r,
-                arrival=float(np.interp(r.arrival, self.wall, self.cpu)),
-                start=float(np.interp(r.start, self.wall, self.cpu)),
-                token_times=tuple(np.interp(r.token_times, self.wall, self.cpu).tolist()),
+                arrival=float(np.interp(r.arrival, self.wall, clock)),
+                start=float(np.interp(r.start, self.wall, clock)),
+                token_times=tuple(np.interp(r.token_times, self.wall, clock).tolist()),
             )
-            for r in self.records
+            for r in self.raw
         ]
 
 
-def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
-    """Runs the load on an engine in this process."""
+def play_engine(
+    engine: "Engine", load: Load, *, vocab_size: int, reference: "ReferencePasses | None" = None
+) -> EngineRun:
+    """Runs the load on an engine in this process, with reference passes between its steps."""
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.engine import Request
 
@@ -167,7 +207,13 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
     in_flight: dict[str, _InFlight] = {}
     done: dict[int, RequestRecord] = {}
     arrived, began, cpu_began = 0, time.perf_counter(), time.thread_time()
-    clocks = [(0.0, 0.0)]
+    clocks, steps, referring = [(0.0, 0.0)], list["StepRecord | None"](), list[bool]()
+
+    def ends(step: "StepRecord | None" = None, *, refers: bool = False) -> None:
+        clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
+        steps.append(step)
+        referring.append(refers)
+
     while len(done) < len(requests):
         now = time.perf_counter() - began
         while arrived < len(requests) and _may_arrive(load, arrived, now, len(in_flight)):
@@ -179,6 +225,7 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
             arrived += 1
         if not engine.has_work and load.arrivals is not None:
             time.sleep(max(0.0, float(load.arrivals[arrived]) - (time.perf_counter() - began)))
+            ends()
             continue
         for output in engine.step():
             request = in_flight[output.request_id]
@@ -187,9 +234,18 @@ def play_engine(engine: "Engine", load: Load, *, vocab_size: int) -> EngineRun:
             if output.finish_reason is not None:
                 index, expired = int(output.request_id), output.finish_reason == "expired"
                 done[index] = _record(load, index, in_flight.pop(output.request_id), expired=expired)
-        clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
+        ends(engine.last_step)
+        if reference and reference.repeat_if_due():
+            ends(refers=True)
     wall, cpu = np.array(clocks).T
-    return EngineRun(records=[done[index] for index in range(len(requests))], wall=wall, cpu=cpu)
+    return EngineRun(
+        raw=[done[index] for index in range(len(requests))],
+        wall=wall,
+        cpu=cpu,
+        steps=tuple(steps),
+        referring=np.array(referring),
+        speed=reference.speed_from(began) if reference else None,
+    )
 
 
 async def play_url(

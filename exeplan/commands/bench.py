@@ -6,16 +6,21 @@ Without --url the plan's engine runs in this process. The load is a backlog (eve
 
 import argparse
 from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from exeplan.core.metrics import RequestRecord
     from exeplan.core.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.core.schedule import Estimate
     from exeplan.runner.load import EngineRun, Load
+    from exeplan.runner.pass_comparison import PassComparison
     from exeplan.simulator.routed import Replica, RoutedRun
     from exeplan.workload.workload import Workload
 
@@ -92,8 +97,9 @@ def _bench_plan(args: argparse.Namespace) -> int:
     spec = plan_model(plan)
     workload = plan_workload(plan, spec, args.workload)
     load = _load(args, workload, plan)
-    prediction = _prediction(args, plan, load)
-    records, shared = _play(args, plan, spec, load)
+    profile = _profile(args, plan, spec)
+    prediction = _prediction(plan, profile, spec, load) if profile else None
+    records, shared = _play(args, plan, spec, load, profile)
     bounds = (plan.bound or Bound(seconds=math.inf), *plan.more_bounds)
     p99 = workload.output_quantile(0.99)
     measured = summarize(records, p99_output=p99, bounds=bounds, backlog=load.backlog)
@@ -106,12 +112,50 @@ def _bench_plan(args: argparse.Namespace) -> int:
             write_timeline(
                 prediction.replicas[0], args.timeline, title=f"{plan.schedule} on {workload.name}, predicted"
             )
-    on_cpu_clock = None
-    if shared is not None:
-        quiet = shared.on_cpu_clock()
-        on_cpu_clock = summarize(quiet, p99_output=p99, bounds=bounds, backlog=load.backlog)
-    _print(args, plan, workload, load, measured=measured, replayed=replayed, on_cpu_clock=on_cpu_clock)
+    summary = partial(summarize, p99_output=p99, bounds=bounds, backlog=load.backlog)
+    split = _Split.of(shared, prediction, plan, summary) if shared and load.backlog else None
+    _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split)
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """What of the error is the machine's, in a backlog on an engine in this process."""
+
+    passes: "PassComparison | None"
+    on_cpu_clock: "Estimate | None"
+    """None where the engine may wait, or has several threads."""
+    at_profile_speed: "Estimate | None"
+    """None without reference passes."""
+    why_none: str
+
+    @classmethod
+    def of(
+        cls, run: "EngineRun", prediction: "RoutedRun | None", plan: "Plan", summary: "Callable[..., Estimate]"
+    ) -> "_Split":
+        from exeplan.runner.pass_comparison import compare_passes
+
+        alone = _one_thread(plan)
+        planned = prediction.replicas[0].passes if prediction else []
+        return cls(
+            passes=compare_passes(run, planned, one_thread=alone),
+            on_cpu_clock=summary(run.on_cpu_clock()) if alone else None,
+            at_profile_speed=summary(run.at_profile_speed(one_thread=alone)) if run.speed else None,
+            why_none="" if run.speed else _why_no_reference(plan),
+        )
+
+
+def _one_thread(plan: "Plan") -> bool:
+    """Whether the engine computes in this thread alone, so that its CPU clock means something."""
+    workers = sum(stage.tensor_parallel_size for stage in plan.placement)
+    return plan.num_threads == 1 and workers == 1 and (plan.device or "cpu") == "cpu"
+
+
+def _why_no_reference(plan: "Plan") -> str:
+    from exeplan.runner.reference_passes import why_none
+
+    workers = sum(stage.tensor_parallel_size for stage in plan.placement)
+    return why_none(plan.device or "cpu", num_devices=workers) or "the profile has no reference passes; profile again"
 
 
 def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
@@ -135,19 +179,22 @@ def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -
     )
 
 
-def _prediction(args: argparse.Namespace, plan: "Plan", load: "Load") -> "RoutedRun | None":
-    """The replay of these very requests on all replicas; None for a plan without a profile."""
+def _profile(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec") -> "Profile | None":
+    """None for a plan without a profile."""
     from exeplan.core.profile import load_profile
-    from exeplan.core.schedule import ROUTERS
-    from exeplan.planner.load_problem import plan_model, profile_for
-    from exeplan.simulator.routed import routed_replay
+    from exeplan.planner.load_problem import profile_for
 
     reference = args.profile or plan.profile
-    if reference is None:
-        return None
-    spec = plan_model(plan)
+    return None if reference is None else profile_for(spec, load_profile(Path(reference)))
+
+
+def _prediction(plan: "Plan", profile: "Profile", spec: "ModelSpec", load: "Load") -> "RoutedRun":
+    """The replay of these very requests on all replicas."""
+    from exeplan.core.schedule import ROUTERS
+    from exeplan.simulator.routed import routed_replay
+
     return routed_replay(
-        _replicas(plan, profile_for(spec, load_profile(Path(reference))), spec),
+        _replicas(plan, profile, spec),
         plan.router or ROUTERS[0],
         input_tokens=load.input_tokens,
         output_tokens=load.output_tokens,
@@ -175,9 +222,9 @@ def _replicas(plan: "Plan", profile: "Profile", spec: "ModelSpec") -> "list[Repl
 
 
 def _play(
-    args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", load: "Load"
+    args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", load: "Load", profile: "Profile | None"
 ) -> "tuple[list[RequestRecord], EngineRun | None]":
-    """The records and, where the CPU clock means something (one thread that never waits), the whole run."""
+    """The records and, of an engine in this process, the whole run."""
     import asyncio
 
     from exeplan.runner.load import play_engine, served_model
@@ -189,10 +236,9 @@ def _play(
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
     with closing(build_engine(setup)) as engine:
-        played = play_engine(engine, load, vocab_size=spec.vocab_size)
-    one_thread = plan.num_threads == 1 and sum(stage.tensor_parallel_size for stage in plan.placement) == 1
-    comparable = load.backlog and one_thread and (plan.device or "cpu") == "cpu"
-    return played.records, played if comparable else None
+        reference = engine.reference_passes(profile.reference_passes if profile else ())
+        played = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference)
+    return played.records, played
 
 
 async def _play_url(args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int) -> "list[RequestRecord]":
@@ -229,7 +275,7 @@ def _print(
     *,
     measured: "Estimate",
     replayed: "Estimate | None",
-    on_cpu_clock: "Estimate | None" = None,
+    split: "_Split | None" = None,
 ) -> None:
     from exeplan.core.plan import as_json
     from exeplan.planner.tables import evidence_rows, json_line, notes_on, predicted_and_measured
@@ -237,9 +283,10 @@ def _print(
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
         body = as_json(plan) if plan else {}
-        estimates = {"replay": replayed, "measured": measured, "measured_cpu_clock": on_cpu_clock}
+        estimates = {"replay": replayed, "measured": measured, **_other_clocks(split)}
         shown = {name: e.to_dict() if e else None for name, e in estimates.items()}
-        print(json_line({**body, **shown, "evidence": evidence_rows(**estimates)}))
+        passes = asdict(split.passes) if split and split.passes else None
+        print(json_line({**body, **shown, "passes": passes, "evidence": evidence_rows(**estimates)}))
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
@@ -247,9 +294,33 @@ def _print(
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if notes := notes_on(replay=replayed, measured=measured):
         print(notes)
-    if on_cpu_clock and measured.throughput < 0.97 * on_cpu_clock.throughput:
-        share = measured.throughput / on_cpu_clock.throughput
+    if split:
+        _print_split(split, predicted=predicted, replayed=replayed, measured=measured)
+
+
+def _other_clocks(split: "_Split | None") -> "dict[str, Estimate | None]":
+    return {
+        "measured_cpu_clock": split.on_cpu_clock if split else None,
+        "measured_at_profile_speed": split.at_profile_speed if split else None,
+    }
+
+
+def _print_split(
+    split: _Split, *, predicted: "Estimate | None", replayed: "Estimate | None", measured: "Estimate"
+) -> None:
+    from exeplan.planner.tables import predicted_and_measured
+
+    quiet = split.on_cpu_clock
+    if split.passes:
+        print(f"\n{split.passes}")
+    if split.at_profile_speed:
+        print("\nat the speed that the machine had while it was profiled:\n")
+        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=split.at_profile_speed))
+        return
+    print(f"\nno figures at the speed of the profile: {split.why_none}")
+    if quiet and measured.throughput < 0.97 * quiet.throughput:
+        share = measured.throughput / quiet.throughput
         print(
             f"\nother processes used this core too (the engine had {100 * share:.0f} % of it); by its own CPU clock:\n"
         )
-        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=on_cpu_clock))
+        print(predicted_and_measured(predicted=predicted, replay=replayed, measured=quiet))

@@ -102,6 +102,22 @@ _DEFAULTS = {f.name: f.default for f in fields(Measurement)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferencePass:
+    """A canonical pass of the model; the profile says how long it took, so that a run can tell how fast it is."""
+
+    kind: str
+    """`decode` or `prefill`."""
+    num_seqs: int
+    num_tokens: int
+    """Of each sequence: in the cache, or in the prompt."""
+    num_layers: int
+    seconds: float = 1.0
+    """The median while the profile was measured."""
+    error: float = 0.0
+    """Its standard error, relative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """All measurements of one model shape on one device in one dtype."""
 
@@ -117,6 +133,10 @@ class Profile:
     """Of keys and values, where it is not the same."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
+    reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
+    """What the machine's speed is told by; () where it was not watched."""
+    speed_spread: float = 0.0
+    """How far the machine's speed moved meanwhile, from slow to fast, half of it and relative (`machine_speed.py`)."""
     source: str = "measured"
     """`measured`, or where the times come from: `datasheet a100-80gb`, `imported vidur`."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -154,6 +174,8 @@ def save_profile(profile: Profile, path: Path) -> None:
             name: getattr(profile, name)
             for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "source", "created", "complete")
         },
+        **({"speed_spread": profile.speed_spread} if profile.reference_passes else {}),
+        **({"reference_passes": [asdict(one) for one in profile.reference_passes]} if profile.reference_passes else {}),
         **({"kv_dtype": profile.kv_dtype} if profile.kv_dtype else {}),
         "device": asdict(profile.device),
         "versions": dict(profile.versions),
@@ -177,10 +199,11 @@ def load_profile(path: Path) -> Profile:
             reference=str(path),
             device=Device(**body["device"]),
             measurements=rows,
+            reference_passes=tuple(ReferencePass(**one) for one in body.get("reference_passes", ())),
             **{
                 f.name: body[f.name]
                 for f in fields(Profile)
-                if f.name not in ("model", "device", "measurements", "reference") and f.name in body
+                if f.name not in ("model", "device", "measurements", "reference", "reference_passes") and f.name in body
             },
         )
     except KeyError as error:
@@ -211,6 +234,7 @@ def _check_values(profile: Profile, path: Path) -> None:
     for name, value in positive.items():
         if not _is_positive(value):
             raise InputError(f"{path}: {name} must be a positive number, found {value!r}")
+    _check_reference_passes(profile, path)
     if profile.dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype must be one of {', '.join(DTYPE_BYTES)}, found {profile.dtype!r}")
     if profile.kv_dtype is not None and profile.kv_dtype not in DTYPE_BYTES:
@@ -219,6 +243,21 @@ def _check_values(profile: Profile, path: Path) -> None:
     for name, text in {**texts, "source": profile.source}.items():
         if not isinstance(text, str):
             raise InputError(f"{path}: {name} must be text, found {text!r}")
+
+
+def _check_reference_passes(profile: Profile, path: Path) -> None:
+    for index, one in enumerate(profile.reference_passes, start=1):
+        sizes = (one.num_seqs, one.num_tokens, one.num_layers)
+        if one.kind not in ("decode", "prefill") or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise InputError(f"{path}: reference pass {index} has an unknown kind or a size below 1")
+        if one.num_layers > profile.model.num_layers or one.num_tokens >= profile.model.max_context:
+            raise InputError(f"{path}: reference pass {index} is larger than the model")
+        if not _is_positive(one.seconds):
+            raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
+        if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
+            raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
+    if isinstance(profile.speed_spread, bool) or not isinstance(profile.speed_spread, int | float):
+        raise InputError(f"{path}: speed_spread must be a number, found {profile.speed_spread!r}")
 
 
 def _is_positive(value: object) -> bool:

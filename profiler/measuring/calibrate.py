@@ -8,10 +8,13 @@ One factor serves all predictions; more factors would fit noise.
 import random
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
+from exeplan.core.machine_speed import MachineSpeed
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.measure import Rig
@@ -32,12 +35,15 @@ class BurstStep:
 
     record: StepRecord
     seconds: float
+    time: float
+    """When it began, on the performance counter."""
 
 
-def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
+def burst(rig: Rig, *, seed: int, between: Callable[[], None] = lambda: None) -> list[BurstStep]:
     """A short load of ragged requests that join and leave; the first passes, which warm up, are left out.
 
-    On a CPU with one thread a step that was disturbed by other processes counts with its CPU time.
+    Calls `between` before each step. On a CPU with one thread a step that was disturbed by other processes counts with
+    its CPU time.
     """
     rig.probe.use_layers(rig.copies)
     steps = []
@@ -45,30 +51,45 @@ def burst(rig: Rig, *, seed: int) -> list[BurstStep]:
         for request in _requests(rig, random.Random(seed)):
             engine.add(request)
         while engine.has_work:
+            between()
+            rig.probe.use_layers(rig.copies)
+            began = time.perf_counter()
             cpu, wall = time.thread_time(), time.perf_counter()
             engine.step()
             wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
             assert engine.last_step is not None
             disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
-            steps.append(BurstStep(engine.last_step, cpu if disturbed else wall))
+            steps.append(BurstStep(engine.last_step, cpu if disturbed else wall, began))
     return steps[_WARM_STEPS:]
 
 
-def calibration(bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int) -> float:
+def calibration(
+    bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int, speed: MachineSpeed | None = None
+) -> float:
     """Measured over predicted seconds of bursts that ran `num_layers` layers; 1 without any.
 
-    The median over the bursts, as the parts are medians over the rounds.
+    The median over the bursts, as the parts are medians over the rounds. With a `speed` each step counts with its
+    seconds at the speed of the profile.
     """
     encoder_layers = min(num_layers, profile.model.num_encoder_layers)
     model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
     cost = CostModel(replace(profile, model=model, calibration=1.0))
     begin = 0 if model.first_token_from_prefill else 1
     ratios = [
-        sum(step.seconds for step in steps) / sum(cost.batch_seconds(_batch(step.record, begin)) for step in steps)
+        sum(_at_profile_speed(steps, speed)) / sum(cost.batch_seconds(_batch(step.record, begin)) for step in steps)
         for steps in bursts
         if steps
     ]
     return statistics.median(ratios) if ratios else 1.0
+
+
+def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) -> list[float]:
+    """[steps] Seconds."""
+    if speed is None:
+        return [step.seconds for step in steps]
+    times = np.array([step.time for step in steps])
+    slow = {kind: speed.slowness(kind, times) for kind in {step.record.kind for step in steps}}
+    return [step.seconds / float(slow[step.record.kind][number]) for number, step in enumerate(steps)]
 
 
 def _requests(rig: Rig, draw: random.Random) -> list[Request]:

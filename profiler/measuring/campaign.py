@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from exeplan.core.machine_speed import MachineSpeed, levelled
 from exeplan.core.model import FP8
 from exeplan.core.profile import COMPUTE_OPS, Measurement, Profile, save_profile
 from exeplan.profiler.measuring.calibrate import BurstStep, burst, calibration
@@ -23,6 +24,7 @@ from exeplan.profiler.measuring.refine import suggest, worst_error
 from exeplan.profiler.measuring.samples import resumed
 from exeplan.progress import Progress
 from exeplan.runner.compute.precision import activation_dtype
+from exeplan.runner.reference_passes import ReferencePasses, canonical_passes
 
 _GRID_SHARE = 0.6
 """Largest share of the budget for the coarse grid."""
@@ -68,6 +70,8 @@ class Campaign:
         self.num_disturbed = self.num_visits = 0
         self.num_rounds = 1
         self.bursts: list[list[BurstStep]] = []
+        self.reference = _reference(rig)
+        """None on a GPU, where a pass would wait for those that are queued."""
         self.burst_seconds = 0.0
         self.weight_bytes = rig.runner.weight_bytes + work.bytes_left_out(rig.copies)
         self.workspace_bytes = before.workspace_bytes if before else 0
@@ -113,8 +117,20 @@ class Campaign:
         if self.burst_seconds > self.goal.elapsed * _BURST_SHARE:
             return
         began = time.monotonic()
-        self.bursts.append(burst(self.rig, seed=self.num_rounds))
+        self.bursts.append(burst(self.rig, seed=self.num_rounds, between=self._watch_speed))
         self.burst_seconds += time.monotonic() - began
+
+    def _watch_speed(self) -> None:
+        if self.reference:
+            self.reference.repeat_if_due()
+
+    @property
+    def speed(self) -> MachineSpeed | None:
+        """Against the medians of this run's own reference passes."""
+        if not self.reference:
+            return None
+        found = self.reference.speed
+        return replace(found, passes=levelled(found.passes, found.samples))
 
     def _anchors(self) -> dict[Point, int]:
         """Points that every round visits, so that its slowness is known: three short ones of each kind."""
@@ -142,8 +158,11 @@ class Campaign:
                 self._visit(point)
 
     def _visit(self, point: Point) -> None:
+        began = time.perf_counter()
         visit = self.rig.visit(point, self.work)
-        self.samples.add(visit.values, self.num_rounds)
+        middle = (began + time.perf_counter()) / 2
+        self.samples.add(visit.values, self.num_rounds, time=middle if self.reference else None)
+        self._watch_speed()
         self.visits[point] = self.visits.get(point, 0) + 1
         self.costs[point] = visit.seconds
         self.num_visits += 1
@@ -177,6 +196,9 @@ class Campaign:
         return text if error is None else f"{text}, interpolation may miss {error:.1%}"
 
     def _save(self, *, complete: bool) -> Profile:
+        speed = self.speed
+        if speed:
+            self.samples.pair_with(speed)
         profile = Profile(
             model=self.work.spec,
             dtype=self.work.dtype,
@@ -188,8 +210,12 @@ class Campaign:
             versions=versions(),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             complete=complete,
+            reference_passes=speed.passes if speed else (),
+            speed_spread=round(speed.spread, 4) if speed else 0.0,
         )
-        factor = calibration(self.bursts, profile, num_layers=self.rig.copies) if self.samples.whole else 1.0
+        factor = (
+            calibration(self.bursts, profile, num_layers=self.rig.copies, speed=speed) if self.samples.whole else 1.0
+        )
         profile = replace(profile, calibration=round(factor, 4))
         save_profile(profile, self.output)
         return profile
@@ -208,11 +234,23 @@ class Campaign:
             f"interpolation between them may miss a layer by {error:.1%}; "
             f"whole steps take {profile.calibration:.3f} times the sum of their parts"
         )
+        if self.speed and self.speed.samples:
+            self.bar.note(
+                f"the machine's speed moved by +-{self.speed.spread:.1%} meanwhile, by {len(self.speed.samples)} "
+                f"reference passes that took {self.speed.cost / self.goal.elapsed:.1%} of the time"
+            )
         if self.num_disturbed:
             share = self.num_disturbed / self.num_visits
             self.bar.note(f"other programs disturbed {share:.0%} of the visits, which were timed by CPU time instead")
         for finding in lint(replace(profile, measurements=self.samples.measurements())):
             self.bar.note(f"lint: {finding}")
+
+
+def _reference(rig: Rig) -> ReferencePasses | None:
+    if rig.place.type != "cpu":
+        return None
+    passes = canonical_passes(num_layers=rig.copies, longest=rig.longest)
+    return ReferencePasses(rig.runner, passes, model=rig.probe.model)
 
 
 def visit_seconds(work: Work, point: Point, copies: int) -> float:

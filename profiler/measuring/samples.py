@@ -7,10 +7,11 @@ as it ran, even where many keys and values evict a small model's weights from th
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from exeplan.core.machine_speed import KINDS_OF, MachineSpeed
 from exeplan.core.profile import COMPUTE_OPS, Measurement
 
 Key = tuple[str, str, int, int, int]
@@ -21,24 +22,51 @@ _KNOWN_ROUNDS = 3
 class Samples:
     """Seconds by measurement and round; every visit adds one sample to each measurement that it touches.
 
-    A machine's speed drifts, and a point that was only visited in slow rounds would look like a bend. So the samples of
-    a round are divided by how slow it was for their kind: the median of sample over median, taken over the measurements
-    of which there are three samples. Round 0 is what a resumed run starts from.
+    A machine's speed drifts, and a point that was only visited in slow rounds would look like a bend. So each sample is
+    divided by the slowness of its own moment, which reference passes tell, and then those of a round by how slow it was
+    for their kind: the median of sample over median, taken over the measurements of which there are three samples.
+    Round 0 is what a resumed run starts from.
     """
 
     def __init__(self) -> None:
-        self._raw: dict[Key, list[tuple[int, float]]] = defaultdict(list)
-        self._slowness: dict[tuple[str, str, int], float] | None = {}
+        self._added: dict[Key, list[tuple[int, float, float | None]]] = defaultdict(list)
+        """Round, seconds and time."""
+        self._speed: MachineSpeed | None = None
+        self._forget()
 
-    def add(self, values: Mapping[Key, float], number: int = 0) -> None:
-        """What a visit in round `number` found."""
+    def add(self, values: Mapping[Key, float], number: int = 0, *, time: float | None = None) -> None:
+        """What a visit in round `number` found; `time` on the clock of the reference passes, None without any."""
         for key, seconds in values.items():
-            self._raw[key].append((number, seconds))
-        self._slowness = None
+            self._added[key].append((number, seconds, time))
+        self._forget()
+
+    def pair_with(self, speed: MachineSpeed) -> None:
+        """Divides every sample from now on by the slowness of its own moment."""
+        self._speed = speed
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known: dict[Key, list[tuple[int, float]]] | None = None
+        self._slowness: dict[tuple[str, str, int], float] | None = None
+
+    @property
+    def _raw(self) -> dict[Key, list[tuple[int, float]]]:
+        """By round and second, at the speed of the reference passes."""
+        if self._known is None:
+            self._known = {key: self._paired(key, found) for key, found in self._added.items()}
+        return self._known
+
+    def _paired(self, key: Key, found: Sequence[tuple[int, float, float | None]]) -> list[tuple[int, float]]:
+        slow = np.ones(len(found))
+        if self._speed is not None:
+            kind = key[1] if key[1] in KINDS_OF else "mixed"
+            known = np.array([time is not None for _, _, time in found])
+            slow[known] = self._speed.slowness(kind, np.array([time for _, _, time in found if time is not None]))
+        return [(number, seconds / float(factor)) for (number, seconds, _), factor in zip(found, slow, strict=True)]
 
     @property
     def keys(self) -> list[Key]:
-        return sorted(self._raw)
+        return sorted(self._added)
 
     def seconds(self, key: Key) -> list[float]:
         """The samples of a measurement, drift taken out."""
@@ -49,7 +77,7 @@ class Samples:
     @property
     def whole(self) -> bool:
         """Whether every op has a measurement in both phases, so that a profile can be written."""
-        ops = {(op, phase) for op, phase, *_ in self._raw}
+        ops = {(op, phase) for op, phase, *_ in self._added}
         phases = {(op, phase) for op in ("attention", "overhead") for phase in ("prefill", "decode")}
         return ops >= phases and {op for op, _ in ops} >= set(COMPUTE_OPS)
 

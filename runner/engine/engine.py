@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
+from exeplan.core.profile import ReferencePass
 from exeplan.core.schedule import Schedule
 from exeplan.drift.length_monitor import MOST_KEPT
 from exeplan.drift.state import RequestLengths
@@ -27,11 +28,19 @@ from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
 from exeplan.runner.engine.admit_request import admit_request
-from exeplan.runner.engine.executor import BatchDone, Executor, KVArrived, WorkerError, sampled_requests
+from exeplan.runner.engine.executor import (
+    BatchDone,
+    Executor,
+    InProcessExecutor,
+    KVArrived,
+    WorkerError,
+    sampled_requests,
+)
 from exeplan.runner.engine.kv_migration import KVMigration
 from exeplan.runner.engine.requests import Output, Request, RequestState, as_requests, output_of
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
+from exeplan.runner.reference_passes import ReferencePasses
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
@@ -52,6 +61,11 @@ class StepRecord:
     num_new_tokens: int
     context_tokens: int
     """Tokens that the decoding requests attend to."""
+
+    @property
+    def kind(self) -> str:
+        """Of pass: `prefill`, `decode` or `mixed`."""
+        return "decode" if not self.num_prefill else "mixed" if self.num_decode else "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +267,12 @@ class Engine:
                 request.in_flight = False
                 self._scheduler.add(request)
         return outputs
+
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> ReferencePasses | None:
+        """To be repeated between steps with the same weights; None without any, or where a step leaves some running."""
+        if not passes or not isinstance(self._executor, InProcessExecutor):
+            return None
+        return ReferencePasses(self._executor.runner, passes)
 
     def wake(self) -> None:
         """Makes a waiting `step` return; any thread may call it."""

@@ -1,0 +1,111 @@
+"""Why a run took longer, or less, than its plan says: other passes, the machine's speed, or wrong times.
+
+took       seconds of the engine's passes over the predicted seconds of the same passes
+others     of that, what other processes took of the core
+reference  of that, how much slower than in the profile the reference passes were
+left       took / others / reference: what the plan itself is wrong by
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.core.estimators import MOST_BLOCKS, figure
+from exeplan.core.schedule import Figure
+from exeplan.runner.engine.engine import StepRecord
+from exeplan.runner.load import EngineRun
+from exeplan.simulator.run import PassRecord
+
+_NORMAL_90 = 1.645
+"""Standard errors to either side of an interval that holds 90 % of a normal law."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassComparison:
+    """Ratios of seconds; see the module."""
+
+    num_passes: int
+    first_other: int | None
+    """The first pass that was not the planned one; those before it are compared. None where all were."""
+    took: float
+    others: float
+    reference: float
+    left: Figure
+    num_reference: int
+    reference_share: float
+    """Of the run's time that reference passes took; no figure counts it."""
+
+    @property
+    def same(self) -> bool:
+        return self.first_other is None
+
+    def __str__(self) -> str:
+        n = self.num_passes
+        what = f"all {n:,} passes as planned" if self.same else f"pass {self.first_other:,} was not the planned one"
+        parts = [f"{what}; they took {self.took:.2f} times what was predicted"]
+        parts += [f"other processes on this core {self.others:.2f}"] if self.others > 1.005 else []
+        if self.num_reference:
+            passes = (
+                f"reference passes {self.reference:.2f} ({self.num_reference}, {self.reference_share:.1%} of the time"
+            )
+            parts.append(f"{passes}, not counted)")
+        return ", ".join([*parts, f"left {_interval(self.left)}"])
+
+
+def compare_passes(run: EngineRun, planned: Sequence[PassRecord], *, one_thread: bool) -> PassComparison | None:
+    """The passes of a run against those of its replay, up to the first that differs; None where that is the first."""
+    ran = np.flatnonzero([step is not None for step in run.steps])
+    steps = [step for step in run.steps if step is not None]
+    alike = [_alike(step, record) for step, record in zip(steps, planned, strict=False)]
+    number = len(alike) if all(alike) else alike.index(False)
+    if not number:
+        return None
+    same = number == len(steps) == len(planned)
+    predicted = np.array([record.end - record.start for record in planned[:number]])
+    own = run.cpu if one_thread else run.wall
+    took, alone, even = (
+        float(seconds[ran[:number]].sum() / predicted.sum())
+        for seconds in (np.diff(run.wall), np.diff(own), run.profile_seconds(one_thread=one_thread))
+    )
+    error = run.speed.error if run.speed else 0.0
+    spent = float(np.diff(run.wall)[run.referring].sum())
+    return PassComparison(
+        num_passes=number,
+        first_other=None if same else number + 1,
+        took=took,
+        others=took / alone,
+        reference=alone / even,
+        left=_left(run.profile_seconds(one_thread=one_thread)[ran[:number]], predicted, error),
+        num_reference=int(run.referring.sum()),
+        reference_share=spent / float(run.wall[-1]),
+    )
+
+
+def _alike(step: StepRecord, planned: PassRecord) -> bool:
+    return (step.num_prefill, step.num_decode, step.num_new_tokens) == (
+        planned.num_prefill,
+        planned.num_decode,
+        planned.num_new_tokens,
+    )
+
+
+def _left(measured: Floats, predicted: Floats, speed_error: float) -> Figure:
+    """Measured over predicted seconds: batch means over blocks of equal predicted time, and the speed's own error."""
+    ratio = float(measured.sum() / predicted.sum())
+    until = np.cumsum(predicted)
+    blocks = np.minimum((MOST_BLOCKS * (until - predicted) / until[-1]).astype(int), MOST_BLOCKS - 1)
+    influences = np.bincount(blocks, measured - ratio * predicted) / predicted.sum()
+    found = figure(ratio, influences[np.unique(blocks)], num_observations=len(measured), of="passes")
+    if found.low is None or found.high is None:
+        return found
+    half = math.hypot((found.high - found.low) / 2, _NORMAL_90 * speed_error * ratio)
+    return Figure(value=ratio, low=ratio - half, high=ratio + half, num_observations=len(measured), of="passes")
+
+
+def _interval(found: Figure) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.value:.2f} (too few passes for an interval)"
+    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"

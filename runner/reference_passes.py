@@ -1,0 +1,139 @@
+"""Reference passes: a few canonical passes of a model, repeated during a run to know how fast the device is then.
+
+They use the weights of the run's own model and a small KV cache of their own. Only on a CPU: on a GPU a pass would have
+to wait for those that are queued (`why_none`).
+"""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from exeplan.core.batch import Batch, SequenceState, num_blocks_for
+from exeplan.core.machine_speed import MachineSpeed, SpeedSample
+from exeplan.core.profile import ReferencePass
+from exeplan.runner.compute.kv_cache import KVCache
+from exeplan.runner.compute.layers import Model
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.shard import whole
+
+EVERY_SECONDS = 0.25
+_MOST_SHARE = 0.05
+"""Of the run's time: longer passes are repeated less often."""
+_SEQS, _CONTEXT, _PROMPT = 16, 128, 64
+
+
+def canonical_passes(*, num_layers: int, longest: int) -> tuple[ReferencePass, ...]:
+    """A small decode, a full decode and a prefill through that many layers, within the longest sequence allowed."""
+    context, prompt = (max(2, min(size, longest // 2)) for size in (_CONTEXT, _PROMPT))
+    shapes = (("decode", 1, context), ("decode", _SEQS, context), ("prefill", 1, prompt))
+    return tuple(
+        ReferencePass(kind=kind, num_seqs=seqs, num_tokens=tokens, num_layers=num_layers)
+        for kind, seqs, tokens in shapes
+    )
+
+
+class ReferencePasses:
+    """Repeats the passes in turn with the weights of a runner; `samples` are what they took."""
+
+    def __init__(self, runner: ModelRunner, passes: Sequence[ReferencePass], *, model: Model | None = None) -> None:
+        """`model` where the runner's own must not be asked, as a probe. Times are on the performance counter."""
+        self.passes = tuple(passes)
+        self.samples: list[SpeedSample] = []
+        most = max((_blocks(one) for one in passes), default=1)
+        self._runner = _first_layers(runner, model or runner.model, passes[0].num_layers, num_blocks=most)
+        self._batches = [self._batch(one) for one in self.passes]
+        self._due = 0.0
+        self._on_cpu_clock = torch.get_num_threads() == 1
+
+    @property
+    def speed(self) -> MachineSpeed:
+        return MachineSpeed(passes=self.passes, samples=tuple(self.samples))
+
+    def speed_from(self, began: float) -> MachineSpeed:
+        """Of the samples since then, their times from there."""
+        found = (replace(one, time=one.time - began) for one in self.samples if one.time >= began)
+        return replace(self.speed, samples=tuple(found))
+
+    def repeat_if_due(self) -> bool:
+        """Runs the next pass if the last one is long enough ago, and tells whether it did."""
+        began = time.perf_counter()
+        if began < self._due:
+            return False
+        number = len(self.samples) % len(self.passes)
+        self._run(number)  # The caches are full of what the run did: only the second one is alike each time.
+        seconds = self._run(number)
+        ended = time.perf_counter()
+        cost = ended - began
+        self.samples.append(SpeedSample(number=number, time=began, seconds=seconds, cost=cost))
+        self._due = ended + max(EVERY_SECONDS, cost / _MOST_SHARE)
+        return True
+
+    def _run(self, number: int) -> float:
+        batch, token_ids = self._batches[number]
+        self._runner.assume_cached(batch.decode)
+        clock = time.thread_time if self._on_cpu_clock else time.perf_counter
+        began = clock()
+        self._runner.forward(batch, token_ids)
+        seconds = clock() - began
+        for request_id in token_ids:
+            self._runner.free(request_id)
+        return seconds
+
+    def _batch(self, one: ReferencePass) -> tuple[Batch, dict[str, list[int]]]:
+        decodes = one.kind == "decode"
+        rows = tuple(_row(f"{i}", one.num_tokens, self._runner, decodes=decodes) for i in range(one.num_seqs))
+        tokens = {row.request_id: [i % self._runner.spec.vocab_size for i in range(row.num_tokens)] for row in rows}
+        return (Batch(decode=rows) if decodes else Batch(prefill=rows)), tokens
+
+
+def why_none(device: str, *, num_devices: int) -> str:
+    """Why a run has no reference passes; '' where it may have them."""
+    if device != "cpu":
+        return f"reference passes are not run on {device}: they would wait for queued passes"
+    return "" if num_devices == 1 else "reference passes are not run by several workers"
+
+
+def _row(request_id: str, num_tokens: int, runner: ModelRunner, *, decodes: bool) -> SequenceState:
+    outputs = num_tokens // 2 if decodes and runner.spec.is_encoder_decoder else 0
+    begin = 1 if decodes or runner.spec.is_encoder_decoder else 0
+    row = SequenceState(
+        request_id=request_id,
+        num_prompt_tokens=num_tokens - outputs + begin,
+        num_output_tokens=outputs,
+        max_output_tokens=outputs + 1,
+    )
+    row.num_blocks = num_blocks_for(row.num_tokens)
+    return row
+
+
+def _blocks(one: ReferencePass) -> int:
+    return one.num_seqs * (num_blocks_for(one.num_tokens + 1) + 1)
+
+
+def _first_layers(runner: ModelRunner, model: Model, num_layers: int, *, num_blocks: int) -> ModelRunner:
+    """A runner with the same weights, of the first layers of each kind, and a KV cache of its own."""
+    view, part = copy.copy(runner), copy.copy(model)
+    part.layers = model.layers[:num_layers]
+    encoder_layers = getattr(model, "encoder_layers", None)
+    if encoder_layers is not None:
+        part.encoder_layers = encoder_layers[:num_layers]  # type: ignore[attr-defined] # of an encoder-decoder model
+    spec = runner.spec
+    view.spec = replace(spec, num_layers=num_layers, num_encoder_layers=min(num_layers, spec.num_encoder_layers))
+    view.model, view.shard, view.graphs = part, whole(view.spec), None
+    with torch.inference_mode():
+        cache = KVCache(
+            view.spec,
+            num_blocks,
+            runner.cache.both_tables(0).dtype,
+            runner.device,
+            shard=view.shard,
+            kernels=runner.kernels,
+        )
+        for layer in range(num_layers):
+            for table_RD in cache.table(layer):
+                table_RD.fill_(0.01)  # Unwritten pages would all be one cached page of zeros.
+    view.use_cache(cache)
+    return view

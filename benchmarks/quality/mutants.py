@@ -383,8 +383,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/core/metrics.py",
-        "/ (requests.output_tokens[long] - 1)",
-        "/ requests.output_tokens[long]",
+        "spans / np.maximum(outputs - 1, 1)",
+        "spans / np.maximum(outputs, 1)",
         "tpot over all tokens instead of the later ones",
         ("tests/core/test_metrics.py",),
     ),

@@ -17,6 +17,7 @@ from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.schedule import (
     BOUND_FIGURES,
     DEADLINE_FIGURES,
+    NO_FIGURES,
     ROUTERS,
     Estimate,
     Placement,
@@ -353,7 +354,7 @@ def _more_bounds(body: Mapping[str, Any]) -> tuple[Bound, ...]:
 
 def _estimate(name: str, body: Any) -> Estimate:
     optional = {*BOUND_FIGURES, *DEADLINE_FIGURES}
-    names = [f.name for f in fields(Estimate) if f.name not in (*optional, "percentiles", "evidence", "notes")]
+    names = [f.name for f in fields(Estimate) if f.name not in (*optional, *NO_FIGURES)]
     percentiles = {key for key in body if percentile(key)} if isinstance(body, Mapping) else set()
     if not isinstance(body, Mapping) or set(body) - optional - percentiles != set(names):
         raise InputError(f"{name} must have exactly {', '.join(names)}; left out, `exeplan simulate` fills it in")

@@ -121,6 +121,9 @@ BOUND_FIGURES = ("attainment", "goodput")
 DEADLINE_FIGURES = ("deadline_share", "utility")
 """Those that it has only where requests have deadlines."""
 
+NO_FIGURES = ("percentiles", "evidence", "notes")
+"""Fields of an Estimate that are not a figure each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:

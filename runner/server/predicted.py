@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Estimate
+from exeplan.core.schedule import NO_FIGURES, Estimate
 from exeplan.runner.server.observed import Snapshot, bounds_of
 
-PREDICTED = (*(f.name for f in fields(Estimate) if f.name != "percentiles"), "prefill_batch", "decode_batch")
+PREDICTED = (*(f.name for f in fields(Estimate) if f.name not in NO_FIGURES), "prefill_batch", "decode_batch")
 """Every name that a prediction may have."""
 
 

@@ -7,6 +7,7 @@ sampled lengths, and outputs are forced to theirs, so that the work is the workl
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -149,6 +150,8 @@ class EngineRun:
     """[intervals] Whether it is a reference pass, which no record counts."""
     speed: MachineSpeed | None = None
     """Of the reference passes, times on `wall`; None without any."""
+    cut: bool = False
+    """Whether it was ended before its last request was; see `cut_at`."""
 
     @property
     def records(self) -> list[RequestRecord]:
@@ -190,9 +193,17 @@ class EngineRun:
 
 
 def play_engine(
-    engine: "Engine", load: Load, *, vocab_size: int, reference: "ReferencePasses | None" = None
+    engine: "Engine",
+    load: Load,
+    *,
+    vocab_size: int,
+    reference: "ReferencePasses | None" = None,
+    seconds: float = math.inf,
 ) -> EngineRun:
-    """Runs the load on an engine in this process, with reference passes between its steps."""
+    """Runs the load on an engine in this process, with reference passes between its steps.
+
+    After these seconds it is cut: requests that began have their missing tokens at that time, others no record.
+    """
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.engine import Request
 
@@ -214,8 +225,7 @@ def play_engine(
         steps.append(step)
         referring.append(refers)
 
-    while len(done) < len(requests):
-        now = time.perf_counter() - began
+    while len(done) < len(requests) and (now := time.perf_counter() - began) < seconds:
         while arrived < len(requests) and _may_arrive(load, arrived, now, len(in_flight)):
             due = now if load.arrivals is None else float(load.arrivals[arrived])
             in_flight[str(arrived)] = _InFlight(arrival=due)
@@ -238,14 +248,31 @@ def play_engine(
         if reference and reference.repeat_if_due():
             ends(refers=True)
     wall, cpu = np.array(clocks).T
+    cut = len(done) < len(requests)
+    for request_id in list(in_flight):
+        engine.abort(request_id)
+        if (request := in_flight[request_id]).token_times:
+            missing = int(load.output_tokens[int(request_id)]) - len(request.token_times)
+            request.token_times += [float(wall[-1])] * missing
+            done[int(request_id)] = _record(load, int(request_id), request)
     return EngineRun(
-        raw=[done[index] for index in range(len(requests))],
+        raw=[done[index] for index in sorted(done)],
         wall=wall,
         cpu=cpu,
         steps=tuple(steps),
         referring=np.array(referring),
         speed=reference.speed_from(began) if reference else None,
+        cut=cut,
     )
+
+
+def cut_at(records: Sequence[RequestRecord], seconds: float) -> list[RequestRecord]:
+    """The records of a run that was cut then: requests that had a token, their later ones at that time."""
+    return [
+        replace(r, token_times=tuple(min(time, seconds) for time in r.token_times))
+        for r in records
+        if r.token_times and r.token_times[0] <= seconds
+    ]
 
 
 async def play_url(

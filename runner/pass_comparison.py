@@ -30,7 +30,7 @@ class PassComparison:
     num_passes: int
     first_other: int | None
     """The first pass that was not the planned one; those before it are compared. None where all were."""
-    took: float
+    took: Figure
     others: float
     reference: float
     left: Figure
@@ -45,7 +45,7 @@ class PassComparison:
     def __str__(self) -> str:
         n = self.num_passes
         what = f"all {n:,} passes as planned" if self.same else f"pass {self.first_other:,} was not the planned one"
-        parts = [f"{what}; they took {self.took:.2f} times what was predicted"]
+        parts = [f"{what}; they took {self.took.value:.2f} times what was predicted"]
         parts += [f"other processes on this core {self.others:.2f}"] if self.others > 1.005 else []
         if self.num_reference:
             passes = (
@@ -63,22 +63,21 @@ def compare_passes(run: EngineRun, planned: Sequence[PassRecord], *, one_thread:
     number = len(alike) if all(alike) else alike.index(False)
     if not number:
         return None
-    same = number == len(steps) == len(planned)
+    same = number == len(steps) and (run.cut or number == len(planned))
     predicted = np.array([record.end - record.start for record in planned[:number]])
     own = run.cpu if one_thread else run.wall
-    took, alone, even = (
-        float(seconds[ran[:number]].sum() / predicted.sum())
-        for seconds in (np.diff(run.wall), np.diff(own), run.profile_seconds(one_thread=one_thread))
-    )
-    error = run.speed.error if run.speed else 0.0
+    even = run.profile_seconds(one_thread=one_thread)[ran[:number]]
+    alone = float(np.diff(own)[ran[:number]].sum() / predicted.sum())
+    took = _ratio(np.diff(run.wall)[ran[:number]], predicted)
+    left = _ratio(even, predicted, more_error=run.speed.error if run.speed else 0.0)
     spent = float(np.diff(run.wall)[run.referring].sum())
     return PassComparison(
         num_passes=number,
         first_other=None if same else number + 1,
         took=took,
-        others=took / alone,
-        reference=alone / even,
-        left=_left(run.profile_seconds(one_thread=one_thread)[ran[:number]], predicted, error),
+        others=took.value / alone,
+        reference=alone / left.value,
+        left=left,
         num_reference=int(run.referring.sum()),
         reference_share=spent / float(run.wall[-1]),
     )
@@ -92,8 +91,8 @@ def _alike(step: StepRecord, planned: PassRecord) -> bool:
     )
 
 
-def _left(measured: Floats, predicted: Floats, speed_error: float) -> Figure:
-    """Measured over predicted seconds: batch means over blocks of equal predicted time, and the speed's own error."""
+def _ratio(measured: Floats, predicted: Floats, *, more_error: float = 0.0) -> Figure:
+    """Measured over predicted seconds: batch means over blocks of equal predicted time, and another relative error."""
     ratio = float(measured.sum() / predicted.sum())
     until = np.cumsum(predicted)
     blocks = np.minimum((MOST_BLOCKS * (until - predicted) / until[-1]).astype(int), MOST_BLOCKS - 1)
@@ -101,7 +100,7 @@ def _left(measured: Floats, predicted: Floats, speed_error: float) -> Figure:
     found = figure(ratio, influences[np.unique(blocks)], num_observations=len(measured), of="passes")
     if found.low is None or found.high is None:
         return found
-    half = math.hypot((found.high - found.low) / 2, _NORMAL_90 * speed_error * ratio)
+    half = math.hypot((found.high - found.low) / 2, _NORMAL_90 * more_error * ratio)
     return Figure(value=ratio, low=ratio - half, high=ratio + half, num_observations=len(measured), of="passes")
 
 

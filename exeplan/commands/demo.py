@@ -1,73 +1,78 @@
-"""profile, optimize, serve and bench a small model on this machine: predicted against measured
+"""profile, plan and run a small model on this machine: predicted against measured
 
-Profiles the demo model on the CPU, plans it for each policy under one latency bound and one workload, serves each plan,
-plays the workload against the server, and prints predicted against measured. About two minutes on two cores.
+Profiles the demo model on the CPU, plans it for three policies under one latency bound, and runs the plans on one
+engine, in slices of load in the order A B C C B A. Prints what was predicted and measured, as it was and at the speed
+that the machine had while it was profiled, and draws it. About 80 seconds on two cores.
 """
 
 import argparse
-import contextlib
 import math
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exeplan.extras import SERVING, require
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from exeplan.core.model import ModelSpec
     from exeplan.core.plan import Plan
-    from exeplan.core.schedule import Estimate
+    from exeplan.core.profile import Profile
     from exeplan.planner.plan_request import PlanRequest
     from exeplan.planner.problem import Problem
+    from exeplan.planner.solution import Solution
+    from exeplan.runner.interleaved import Error, Measured
 
 POSITION = 90
 POLICIES = ("static", "orca", "rra")
 _BOUND_FACTOR = 4.0
 """The demo's bound over what one request alone needs, so that there is a trade-off on any machine."""
+_ROOM = 0.8
+"""Share of the bound that is planned for: the machine may become slower than it was while it was profiled."""
+_OWN_ERROR = 0.05
+"""From this error on a sentence says what it is made of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", type=Path, default=Path("exeplan-demo"), help="where profile and plans go")
+    parser.add_argument("--dir", type=Path, default=Path("exeplan-demo"), help="where profile, plans and picture go")
     parser.add_argument("--model", default="demo", help="a shipped name or a model directory")
     parser.add_argument("--workload", default="alpaca", metavar="W")
     parser.add_argument("--latency-bound", metavar="TIME", help="default: four times what one request alone needs")
-    parser.add_argument("--budget", default="40s", metavar="TIME", help="for profiling (default 40s)")
-    parser.add_argument("--duration", default="16s", metavar="TIME", help="of each load (default 16s)")
+    parser.add_argument("--budget", default="30s", metavar="TIME", help="for profiling (default 30s)")
+    parser.add_argument("--duration", default="7s", metavar="TIME", help="of each slice, two a policy (default 7s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.planner.solution import solve
     from exeplan.units import seconds, show_seconds
 
-    require("the demo", *SERVING, "aiohttp")
-    duration, budget = seconds(args.duration), seconds(args.budget)
-    profile = args.dir / f"{Path(args.model).name}.profile.json"
-    _say(f"1. profile {args.model} for at most {show_seconds(budget)}")
-    _exeplan("profile", args.model, "-o", str(profile), "--budget", args.budget)
-    request = _request(args, profile)
+    require("the demo", *SERVING, "matplotlib")
+    began, duration = time.monotonic(), seconds(args.duration)
+    _say(f"1. profile {args.model} for at most {show_seconds(seconds(args.budget))}")
+    spec, profile = _profiled(args)
+    bound, request = _request(args, profile)
     problem = request.problem(None)
-    bound = show_seconds(problem.bound.seconds)
-    workload = problem.workload
-    length = workload.output_quantile(0.99)
-    _say(f"2. optimize for {workload.name} under {bound} for the 99th-percentile output of {length} tokens")
-    rows = []
-    for policy in POLICIES:
-        path = args.dir / f"{policy}.yaml"
-        plan = solve(replace(request, policy=policy)).save(path)
-        _say(f"3. serve {plan.schedule} and play {show_seconds(duration)} of load against it")
-        rows.append((plan, _measured(args, problem, plan, path, duration)))
-    device = problem.profile.device.name
-    _say(f"predicted against measured: {problem.profile.model.name} on {device}, {workload.name}, bound {bound}")
-    print(_table(rows))
-    for plan, measured in rows:
-        for note in measured.notes:
-            print(f"\n{plan.schedule}: {note}")
-    print(f"\nprofile and plans are in {args.dir}; next: exeplan serve {args.dir}/rra.yaml")
+    length = problem.workload.output_quantile(0.99)
+    _say(
+        f"2. plan {problem.workload.name} under {show_seconds(bound)} for an output of the 99th-percentile length, "
+        f"{length} tokens; planned for {_ROOM:.0%} of it, as other load may slow this machine down"
+    )
+    planned = [_planned(args, request, policy, bound) for policy in POLICIES]
+    order = " ".join([*POLICIES, *reversed(POLICIES)])
+    _say(f"3. run the plans on one engine, {2 * len(POLICIES)} slices of {show_seconds(duration)}: {order}")
+    rows = _run([plan for plan, _ in planned], problem, spec, profile, duration)
+    _say(
+        f"4. predicted against measured: {spec.name} on {profile.device.name}, {problem.workload.name}, "
+        f"bound {show_seconds(bound)}"
+    )
+    _print(rows, bound, profile)
+    picture = args.dir / "demo.png"
+    _draw(rows, [solution for _, solution in planned], bound, picture)
+    print(f"\npicture: {picture}; profile and plans are in {args.dir}; next: exeplan serve {args.dir}/rra.yaml")
+    print(f"all this took {show_seconds(time.monotonic() - began)}")
     return 0
 
 
@@ -75,99 +80,195 @@ def _say(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def _exeplan(*arguments: str) -> None:
-    status = subprocess.run([sys.executable, "-m", "exeplan", *arguments], check=False).returncode
-    if status:
-        raise SystemExit(status)
+def _profiled(args: argparse.Namespace) -> "tuple[ModelSpec, Profile]":
+    from exeplan import api
+    from exeplan.planner.load_problem import profile_for
+    from exeplan.profiler.profile_model import profile_model
+    from exeplan.units import seconds
+
+    spec = api.load_model(args.model)
+    path = args.dir / f"{Path(args.model).name}.profile.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile_model(spec, output=path, budget_seconds=seconds(args.budget))
+    return spec, profile_for(spec, api.load_profile(path))
 
 
-def _request(args: argparse.Namespace, profile: Path) -> "PlanRequest":
-    """The demo's problem; without a bound given, under one that a request alone meets several times over."""
+def _request(args: argparse.Namespace, profile: "Profile") -> "tuple[float, PlanRequest]":
+    """The bound in seconds, and what is asked under the share of it that leaves room."""
     from exeplan import api
     from exeplan.core.bounds import Bound
     from exeplan.core.schedule import Schedule
     from exeplan.planner.plan_request import PlanRequest
     from exeplan.units import seconds
 
-    measured = api.load_profile(profile)
     asked = PlanRequest(
-        profile=replace(measured, model=api.load_model(args.model)),
+        profile=profile,
         workload=api.load_workload(args.workload),
         fit_context=True,
         bounds=(Bound(seconds=math.inf),),
     )
     if args.latency_bound:
-        return replace(asked, bounds=(Bound(seconds=seconds(args.latency_bound)),))
-    alone = asked.problem(None).evaluate(Schedule("static", {"batch_size": 1})).latency
-    return replace(asked, bounds=(Bound(seconds=float(f"{_BOUND_FACTOR * alone:.1g}")),))
+        bound = seconds(args.latency_bound)
+    else:
+        alone = asked.problem(None).evaluate(Schedule("static", {"batch_size": 1})).latency
+        bound = float(f"{_BOUND_FACTOR * alone:.1g}")
+    return bound, replace(asked, bounds=(Bound(seconds=_ROOM * bound),))
 
 
-def _measured(args: argparse.Namespace, problem: "Problem", plan: "Plan", path: Path, duration: float) -> "Estimate":
-    import asyncio
-
-    from exeplan.core.metrics import summarize
-    from exeplan.runner.load import draw_load, enough_requests, play_url, served_model
-
-    assert plan.estimate is not None
-    throughput = plan.estimate.throughput
-    number = enough_requests(plan.schedule, throughput=throughput, seconds=duration)
-    load = draw_load(problem.workload, number)
-    with served(path, max_queue=len(load.input_tokens)) as url:
-        vocab_size = problem.profile.model.vocab_size
-        records = asyncio.run(play_url(url, load, model=served_model(url), vocab_size=vocab_size, stream=False))
-    return summarize(records, p99_output=problem.workload.output_quantile(0.99))
-
-
-@contextlib.contextmanager
-def served(plan: Path, *, max_queue: int) -> Iterator[str]:
-    """The base URL of a server that runs the plan in a process of its own, until the block ends."""
-    command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--max-queue", str(max_queue)]
-    command += ["--log-level", "warning", "--replan", "off"]  # Nothing else is to compute while this measures.
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if found := re.search(r"http://\S+", line):
-                print(f"   {line.strip()}", flush=True)
-                yield found[0].rstrip(".,")
-                break
-        else:
-            raise SystemExit(server.wait() or 1)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(timeout=60)
-
-
-def _table(rows: "list[tuple[Plan, Estimate]]") -> str:
-    from exeplan.planner.tables import error_percent, table
+def _planned(args: argparse.Namespace, request: "PlanRequest", policy: str, bound: float) -> "tuple[Plan, Solution]":
+    """The plan, saved; the one returned promises the whole bound."""
+    from exeplan.core.bounds import Bound
+    from exeplan.planner.solution import solve
     from exeplan.units import show_seconds
 
-    header = (
-        "",
-        "req/s predicted",
-        "measured",
-        "error",
-        "latency predicted",
-        "measured",
-        "error",
-        "ttft predicted",
-        "measured",
+    solution = solve(replace(request, policy=policy))
+    plan = solution.save(args.dir / f"{policy}.yaml")
+    assert plan.estimate is not None
+    print(
+        f"   {plan.schedule}: {plan.estimate.throughput:.3g} req/s, {show_seconds(plan.estimate.latency)}", flush=True
     )
-    cells = []
-    for plan, measured in rows:
-        predicted = plan.estimate
-        assert predicted is not None
-        cells.append(
-            (
-                str(plan.schedule),
-                f"{predicted.throughput:.3g}",
-                f"{measured.throughput:.3g}",
-                error_percent(predicted.throughput, measured.throughput),
-                show_seconds(predicted.latency),
-                show_seconds(measured.latency),
-                error_percent(predicted.latency, measured.latency),
-                show_seconds(predicted.ttft),
-                show_seconds(measured.ttft),
-            )
+    return replace(plan, bound=Bound(seconds=bound)), solution
+
+
+def _run(
+    plans: "Sequence[Plan]", problem: "Problem", spec: "ModelSpec", profile: "Profile", duration: float
+) -> "list[Measured]":
+    from exeplan.progress import Shown
+    from exeplan.runner.interleaved import play_interleaved
+
+    with Shown("demo") as told:
+
+        def tell(number: int, of: int, plan: "Plan") -> None:
+            told(f"slice {number + 1} of {of}: {plan.schedule}", number / of)
+
+        return play_interleaved(
+            plans, spec=spec, profile=profile, workload=problem.workload, seconds=duration, on_slice=tell
         )
-    return table(header, cells)
+
+
+def _print(rows: "Sequence[Measured]", bound: float, profile: "Profile") -> None:
+    """Tables of throughput and latency, then what a reader should know of each figure."""
+    from exeplan.planner.tables import table
+    from exeplan.units import show_seconds
+
+    header = ("", "predicted", "measured", "error", "at profiling speed", "error", "90 % interval")
+    cells = []
+    for row in rows:
+        for figure, show in (("throughput", _requests_a_second), ("latency", show_seconds)):
+            shown = [show(row.mean(column, figure)) for column in ("predicted", "measured", "at_profile_speed")]
+            errors = [row.error(figure, column=column) for column in ("measured", "at_profile_speed")]
+            cells.append(
+                (
+                    str(row.plan.schedule) if figure == "throughput" else "",
+                    *shown[:2],
+                    _percent(errors[0]),
+                    shown[2],
+                    _percent(errors[1]),
+                    _interval(errors[1]),
+                )
+            )
+    print(table(header, cells))
+    print(f"\nlatency is that of an output of the 99th-percentile length; {_about_speed(rows, profile)}")
+    for sentence in (*_errors(rows), *_broken(rows, bound), *_ranking(rows)):
+        print(f"- {sentence}")
+
+
+def _about_speed(rows: "Sequence[Measured]", profile: "Profile") -> str:
+    if not profile.reference_passes:
+        return "this profile has no reference passes, so that nothing is known of the machine's speed"
+    return (
+        "at profiling speed is what reference passes between the engine's own say it would have been on the machine as "
+        f"it was while it was profiled, when its speed moved by +-{profile.speed_spread:.0%}"
+    )
+
+
+def _errors(rows: "Sequence[Measured]") -> Iterator[str]:
+    """Why the figures as measured are off, where they are, and what was estimated from little."""
+    for row in rows:
+        error = row.error("throughput", column="measured")
+        for number, one in enumerate(row.slices, start=1):
+            where = f"{row.plan.schedule}, slice {number}"
+            if one.passes is None:
+                yield f"{where}: the engine did not begin with the planned pass, so that its error has no interval"
+            elif error is None or abs(error.value) > _OWN_ERROR or not one.passes.same:
+                yield f"{where}: {one.passes}"
+        for note in dict.fromkeys(note for one in row.slices for note in one.measured.notes):
+            yield f"{row.plan.schedule}: {note}"
+
+
+def _broken(rows: "Sequence[Measured]", bound: float) -> Iterator[str]:
+    from exeplan.units import show_seconds
+
+    for row in rows:
+        latency, even = row.mean("measured", "latency"), row.mean("at_profile_speed", "latency")
+        if latency and latency > bound:
+            why = "the machine is slower than it was" if even and even <= bound else "so it would at profiling speed"
+            yield f"{row.plan.schedule} breaks the bound with {show_seconds(latency)}: {why}"
+
+
+def _ranking(rows: "Sequence[Measured]") -> Iterator[str]:
+    """Each policy against the one behind it, by what was measured at profiling speed."""
+    from exeplan.runner.interleaved import differ
+
+    best = sorted(rows, key=lambda row: -(row.mean("at_profile_speed", "throughput") or 0.0))
+    for one, other in pairwise(best):
+        names = one.plan.schedule.policy, other.plan.schedule.policy
+        if differ(one, other):
+            ratio = (one.mean("at_profile_speed", "throughput") or 0.0) / (
+                other.mean("at_profile_speed", "throughput") or math.nan
+            )
+            yield f"{names[0]} serves {ratio:.2f} times what {names[1]} does"
+        else:
+            yield f"{names[0]} and {names[1]} are within noise"
+
+
+def _requests_a_second(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g} req/s"
+
+
+def _percent(error: "Error | None") -> str:
+    return "-" if error is None else f"{100 * error.value:+.1f} %"
+
+
+def _interval(error: "Error | None") -> str:
+    if error is None or error.low is None or error.high is None:
+        return "-"
+    return f"{100 * error.low:+.1f} to {100 * error.high:+.1f} %"
+
+
+def _draw(rows: "Sequence[Measured]", solutions: "Sequence[Solution]", bound: float, path: Path) -> None:
+    """Predicted against measured with intervals, and the frontier of every policy."""
+    from exeplan.figures import new_figure, save_figure
+    from exeplan.planner.frontier_plot import plot_frontier
+
+    figure = new_figure(13, 4.5)
+    for axes, name, unit in zip(
+        figure.subplots(1, 3)[:2], ("throughput", "latency"), ("requests/s", "s, 99th-percentile output"), strict=True
+    ):
+        _draw_pairs(axes, rows, name, unit)
+    frontier = [row for solution in solutions for row in solution.frontier()]
+    plot_frontier(frontier, figure.axes[2], bound=bound)
+    save_figure(figure, path)
+
+
+def _draw_pairs(axes: "Axes", rows: "Sequence[Measured]", name: str, unit: str) -> None:
+    """One figure of each plan: predicted, as measured and at profiling speed, the last two with intervals."""
+    columns = (
+        ("predicted", "predicted"),
+        ("measured", "measured"),
+        ("at_profile_speed", "measured, at profiling speed"),
+    )
+    for number, (column, label) in enumerate(columns):
+        at = [place + 0.28 * (number - 1) for place in range(len(rows))]
+        values = [row.mean(column, name) or 0.0 for row in rows]
+        axes.bar(at, values, width=0.26, label=label, color=("0.75", "tab:blue", "tab:orange")[number])
+        for place, value, row in zip(at, values, rows, strict=True):
+            error = row.error(name, column=column) if number else None
+            if error and error.low is not None and error.high is not None:
+                half = value * (error.high - error.low) / 2 / (1 + error.value)
+                axes.errorbar(place, value, yerr=half, color="black", capsize=3)
+    axes.set_xticks(range(len(rows)), [row.plan.schedule.policy for row in rows])
+    axes.set(ylabel=unit, title=f"{name}, 90 % intervals")
+    axes.set_ylim(0, 1.35 * max((row.mean(column, name) or 0.0 for row in rows for column, _ in columns), default=1.0))
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(loc="upper left", fontsize="small")

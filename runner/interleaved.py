@@ -19,7 +19,7 @@ from exeplan.planner.load_problem import engine_blocks
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.load import cut_at, draw_load, play_engine
-from exeplan.runner.pass_comparison import PassComparison, compare_passes
+from exeplan.runner.pass_comparison import NORMAL_90, PassComparison, compare_passes
 from exeplan.runner.reference_passes import ReferencePasses
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
@@ -57,6 +57,8 @@ class Measured:
 
     plan: Plan
     slices: tuple[Slice, ...]
+    profile_error: float
+    """The standard error of the profile's times, relative, common to all plans."""
 
     def mean(self, column: str, figure: str) -> float | None:
         """Over the slices, of a figure of `predicted`, `measured` or `at_profile_speed`; None where one has none."""
@@ -64,7 +66,7 @@ class Measured:
         return None if None in values else sum(values) / len(values)
 
     def error(self, figure: str, *, column: str = "at_profile_speed") -> Error | None:
-        """Of `throughput` or a time; its interval is that of the passes' seconds, over measured ones."""
+        """Of `throughput` or a time; its interval is that of the seconds that passes took, and of the profile's."""
         predicted, measured = self.mean("predicted", figure), self.mean(column, figure)
         if not predicted or not measured:
             return None
@@ -82,7 +84,7 @@ class Measured:
             if not found or found.low is None or found.high is None:
                 return None
             squares.append(((found.high - found.low) / 2 / found.value) ** 2)
-        return math.sqrt(sum(squares)) / len(squares)
+        return math.hypot(math.sqrt(sum(squares)) / len(squares), NORMAL_90 * self.profile_error)
 
 
 def differ(one: Measured, other: Measured, figure: str = "throughput") -> bool:
@@ -131,7 +133,10 @@ def play_interleaved(
             )
     finally:
         engine.close()
-    return [Measured(plan=plan, slices=tuple(slices)) for plan, slices in zip(plans, found, strict=True)]
+    return [
+        Measured(plan=plan, slices=tuple(slices), profile_error=profile.calibration_error)
+        for plan, slices in zip(plans, found, strict=True)
+    ]
 
 
 def _slice(

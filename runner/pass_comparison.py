@@ -19,7 +19,7 @@ from exeplan.runner.engine.engine import StepRecord
 from exeplan.runner.load import EngineRun
 from exeplan.simulator.run import PassRecord
 
-_NORMAL_90 = 1.645
+NORMAL_90 = 1.645
 """Standard errors to either side of an interval that holds 90 % of a normal law."""
 
 
@@ -100,7 +100,7 @@ def _ratio(measured: Floats, predicted: Floats, *, more_error: float = 0.0) -> F
     found = figure(ratio, influences[np.unique(blocks)], num_observations=len(measured), of="passes")
     if found.low is None or found.high is None:
         return found
-    half = math.hypot((found.high - found.low) / 2, _NORMAL_90 * more_error * ratio)
+    half = math.hypot((found.high - found.low) / 2, NORMAL_90 * more_error * ratio)
     return Figure(value=ratio, low=ratio - half, high=ratio + half, num_observations=len(measured), of="passes")
 
 

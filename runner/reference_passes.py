@@ -20,8 +20,8 @@ from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import whole
 
 EVERY_SECONDS = 0.25
-_MOST_SHARE = 0.05
-"""Of the run's time: longer passes are repeated less often."""
+_MOST_COST = 0.2
+"""Of the time between two: longer passes are repeated less often."""
 _SEQS, _CONTEXT, _PROMPT = 16, 128, 64
 
 
@@ -45,7 +45,7 @@ class ReferencePasses:
         most = max((_blocks(one) for one in passes), default=1)
         self._runner = _first_layers(runner, model or runner.model, passes[0].num_layers, num_blocks=most)
         self._batches = [self._batch(one) for one in self.passes]
-        self._due = 0.0
+        self._ended = self._last_cost = 0.0
         self._on_cpu_clock = torch.get_num_threads() == 1
 
     @property
@@ -57,18 +57,17 @@ class ReferencePasses:
         found = (replace(one, time=one.time - began) for one in self.samples if one.time >= began)
         return replace(self.speed, samples=tuple(found))
 
-    def repeat_if_due(self) -> bool:
-        """Runs the next pass if the last one is long enough ago, and tells whether it did."""
+    def repeat_if_due(self, every: float = EVERY_SECONDS) -> bool:
+        """Runs the next pass if the last one is these seconds ago, or longer if it takes long; tells whether it did."""
         began = time.perf_counter()
-        if began < self._due:
+        if began < self._ended + max(every, self._last_cost / _MOST_COST):
             return False
         number = len(self.samples) % len(self.passes)
         self._run(number)  # The caches are full of what the run did: only the second one is alike each time.
         seconds = self._run(number)
-        ended = time.perf_counter()
-        cost = ended - began
+        self._ended = time.perf_counter()
+        self._last_cost = cost = self._ended - began
         self.samples.append(SpeedSample(number=number, time=began, seconds=seconds, cost=cost))
-        self._due = ended + max(EVERY_SECONDS, cost / _MOST_SHARE)
         return True
 
     def _run(self, number: int) -> float:

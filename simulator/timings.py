@@ -24,17 +24,22 @@ _LAWS = 256
 class Shard:
     """One device's share of a layer, and of what stands around the layers, at one tensor-parallel size."""
 
-    def __init__(self, rows: Sequence[Measurement], size: int) -> None:
+    def __init__(self, rows: Sequence[Measurement], size: int, *, prefill_factor: float = 1.0) -> None:
+        """`prefill_factor` is on what passes with prefills take for their products and for attention to prompts."""
         own = [m for m in rows if m.tensor_parallel_size == size]
         if not any(m.op == "rest" for m in own):
             sizes = sorted({m.tensor_parallel_size for m in rows if m.op == "rest"})
             raise InputError(f"the profile has tensor-parallel sizes {', '.join(map(str, sizes))}, not {size}")
         around = {op: [m for m in own if m.op == op] or [m for m in rows if m.op == op] for op in ("embed", "head")}
-        self.rest = {phase: curve_of(_either(own, "rest", phase), "num_tokens") for phase in ("prefill", "decode")}
+        factors = {"prefill": prefill_factor, "decode": 1.0}
+        self.rest = {
+            phase: curve_of(_times(_either(own, "rest", phase), factor), "num_tokens")
+            for phase, factor in factors.items()
+        }
         self.embed = curve_of(around["embed"], "num_tokens")
         self.head = curve_of(around["head"], "num_seqs")
         self.decode_attention = surface_of(_either(own, "attention", "decode"), "context_tokens")
-        self.prefill_attention = surface_of(_either(own, "attention", "prefill"), "num_tokens")
+        self.prefill_attention = surface_of(_times(_either(own, "attention", "prefill"), prefill_factor), "num_tokens")
         # A replay asks for one scalar at a time, thousands of times: the same interpolation without numpy's overhead.
         self.decode_curve = cache(self.decode_attention.at_num_seqs)
         self.prefill_curve = cache(self.prefill_attention.at_num_seqs)
@@ -50,7 +55,7 @@ class Timings:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.rows = [replace(m, seconds=m.seconds * profile.calibration) for m in profile.measurements]
+        self.rows = _times(profile.measurements, profile.calibration)
         overheads = [m for m in self.rows if m.op == "overhead"]
         self.overhead = curve_of([m for m in overheads if m.phase != "prefill"], "num_seqs")
         self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
@@ -64,7 +69,7 @@ class Timings:
 
     def _shard(self, size: int, multi_device: bool = False) -> Shard:
         slower = self.slowdown(size) if multi_device else 1.0
-        return Shard([replace(m, seconds=m.seconds * slower) for m in self.rows] if slower != 1.0 else self.rows, size)
+        return Shard(_times(self.rows, slower), size, prefill_factor=self.profile.prefill_calibration)
 
     def slowdown(self, size: int) -> float:
         """A device's time while all devices of its host compute, over its time alone; 1 where it was not measured."""
@@ -86,6 +91,11 @@ class Timings:
 def prompt_points(prompts: LengthLaw) -> Floats:
     """A few points of the prompt law with equal weights, exact in the mean."""
     return prompts.slice_means(_QUADRATURE)
+
+
+def _times(rows: Sequence[Measurement], factor: float) -> list[Measurement]:
+    """The rows with their seconds times a factor."""
+    return list(rows) if factor == 1.0 else [replace(m, seconds=m.seconds * factor) for m in rows]
 
 
 def _either(rows: Sequence[Measurement], op: str, phase: str) -> list[Measurement]:

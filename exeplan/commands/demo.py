@@ -247,6 +247,8 @@ def _draw(rows: "Sequence[Measured]", solutions: "Sequence[Solution]", bound: fl
     ):
         _draw_pairs(axes, rows, name, unit)
     frontier = [row for solution in solutions for row in solution.frontier()]
+    most = max((row.throughput for row in frontier if row.wins), default=0.0)
+    frontier = [replace(row, wins=row.wins and row.throughput == most) for row in frontier]
     plot_frontier(frontier, figure.axes[2], bound=bound)
     save_figure(figure, path)
 

@@ -133,6 +133,10 @@ class Profile:
     """Of keys and values, where it is not the same."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
+    prefill_calibration: float = 1.0
+    """The same of what prefills add to their passes, over that; 1 where the steps do not show that they differ."""
+    calibration_error: float = 0.0
+    """The standard error of `calibration`, relative."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
     """What the machine's speed is told by; () where it was not watched."""
     speed_spread: float = 0.0
@@ -162,7 +166,12 @@ class Profile:
         rows = [{name: getattr(m, name) for name in _DEFAULTS} for m in self.measurements]
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         body += [self.kv_dtype] if self.kv_dtype else []
+        body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_OPTIONAL = ("prefill_calibration", "calibration_error", "speed_spread")
+_PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -174,7 +183,7 @@ def save_profile(profile: Profile, path: Path) -> None:
             name: getattr(profile, name)
             for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "source", "created", "complete")
         },
-        **({"speed_spread": profile.speed_spread} if profile.reference_passes else {}),
+        **{name: getattr(profile, name) for name in _OPTIONAL if getattr(profile, name) != _PROFILE_DEFAULTS[name]},
         **({"reference_passes": [asdict(one) for one in profile.reference_passes]} if profile.reference_passes else {}),
         **({"kv_dtype": profile.kv_dtype} if profile.kv_dtype else {}),
         "device": asdict(profile.device),
@@ -228,6 +237,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         "weight_bytes": profile.weight_bytes,
         "workspace_bytes": profile.workspace_bytes,
         "calibration": profile.calibration,
+        "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
     }
@@ -256,8 +266,10 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    if isinstance(profile.speed_spread, bool) or not isinstance(profile.speed_spread, int | float):
-        raise InputError(f"{path}: speed_spread must be a number, found {profile.speed_spread!r}")
+    for name in ("speed_spread", "calibration_error"):
+        value = getattr(profile, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
+            raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")
 
 
 def _is_positive(value: object) -> bool:

@@ -9,12 +9,13 @@ import datetime
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from exeplan.core.machine_speed import MachineSpeed, levelled
 from exeplan.core.model import FP8
 from exeplan.core.profile import COMPUTE_OPS, Measurement, Profile, save_profile
-from exeplan.profiler.measuring.calibrate import BurstStep, burst, calibration
+from exeplan.profiler.measuring.calibrate import BurstStep, burst, calibrate
 from exeplan.profiler.measuring.device import raise_ceilings, versions
 from exeplan.profiler.measuring.lint import lint
 from exeplan.profiler.measuring.measure import Rig
@@ -24,7 +25,7 @@ from exeplan.profiler.measuring.refine import suggest, worst_error
 from exeplan.profiler.measuring.samples import resumed
 from exeplan.progress import Progress
 from exeplan.runner.compute.precision import activation_dtype
-from exeplan.runner.reference_passes import ReferencePasses, canonical_passes
+from exeplan.runner.reference_passes import EVERY_SECONDS, ReferencePasses, canonical_passes
 
 _GRID_SHARE = 0.6
 """Largest share of the budget for the coarse grid."""
@@ -35,8 +36,10 @@ _ADDING_SHARE = 0.7
 """Share of the budget after which no points are added, so that each is visited a few times."""
 _ADDED = 6
 """Gaps filled in a round."""
-_BURST_SHARE = 1 / 6
+_BURST_SHARE = 1 / 4
 """Largest share of the time for bursts of real load."""
+_BURST_WATCH_SECONDS = 0.08
+"""Between reference passes in a burst, which is short."""
 _CACHES_OF_WEIGHTS = 4
 
 
@@ -113,16 +116,17 @@ class Campaign:
                 return
 
     def _burst(self) -> None:
-        """Bursts of real load, for at most a sixth of the time."""
+        """Bursts of real load, for at most a quarter of the time."""
         if self.burst_seconds > self.goal.elapsed * _BURST_SHARE:
             return
         began = time.monotonic()
-        self.bursts.append(burst(self.rig, seed=self.num_rounds, between=self._watch_speed))
+        watch = partial(self._watch_speed, _BURST_WATCH_SECONDS)
+        self.bursts.append(burst(self.rig, seed=self.num_rounds, between=watch))
         self.burst_seconds += time.monotonic() - began
 
-    def _watch_speed(self) -> None:
+    def _watch_speed(self, every: float = EVERY_SECONDS) -> None:
         if self.reference:
-            self.reference.repeat_if_due()
+            self.reference.repeat_if_due(every)
 
     @property
     def speed(self) -> MachineSpeed | None:
@@ -213,10 +217,14 @@ class Campaign:
             reference_passes=speed.passes if speed else (),
             speed_spread=round(speed.spread, 4) if speed else 0.0,
         )
-        factor = (
-            calibration(self.bursts, profile, num_layers=self.rig.copies, speed=speed) if self.samples.whole else 1.0
-        )
-        profile = replace(profile, calibration=round(factor, 4))
+        if self.samples.whole:
+            found = calibrate(self.bursts, profile, num_layers=self.rig.copies, speed=speed)
+            profile = replace(
+                profile,
+                calibration=round(found.factor, 4),
+                prefill_calibration=round(found.prefill_factor, 4),
+                calibration_error=round(found.error, 4),
+            )
         save_profile(profile, self.output)
         return profile
 
@@ -232,7 +240,8 @@ class Campaign:
         self.bar.note(
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
             f"interpolation between them may miss a layer by {error:.1%}; "
-            f"whole steps take {profile.calibration:.3f} times the sum of their parts"
+            f"whole steps take {profile.calibration:.3f} times the sum of their parts (+-{profile.calibration_error:.1%})"
+            + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
         )
         if self.speed and self.speed.samples:
             self.bar.note(

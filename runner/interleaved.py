@@ -76,29 +76,38 @@ class Measured:
             return Error(value=ratio - 1, low=None, high=None)
         return Error(value=ratio - 1, low=ratio * (1 - half) - 1, high=ratio * (1 + half) - 1)
 
-    def _half(self, column: str) -> float | None:
-        """Half the relative interval of the mean over the slices."""
+    def sustained(self) -> float:
+        """Requests/s at the speed of the profile in a run without end: the plan's own, less the error of the slices.
+
+        The slices are short samples; their replays are of the same requests, so that only the error is left.
+        """
+        planned = self.plan.replay or self.plan.estimate
+        assert planned is not None
+        error = self.error("throughput")
+        return planned.throughput / (1 + error.value) if error else 0.0
+
+    def half_interval(self, column: str = "at_profile_speed") -> float | None:
+        """Half the relative interval of the mean over the slices, without the profile's error; None: too short."""
         squares = []
         for one in self.slices:
             found = one.passes and (one.passes.left if column == "at_profile_speed" else one.passes.took)
             if not found or found.low is None or found.high is None:
                 return None
             squares.append(((found.high - found.low) / 2 / found.value) ** 2)
-        return math.hypot(math.sqrt(sum(squares)) / len(squares), NORMAL_90 * self.profile_error)
+        return math.sqrt(sum(squares)) / len(squares)
+
+    def _half(self, column: str) -> float | None:
+        own = self.half_interval(column)
+        return None if own is None else math.hypot(own, NORMAL_90 * self.profile_error)
 
 
-def differ(one: Measured, other: Measured, figure: str = "throughput") -> bool:
-    """Whether the two are apart by more than the intervals of both, at the speed of the profile."""
-    gap = abs((one.mean("at_profile_speed", figure) or 0.0) - (other.mean("at_profile_speed", figure) or 0.0))
-    squares = [_square(part.at_profile_speed, figure) / len(m.slices) ** 2 for m in (one, other) for part in m.slices]
-    return gap > math.sqrt(sum(squares))
-
-
-def _square(estimate: Estimate, figure: str) -> float:
-    found = estimate.evidence.get(figure)
-    if found is None or found.low is None or found.high is None:
-        return math.inf
-    return ((found.high - found.low) / 2) ** 2
+def differ(one: Measured, other: Measured) -> bool | None:
+    """Whether what the two sustain is apart by more than the intervals of both; None where one has no interval."""
+    halves = [m.half_interval() for m in (one, other)]
+    if None in halves:
+        return None
+    gap = abs(math.log(one.sustained() / other.sustained()))
+    return gap > math.hypot(*(half for half in halves if half is not None))
 
 
 def play_interleaved(

@@ -1,155 +1,273 @@
-"""Predicted against measured on this device: every policy on every workload, planned under one bound and served.
+"""Predicted against measured on this device: every policy on real traces, planned under one bound, side by side.
 
-    python -m benchmarks.fidelity.one_device [--model demo] [--duration 20] [--rounds 3] [--profile FILE]
-        [--policies rra ...] [--workloads alpaca ...]
+    python -m benchmarks.fidelity.one_device [--model demo] [--workloads alpaca FILE.csv ...] [--policies rra ...]
+        [--slacks 4] [--rounds 3] [--seconds 7] [--budget 40s] [--http]
 
-Profiles the model first (unless given a profile), plans every pair, and runs them in rounds; figures are medians over
-the rounds. A run lasts --duration or three times the planned latency, whichever is longer: a shorter run has no steady
-state.
+Each round profiles the model anew, plans every policy for every workload and bound, and plays the plans on one engine
+in slices of load, in the order A B C C B A (`exeplan/runner/interleaved.py`). A prediction is the replay of exactly the
+requests of its slices. Errors are given as measured, and at the speed that the machine had while it was profiled, which
+reference passes between the engine's own tell. With --http the best plan of each workload and bound is also served, and
+played by a load generator in a process of its own, whose CPU time is told; those figures are as measured only.
 
-The speed of a shared machine varies between minutes by more than the error of a plan. A fixed loop is therefore timed
-before and after the profile and every run, and the error is given twice: as measured, and corrected to the speed of the
-machine while it was profiled. Writes records/fidelity-<model>.json.
+Printed and recorded: for each case predicted, measured and both errors; their medians over cases with a bootstrap
+interval, and the worst; bounds kept with a Wilson interval; throughput times latency, which the machine's speed does
+not change; whether the policy that was planned best was measured best, or within noise of it; and Kendall's tau of the
+two rankings. Writes records/fidelity-<model>.json.
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
-from statistics import mean, median
+from typing import Any
 
-import torch
+import numpy as np
+from scipy.stats import binomtest, kendalltau
 
 from benchmarks.lib.record import write_record
+from benchmarks.service.serving import served
 from exeplan.core.bounds import Bound
+from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan, save_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
-from exeplan.planner.load_problem import fitted
+from exeplan.errors import Infeasible
+from exeplan.planner.load_problem import fitted, profile_for
 from exeplan.planner.optimize import optimize, resolve_policies
 from exeplan.planner.problem import make_problem
 from exeplan.planner.tables import table
+from exeplan.runner.interleaved import Error, Measured, differ, play_interleaved
 from exeplan.workload.files import load_workload
+from exeplan.workload.workload import Workload
 
 WORKLOADS = ("alpaca", "azure-2023-conv", "wmt17-ende")
-_UNITS = {"throughput": "requests/s", "latency": "seconds to the 99th-percentile output"}
+_FIGURES = ("throughput", "latency")
+_COLUMNS = {"as measured": "measured", "at profiling speed": "at_profile_speed"}
+_RESAMPLES = 2000
+_MAX_QUEUE = 20_000
+"""Requests that a server accepts at once: the whole backlog."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--profile", type=Path, help="instead of measuring one now")
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), help="shipped names or files")
     parser.add_argument("--policies", nargs="+", default=list(resolve_policies("auto")))
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of each run")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slack", type=float, default=3.0, help="bound over what one request alone needs")
+    parser.add_argument(
+        "--slacks", type=float, nargs="+", default=[4.0], help="bounds over what one request alone needs"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="each with a profile of its own")
+    parser.add_argument("--seconds", type=float, default=7.0, help="of each of the two slices of a plan")
+    parser.add_argument("--budget", default="40s", help="of each profile")
+    parser.add_argument("--http", action="store_true", help="also serve the best plan of each workload and bound")
     args = parser.parse_args()
+    rows = [row for number in range(args.rounds) for row in _round(args, number)]
+    for line in _report(rows):
+        print(line)
+    body = {"rows": rows, "summary": dict(_summaries(rows)), "rankings": _rankings(rows)}
+    print(f"\nrecord: {write_record(f'fidelity-{args.model}', body)}")
+
+
+def _round(args: argparse.Namespace, number: int) -> Iterator[dict[str, Any]]:
+    spec = load_model_spec(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        path, speed = profiled(args.model, args.profile, Path(folder))
-        rows = [
-            {"case": f"{name} {plan.schedule}", "plan": plan, "name": name, "runs": []}
-            for name in args.workloads
-            for plan in _plans(load_profile(path), name, args.policies, slack=args.slack)
-        ]
-        run_rounds(rows, path, rounds=args.rounds, speed=speed, least=args.duration)
-        report(rows, load_profile(path), record=f"fidelity-{args.model}")
+        path = Path(folder) / "profile.json"
+        command = [sys.executable, "-m", "exeplan", "profile", args.model, "-o", str(path), "--budget", args.budget]
+        subprocess.run(command, check=True)
+        profile = profile_for(spec, load_profile(path))
+        for name in args.workloads:
+            workload = fitted(load_workload(name), spec, fit=True)
+            for slack in args.slacks:
+                plans = _plans(profile, workload, args.policies, slack=slack)
+                told = f"round {number + 1}/{args.rounds}, {workload.name}, {slack:g} times"
+                measured = play_interleaved(
+                    plans,
+                    spec=spec,
+                    profile=profile,
+                    workload=workload,
+                    seconds=args.seconds,
+                    seed=100 * number,
+                    on_slice=lambda n, of, plan, told=told: print(f"{told}: {n + 1}/{of} {plan.schedule}", flush=True),
+                )
+                http = _over_http(args, measured, spec, name, path) if args.http else {}
+                for one in measured:
+                    yield _row(one, measured, workload, slack, number) | http.get(one.plan.schedule.policy, {})
 
 
-def profiled(model: str, given: Path | None, folder: Path, *options: str) -> tuple[Path, float]:
-    """A profile of the model, made now unless one is given, and the speed that the machine has meanwhile."""
-    path = (given or folder / "profile.json").resolve()
-    before = _speed()
-    if given is None:
-        subprocess.run([sys.executable, "-m", "exeplan", "profile", model, "-o", str(path), *options], check=True)
-    return path, mean((before, _speed()))
-
-
-def run_rounds(rows: list[dict], profile: Path, *, rounds: int, speed: float, least: float) -> None:
-    """Runs the plan of every row once a round; a row's `runs` are what was replayed and measured."""
-    for number in range(rounds):
-        for row in rows:
-            with tempfile.TemporaryDirectory() as folder:
-                row["runs"].append(_run(row, profile, Path(folder) / "plan.yaml", number, speed=speed, least=least))
-            print(f"{number + 1}/{rounds}", *_cells({**row, "runs": row["runs"][-1:]}, "throughput"), flush=True)
-
-
-def report(rows: list[dict], profile: Profile, *, record: str) -> None:
-    """Prints a table a quantity and the worst and median cases, and writes the record."""
-    for key, unit in _UNITS.items():
-        print(f"\n{unit}\n\n{table(_HEADER, [_cells(row, key) for row in rows])}")
-    print("\n".join(["", *_summary(rows)]))
-    figures = [{"case": row["case"], "estimate": asdict(row["plan"].estimate), "runs": row["runs"]} for row in rows]
-    print(f"\nrecord: {write_record(record, {'device': asdict(profile.device), 'rows': figures})}")
-
-
-_HEADER = ("", "plan", "replay", "measured", "error", "machine's speed", "error at equal speed")
-
-
-def _plans(profile: Profile, workload: str, policies: list[str], *, slack: float) -> list[Plan]:
-    law = fitted(load_workload(workload), profile.model, fit=True)
-    problem = make_problem(profile, law, Bound(seconds=float("inf")))
+def _plans(profile: Profile, workload: Workload, policies: Sequence[str], *, slack: float) -> list[Plan]:
+    """The best of each policy that keeps the bound."""
+    problem = make_problem(profile, workload, Bound(seconds=float("inf")))
     alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency
     problem = replace(problem, bound=Bound(seconds=float(f"{slack * alone:.2g}")))
-    return [optimize(problem, policies=(policy,)).plan for policy in policies]
+    plans = []
+    for policy in policies:
+        try:
+            plans.append(optimize(problem, policies=(policy,)).plan)
+        except Infeasible as error:
+            print(f"{workload.name}: {error}", flush=True)
+    return plans
 
 
-def _run(row: dict, profile: Path, file: Path, seed: int, *, speed: float, least: float) -> dict:
-    """One run in a process of its own, as a user would do it, and the machine's speed around it."""
-    plan = replace(row["plan"], workload=row["name"], profile=str(profile), fit_context=True)
-    save_plan(plan, file)
-    duration = max(least, 3 * plan.estimate.latency)
-    command = ["bench", str(file), "--duration", f"{duration}s", "--seed", str(seed), "--json"]
-    before = _speed()
-    answer = subprocess.run([sys.executable, "-m", "exeplan", *command], check=True, capture_output=True, text=True)
+def _row(
+    one: Measured, all_of_them: Sequence[Measured], workload: Workload, slack: float, number: int
+) -> dict[str, Any]:
+    plan, bound = one.plan, one.plan.bound
+    assert bound is not None
+    columns = {"replay": "predicted", "measured": "measured", "at_profile_speed": "at_profile_speed"}
+    run = {key: {figure: one.mean(column, figure) for figure in _FIGURES} for key, column in columns.items()}
+    errors = {
+        name: {figure: _error_json(one.error(figure, column=column)) for figure in _FIGURES}
+        for name, column in _COLUMNS.items()
+    }
+    return {
+        "case": f"{workload.name} x{slack:g} {plan.schedule}",
+        "round": number,
+        "workload": workload.name,
+        "bound": bound.seconds,
+        "policy": plan.schedule.policy,
+        "estimate": plan.estimate.to_dict() if plan.estimate else None,
+        "runs": [run],
+        "errors": errors,
+        "passes": [asdict(part.passes) if part.passes else None for part in one.slices],
+        "same_passes": all(part.passes is not None and part.passes.same for part in one.slices),
+        "planned": (plan.replay or plan.estimate).throughput,
+        "sustained": one.sustained(),
+        "within_noise_of": [
+            other.plan.schedule.policy for other in all_of_them if other is not one and not differ(one, other)
+        ],
+    }
+
+
+def _error_json(error: Error | None) -> dict[str, float | None] | None:
+    return None if error is None else asdict(error)
+
+
+def _over_http(
+    args: argparse.Namespace, measured: Sequence[Measured], spec: ModelSpec, workload: str, profile: Path
+) -> dict[str, dict[str, Any]]:
+    """The plan with the most planned throughput, served and played by a client in a process of its own."""
+    best = max(measured, key=lambda one: one.plan.estimate.throughput)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.yaml"
+        save_plan(replace(best.plan, workload=workload, profile=str(profile), fit_context=True), file)
+        with served(file, "--replan", "off", "--max-queue", str(_MAX_QUEUE)) as server:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            command = ["bench", str(file), "--url", server.url, "--duration", f"{2 * args.seconds}s", "--json"]
+            answer = subprocess.run(
+                [sys.executable, "-m", "exeplan", *command], check=True, stdout=subprocess.PIPE, text=True
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
     body = json.loads(answer.stdout)
-    kinds = {kind: {key: body[kind][key] for key in (*_UNITS, "ttft", "tpot")} for kind in ("replay", "measured")}
-    return {**kinds, "speed": mean((before, _speed())) / speed}
+    figures = {kind: {name: body[kind][name] for name in _FIGURES} for kind in ("replay", "measured")}
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {best.plan.schedule.policy: {"http": {**figures, "client_cpu_seconds": seconds}}}
 
 
-def _speed(seconds: float = 0.6) -> float:
-    """How fast this core is now: turns a second of a product and a read like those of a decode step."""
-    torch.set_num_threads(1)
-    x, w, keys, query = torch.ones(32, 512), torch.ones(512, 512), torch.ones(8, 4096, 64), torch.ones(8, 1, 64)
-    began, turns = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        torch.mm(x, w)
-        torch.bmm(query, keys.transpose(1, 2))
-        turns += 1
-    return turns / (time.perf_counter() - began)
+def _report(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    header = ("", "figure", "predicted", "measured", "error", "at profiling speed", "error", "90 % interval", "passes")
+    cells = []
+    for row in rows:
+        for figure in _FIGURES:
+            run, even = row["runs"][0], row["errors"]["at profiling speed"][figure]
+            cells.append(
+                [
+                    f"{row['round'] + 1}: {row['case']}" if figure == "throughput" else "",
+                    figure,
+                    _number(run["replay"][figure]),
+                    _number(run["measured"][figure]),
+                    _percent(row["errors"]["as measured"][figure]),
+                    _number(run["at_profile_speed"][figure]),
+                    _percent(even),
+                    ""
+                    if even is None or even["low"] is None
+                    else f"{100 * even['low']:+.1f} to {100 * even['high']:+.1f} %",
+                    "same" if row["same_passes"] else "differ",
+                ]
+            )
+    yield table(header, cells)
+    yield ""
+    for name, value in _summaries(rows):
+        yield f"{name}: {value['text']}"
+    for ranking in _rankings(rows):
+        yield ranking["text"]
 
 
-def _cells(row: dict, key: str) -> list[str]:
-    plan = getattr(row["plan"].estimate, key)
-    replayed, measured = (median(run[kind][key] for run in row["runs"]) for kind in ("replay", "measured"))
-    speed = median(run["speed"] for run in row["runs"])
-    errors = [f"{100 * error:+.1f} %" for error in _errors(row, key)]
-    return [row["case"], f"{plan:.3f}", f"{replayed:.3f}", f"{measured:.3f}", errors[0], f"{speed:.2f}", errors[1]]
+def _summaries(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Median absolute errors over cases, bounds kept, and the score that the machine's speed does not change."""
+    for name in _COLUMNS:
+        for figure in _FIGURES:
+            sizes = np.array([abs(e["value"]) for row in rows if (e := row["errors"][name][figure]) is not None])
+            if len(sizes):
+                yield f"{figure}, {name}", _median(sizes)
+    products = [
+        abs(_product(row, "replay") / _product(row, "measured") - 1) for row in rows if _product(row, "measured")
+    ]
+    if products:
+        yield "throughput x latency", _median(np.array(products))
+    for name, column in {"as measured": "measured", "at profiling speed": "at_profile_speed"}.items():
+        latencies = [(row["runs"][0][column]["latency"], row["bound"]) for row in rows]
+        kept = [latency <= bound for latency, bound in latencies if latency is not None]
+        if not kept:
+            continue
+        low, high = binomtest(sum(kept), len(kept)).proportion_ci(0.95, method="wilson")
+        text = f"{sum(kept)} of {len(kept)} ({low:.0%} to {high:.0%})"
+        yield f"bounds kept, {name}", {"kept": sum(kept), "of": len(kept), "low": low, "high": high, "text": text}
 
 
-def _errors(row: dict, key: str) -> tuple[float, float]:
-    """Plan over measurement, less 1: as measured, and at the speed that the machine had when it was profiled."""
-    plan = getattr(row["plan"].estimate, key)
-    measured = median(run["measured"][key] for run in row["runs"])
-    # A faster machine serves more requests a second, and needs fewer seconds for each.
-    equal = median(run["measured"][key] * run["speed"] ** (-1 if key == "throughput" else 1) for run in row["runs"])
-    return plan / measured - 1, plan / equal - 1
+def _median(sizes: "np.ndarray") -> dict[str, Any]:
+    """The median with its 90 % bootstrap interval, and the worst."""
+    draws = np.random.default_rng(0).choice(sizes, (_RESAMPLES, len(sizes)))
+    low, high = np.quantile(np.median(draws, axis=1), (0.05, 0.95)).tolist()
+    middle, worst = float(np.median(sizes)), float(sizes.max())
+    text = f"median {middle:.1%} off ({low:.1%} to {high:.1%}), worst {worst:.1%}, of {len(sizes)} cases"
+    return {"median": middle, "low": low, "high": high, "worst": worst, "cases": len(sizes), "text": text}
 
 
-def _summary(rows: list[dict]) -> list[str]:
-    """The worst and the median case of each quantity."""
-    lines = []
-    for key in _UNITS:
-        pairs = [_errors(row, key) for row in rows]
-        for number, kind in enumerate(("as measured", "at equal speed")):
-            sizes = [100 * abs(pair[number]) for pair in pairs]
-            worst = f"worst {max(sizes):.1f} % off, median {median(sizes):.1f} %"
-            lines.append(f"{key} {kind}: {worst}, of {len(sizes)} cases")
-    return lines
+def _product(row: dict[str, Any], key: str) -> float | None:
+    throughput, latency = (row["runs"][0][key][figure] for figure in _FIGURES)
+    return throughput * latency if throughput and latency else None
+
+
+def _rankings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each round, workload and bound: the planned order of the policies against the measured one."""
+    found = []
+    for (number, name, bound), group in groupby(rows, key=lambda row: (row["round"], row["workload"], row["bound"])):
+        cases = list(group)
+        if len(cases) < 2:
+            continue
+        planned, measured = ([row[key] for row in cases] for key in ("planned", "sustained"))
+        tau = float(kendalltau(planned, measured).statistic)
+        first = max(cases, key=lambda row: row["planned"])
+        best = max(cases, key=lambda row: row["sustained"])
+        right = (
+            "is" if first is best else "is within noise of" if best["policy"] in first["within_noise_of"] else "is NOT"
+        )
+        text = (
+            f"round {number + 1}, {name}, {bound:g} s: {first['policy']}, planned best, {right} the one measured best, "
+            f"{best['policy']}; Kendall's tau {tau:.2f} over {len(cases)} policies"
+        )
+        found.append({"tau": tau, "planned_best": first["policy"], "measured_best": best["policy"], "text": text})
+    return found
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _interval(error: dict[str, float | None] | None) -> str:
+    if error is None or error["low"] is None:
+        return "-"
+    return f"{100 * error['low']:+.1f} to {100 * error['high']:+.1f} %"
+
+
+def _percent(error: dict[str, float | None] | None) -> str:
+    return "-" if error is None or error["value"] is None else f"{100 * error['value']:+.1f} %"
 
 
 if __name__ == "__main__":

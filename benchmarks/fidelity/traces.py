@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.fidelity.one_device import WORKLOADS, profiled, run_rounds
+from benchmarks.fidelity.bench_runs import profiled, run_rounds
+from benchmarks.fidelity.one_device import WORKLOADS
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile, load_profile

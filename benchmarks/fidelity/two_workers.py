@@ -5,7 +5,7 @@
 
 rra, orca and static run as one tensor-parallel stage and as a pipeline of two; waa-c has one worker for prefills and
 one for decodes. Each worker has one compute thread. Each plan has its own bound, a few times the latency of one request
-alone on that placement, and runs as in `one_device.py`, which says what is compared. Needs two idle cores. Writes
+alone on that placement, and runs as `bench_runs.py` says. Needs two idle cores. Writes
 records/fidelity-workers-<model>.json.
 """
 
@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.fidelity.one_device import profiled, report, run_rounds
+from benchmarks.fidelity.bench_runs import profiled, report, run_rounds
 from exeplan.core.bounds import Bound
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan

@@ -192,6 +192,8 @@ def _errors(rows: "Sequence[Measured]") -> Iterator[str]:
                 yield f"{where}: the engine did not begin with the planned pass, so that its error has no interval"
             elif error is None or abs(error.value) > _OWN_ERROR or not one.passes.same:
                 yield f"{where}: {one.passes}"
+        if row.mean("measured", "latency") is None:
+            yield f"{row.plan.schedule}: no latency, as no output of that length was whole within a slice"
         for note in dict.fromkeys(note for one in row.slices for note in one.measured.notes):
             yield f"{row.plan.schedule}: {note}"
 
@@ -207,19 +209,18 @@ def _broken(rows: "Sequence[Measured]", bound: float) -> Iterator[str]:
 
 
 def _ranking(rows: "Sequence[Measured]") -> Iterator[str]:
-    """Each policy against the one behind it, by what was measured at profiling speed."""
+    """Each policy against the one behind it, by what it would sustain at profiling speed."""
     from exeplan.runner.interleaved import differ
 
-    best = sorted(rows, key=lambda row: -(row.mean("at_profile_speed", "throughput") or 0.0))
-    for one, other in pairwise(best):
-        names = one.plan.schedule.policy, other.plan.schedule.policy
-        if differ(one, other):
-            ratio = (one.mean("at_profile_speed", "throughput") or 0.0) / (
-                other.mean("at_profile_speed", "throughput") or math.nan
-            )
-            yield f"{names[0]} serves {ratio:.2f} times what {names[1]} does"
+    for one, other in pairwise(sorted(rows, key=lambda row: -row.sustained())):
+        best, behind = one.plan.schedule.policy, other.plan.schedule.policy
+        apart = differ(one, other)
+        if apart:
+            yield f"{best} serves {one.sustained() / other.sustained():.2f} times what {behind} does"
+        elif apart is None:
+            yield f"{best} and {behind}: the slices were too short to tell which serves more"
         else:
-            yield f"{names[0]} and {names[1]} are within noise"
+            yield f"{best} and {behind} are within noise"
 
 
 def _requests_a_second(value: float | None) -> str:

@@ -21,7 +21,7 @@ KINDS_OF = {"decode": ("decode",), "prefill": ("prefill",), "mixed": ("decode", 
 """The reference passes whose slowness passes of each kind have."""
 _NEAR = 5
 """Reference passes of one kind that a moment's slowness is the median of."""
-_MEDIAN_ERROR = 1.2533
+MEDIAN_ERROR = 1.2533
 """The standard error of a median over that of a mean, of a normal law."""
 
 
@@ -104,7 +104,7 @@ def levelled(passes: Sequence[ReferencePass], samples: Sequence[SpeedSample]) ->
         seconds = np.array([sample.seconds for sample in samples if sample.number == number])
         if len(seconds):
             median = float(np.median(seconds))
-            error = _MEDIAN_ERROR * float(seconds.std()) / median / math.sqrt(len(seconds))
+            error = MEDIAN_ERROR * float(seconds.std()) / median / math.sqrt(len(seconds))
             one = replace(one, seconds=float(f"{median:.6g}"), error=float(f"{error:.3g}"))
         found.append(one)
     return tuple(found)

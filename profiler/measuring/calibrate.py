@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.machine_speed import MachineSpeed
+from exeplan.core.machine_speed import MEDIAN_ERROR, MachineSpeed
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.profiler.measuring.measure import Rig
@@ -79,8 +79,10 @@ class Calibration:
 def calibrate(
     bursts: Iterable[Sequence[BurstStep]], profile: Profile, *, num_layers: int, speed: MachineSpeed | None = None
 ) -> Calibration:
-    """Of bursts that ran `num_layers` layers: geometric means over them. With a `speed` each step counts with its
-    seconds at the speed of the profile."""
+    """Of bursts that ran `num_layers` layers: medians over them, as the parts are medians over the rounds.
+
+    With a `speed` each step counts with its seconds at the speed of the profile.
+    """
     bursts = [steps for steps in bursts if steps]
     if not bursts:
         return Calibration()
@@ -88,8 +90,8 @@ def calibrate(
     found = [_burst_times(steps, speed, models) for steps in bursts]
     prefill_factor = _prefill_factor(found)
     logs = np.log([times.ratio(prefill_factor) for times in found])
-    error = float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-    return Calibration(factor=math.exp(logs.mean()), prefill_factor=prefill_factor, error=error)
+    error = MEDIAN_ERROR * float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+    return Calibration(factor=math.exp(np.median(logs)), prefill_factor=prefill_factor, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +132,13 @@ def _burst_times(steps: Sequence[BurstStep], speed: MachineSpeed | None, models:
 
 
 def _prefill_factor(bursts: Sequence[_BurstTimes]) -> float:
-    """The mean over the bursts where it is surely not 1; 1 elsewhere: a factor more would fit noise."""
+    """The median over the bursts where it is surely not 1; 1 elsewhere: a factor more would fit noise."""
     found = [times.prefill_factor for times in bursts if times.decode and times.by_prefills]
     if len(found) < _LEAST_BURSTS or min(found) <= 0:
         return 1.0
     logs = np.log(found)
     sure = abs(logs.mean()) > _SURE * logs.std(ddof=1) / math.sqrt(len(logs))
-    return math.exp(logs.mean()) if sure else 1.0
+    return math.exp(np.median(logs)) if sure else 1.0
 
 
 def _cost(profile: Profile, num_layers: int, *, prefill_factor: float) -> CostModel:

@@ -240,7 +240,8 @@ class Campaign:
         self.bar.note(
             f"{len(profile.measurements)} measurements from {self.num_visits} visits in {self.goal.elapsed:.0f} s; "
             f"interpolation between them may miss a layer by {error:.1%}; "
-            f"whole steps take {profile.calibration:.3f} times the sum of their parts (+-{profile.calibration_error:.1%})"
+            f"whole steps take {profile.calibration:.3f} times the sum of their parts "
+            f"(+-{profile.calibration_error:.1%})"
             + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
         )
         if self.speed and self.speed.samples:

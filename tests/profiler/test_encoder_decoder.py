@@ -8,7 +8,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Profile
-from exeplan.profiler.measuring.calibrate import BurstStep, calibration
+from exeplan.profiler.measuring.calibrate import BurstStep, calibrate
 from exeplan.profiler.measuring.lint import row_name
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point
@@ -170,4 +170,4 @@ def test_the_calibration_does_not_count_the_start_tokens(profile: Profile) -> No
     rows = [SequenceState(request_id=str(n), num_prompt_tokens=20, max_output_tokens=1) for n in range(4)]
     seconds = CostModel(plain).batch_seconds(Batch(prefill=tuple(prompts), decode=tuple(rows)))
     record = StepRecord(0.0, 1.0, 2, 4, 2 * 31 + 4, 4 * 21)
-    assert calibration([[BurstStep(record, 3 * seconds)]], profile, num_layers=2) == pytest.approx(3.0)
+    assert calibrate([[BurstStep(record, 3 * seconds, 0.0)]], profile, num_layers=2).factor == pytest.approx(3.0)

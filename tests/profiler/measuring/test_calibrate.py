@@ -1,10 +1,15 @@
 """The calibration is the time of whole engine steps over the prediction from their parts."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.profile import Profile
-from exeplan.profiler.measuring.calibrate import BurstStep, calibration
+from exeplan.core.machine_speed import MachineSpeed, SpeedSample
+from exeplan.core.profile import Profile, ReferencePass
+from exeplan.profiler.measuring.calibrate import BurstStep, Calibration, calibrate
 from exeplan.runner.engine.engine import StepRecord
 from exeplan.simulator.cost import CostModel
 
@@ -16,25 +21,78 @@ def decode_seconds(cost: CostModel, rows: int, tokens: int) -> float:
 
 def test_steps_twice_as_slow_as_their_parts_give_two(profile: Profile, cost: CostModel) -> None:
     steps = [
-        BurstStep(StepRecord(0.0, 1.0, 0, rows, rows, rows * 100), 2 * decode_seconds(cost, rows, 100))
+        BurstStep(StepRecord(0.0, 1.0, 0, rows, rows, rows * 100), 2 * decode_seconds(cost, rows, 100), 0.0)
         for rows in (1, 4, 16)
     ]
-    assert calibration([steps], profile, num_layers=profile.model.num_layers) == pytest.approx(2.0)
+    assert calibrate([steps], profile, num_layers=profile.model.num_layers).factor == pytest.approx(2.0)
 
 
 def test_long_steps_weigh_more_than_short_ones(profile: Profile, cost: CostModel) -> None:
     steps = [
-        BurstStep(StepRecord(0.0, 1.0, 0, 1, 1, 100), 3 * decode_seconds(cost, 1, 100)),
-        BurstStep(StepRecord(0.0, 1.0, 0, 64, 64, 6400), decode_seconds(cost, 64, 100)),
+        BurstStep(StepRecord(0.0, 1.0, 0, 1, 1, 100), 3 * decode_seconds(cost, 1, 100), 0.0),
+        BurstStep(StepRecord(0.0, 1.0, 0, 64, 64, 6400), decode_seconds(cost, 64, 100), 0.0),
     ]
-    assert 1.0 < calibration([steps], profile, num_layers=profile.model.num_layers) < 1.5
+    assert 1.0 < calibrate([steps], profile, num_layers=profile.model.num_layers).factor < 1.5
 
 
 def test_nothing_measured_changes_nothing(profile: Profile) -> None:
-    assert calibration([], profile, num_layers=1) == 1.0
+    assert calibrate([], profile, num_layers=1) == Calibration()
 
 
 def test_a_burst_in_a_slow_minute_does_not_count(profile: Profile, cost: CostModel) -> None:
     record = StepRecord(0.0, 1.0, 0, 4, 4, 400)
-    bursts = [[BurstStep(record, factor * decode_seconds(cost, 4, 100))] for factor in (1.0, 1.1, 9.0)]
-    assert calibration(bursts, profile, num_layers=profile.model.num_layers) == pytest.approx(1.1)
+    bursts = [[BurstStep(record, factor * decode_seconds(cost, 4, 100), 0.0)] for factor in (1.0, 1.1, 9.0)]
+    assert calibrate(bursts, profile, num_layers=profile.model.num_layers).factor == pytest.approx(1.1)
+
+
+def mixed_seconds(cost: CostModel, *, prefills: int) -> float:
+    prompts = tuple(
+        SequenceState(request_id=f"p{i}", num_prompt_tokens=100, max_output_tokens=1) for i in range(prefills)
+    )
+    rows = [SequenceState(request_id=str(i), num_prompt_tokens=100, max_output_tokens=1) for i in range(4)]
+    return cost.batch_seconds(Batch(prefill=prompts, decode=tuple(rows)))
+
+
+def bursts_of(cost: CostModel, factors: Sequence[float], *, with_prefills: float) -> list[list[BurstStep]]:
+    """Bursts of a decode and a pass with a prefill, these many times slower than their parts."""
+    decode, mixed = StepRecord(0.0, 1.0, 0, 4, 4, 400), StepRecord(0.0, 1.0, 1, 4, 104, 400)
+    return [
+        [
+            BurstStep(decode, factor * decode_seconds(cost, 4, 100), 0.0),
+            BurstStep(mixed, with_prefills * factor * mixed_seconds(cost, prefills=1), 0.0),
+        ]
+        for factor in factors
+    ]
+
+
+def test_prefills_have_a_factor_of_their_own_where_all_bursts_say_so(profile: Profile, cost: CostModel) -> None:
+    found = calibrate(bursts_of(cost, (1.1, 1.2, 1.3), with_prefills=1.2), profile, num_layers=6)
+    again = replace(profile, calibration=found.factor, prefill_calibration=found.prefill_factor)
+    assert mixed_seconds(CostModel(again), prefills=1) == pytest.approx(1.2 * 1.2 * mixed_seconds(cost, prefills=1))
+    assert decode_seconds(CostModel(again), 4, 100) == pytest.approx(1.2 * decode_seconds(cost, 4, 100))
+    assert found.error == pytest.approx(1.2533 * np.log([1.1, 1.2, 1.3]).std(ddof=1) / 3**0.5)
+
+
+def test_bursts_that_disagree_give_prefills_no_factor(profile: Profile, cost: CostModel) -> None:
+    bursts = [
+        burst
+        for factor, prefills in ((1.0, 1.3), (1.0, 0.8), (1.0, 1.1))
+        for burst in bursts_of(cost, [factor], with_prefills=prefills)
+    ]
+    assert calibrate(bursts, profile, num_layers=6).prefill_factor == 1.0
+
+
+def test_a_step_counts_with_its_seconds_at_the_speed_of_its_moment(profile: Profile, cost: CostModel) -> None:
+    """The second burst ran while the reference passes took twice their time."""
+    passes = (ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=6, seconds=0.01),)
+    samples = [
+        SpeedSample(number=0, time=time, seconds=0.01 * (1 if time < 50 else 2), cost=0.02)
+        for time in (*range(0, 10), *range(100, 110))
+    ]
+    speed = MachineSpeed(passes=passes, samples=tuple(samples))
+    record = StepRecord(0.0, 1.0, 0, 4, 4, 400)
+    bursts = [
+        [BurstStep(record, factor * decode_seconds(cost, 4, 100), time)] for factor, time in ((1.3, 5.0), (2.6, 105.0))
+    ]
+    found = calibrate(bursts, profile, num_layers=6, speed=speed)
+    assert (found.factor, found.error) == (pytest.approx(1.3), pytest.approx(0.0, abs=1e-9))

@@ -11,7 +11,8 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate
 from exeplan.runner.server.observed import Snapshot, bounds_of
 
-PREDICTED = (*(f.name for f in fields(Estimate) if f.name != "percentiles"), "prefill_batch", "decode_batch")
+_NOT_VALUES = ("percentiles", "evidence", "notes")
+PREDICTED = (*(f.name for f in fields(Estimate) if f.name not in _NOT_VALUES), "prefill_batch", "decode_batch")
 """Every name that a prediction may have."""
 
 

@@ -23,6 +23,7 @@ Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ LEAST_SEEN = 5
 _MOST_ALIKE = 0.7
 """Autocorrelation of neighbouring blocks; more cannot be told from a trend."""
 _LEAST_FREEDOM = 2.0
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +182,26 @@ def length_latency(
 
 
 def _mean_time(begins: Floats, then: Floats, window: Window) -> LengthLatency:
-    spans = then - begins
-    influences = window.sums(begins, (spans - spans.mean()) / len(spans))
-    found = figure(float(spans.mean()), influences, num_observations=len(spans), of="requests")
-    return LengthLatency(figure=found, num_ended=len(spans), num_pooled=0)
+    found = mean_of(then - begins, begins, window)
+    return LengthLatency(figure=found, num_ended=found.num_observations, num_pooled=0)
+
+
+def mean_of(values: Floats, times: Floats, window: Window) -> Figure:
+    """The mean over requests, each of which counts in the block of its time."""
+    mean = float(values.mean())
+    influences = window.sums(times, (values - mean) / len(values))
+    return figure(mean, influences, num_observations=len(values), of="requests")
+
+
+def product(one: Figure, other: Figure) -> Figure:
+    """Of a share and a rate, with the number of observations of the share; errors add as those of independent
+    figures."""
+    value = one.value * other.value
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return replace(one, value=value, low=None, high=None)
+    below = math.hypot(other.value * (one.value - one.low), one.value * (other.value - other.low))
+    above = math.hypot(other.value * (one.high - one.value), one.value * (other.high - other.value))
+    return replace(one, value=value, low=value - below, high=value + above)
 
 
 def _longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
@@ -346,11 +364,24 @@ class ProductLimit:
 
     @property
     def weights(self) -> Floats:
-        """[requests] The share of all that each stands for, in the order in which they were given; 0 of one that did
-        not end."""
+        """[requests] The share of all that each stands for, in the order in which they were given; 0 of one that was
+        cut off, but for those that were cut off later than any ended: `cut` is theirs."""
         found = np.empty(len(self.at))
-        found[self.order] = np.diff(self.reached, prepend=0.0)
+        found[self.order] = self._shares
         return found
+
+    @property
+    def cut(self) -> float:
+        """The share of requests that take longer than the window shows of any."""
+        return 0.0 if self.complete else float(1 - self.reached[-1])
+
+    @property
+    def _shares(self) -> Floats:
+        """[requests] `weights`, in order of `at`."""
+        if self.complete:
+            return np.full(len(self.at), 1 / len(self.at))
+        late = np.arange(len(self.at)) > np.max(np.flatnonzero(self.ended), initial=-1)
+        return np.diff(self.reached, prepend=0.0) + self.cut * late / max(np.count_nonzero(late), 1)
 
     @property
     def complete(self) -> bool:
@@ -369,19 +400,75 @@ class ProductLimit:
             high = math.inf
         return Figure(value=value, low=low, high=high, num_observations=number, of="requests")
 
+    def mean(self, values: Floats, window: Window) -> Figure:
+        """Of any values of the requests, given in the order of `weights`."""
+        mean = float(self.weights @ values)
+        return figure(mean, self._influences(values - mean, window), num_observations=self._num_ended, of="requests")
+
+    def share(self, kept: NDArray[np.bool_], window: Window, *, together: bool) -> Figure:
+        """The share of the requests that are in `kept`; `together` as of `quantile`."""
+        value = min(float(self.weights @ kept), 1.0)
+        spread = self._spread(kept, value, window, together=together)
+        low, high = (None, None) if spread is None else (max(value - spread, 0.0), min(value + spread, 1.0))
+        return Figure(value=value, low=low, high=high, num_observations=self._num_ended, of="requests")
+
+    def quantile(self, values: Floats, share: float, window: Window, *, together: bool) -> Figure:
+        """The smallest of the values, given in the order of `weights`, that such a share of the requests does not
+        exceed. `together`: requests that begin together have about the same value, and are one observation."""
+        order = np.argsort(values, kind="stable")
+        until, rising = np.cumsum(self.weights[order]), values[order]
+
+        def at(part: float) -> float:
+            place = int(np.searchsorted(until, part - _ROUNDING))
+            return float(rising[place]) if place < len(rising) else math.inf
+
+        value = float(rising[min(int(np.searchsorted(until, share - _ROUNDING)), len(rising) - 1)])
+        spread = self._spread(values <= value, share, window, together=together)
+        if spread is None:
+            return Figure(value=value, low=None, high=None, num_observations=self._num_ended, of="requests")
+        low, high = at(max(share - spread, 0.0)), at(share + spread)
+        return Figure(value=value, low=low, high=high, num_observations=self._num_ended, of="requests")
+
+    def _spread(self, some: NDArray[np.bool_], share: float, window: Window, *, together: bool) -> float | None:
+        """Half the interval of a share of the requests. Blocks show no spread of what is rare and was not seen: where
+        all or none are in it, or where those that begin together are alike, it is at least that of independent ones."""
+        spread = _half_width(self._influences(some, window))
+        if spread is None or not (together or some.all() or not some.any()):
+            return spread
+        number = len(np.unique(self.begins))
+        if share in (0.0, 1.0):
+            return max(spread, 1 - ((1 - CONFIDENCE) / 2) ** (1 / number))
+        return max(spread, _student(math.inf) * math.sqrt(share * (1 - share) / number))
+
+    @property
+    def _num_ended(self) -> int:
+        return int(np.count_nonzero(self.ended))
+
+    def _influences(self, values: NDArray[Any], window: Window) -> Floats:
+        """[blocks] What each adds to the error of the mean of the values, over the requests that begin in it.
+
+        A request that ends counts with its value less the mean of those that take longer, and every request less what
+        was to be expected of it while it was seen.
+        """
+        own, shares = values[self.order], self._shares
+        parts = np.where(self.ended, shares * own, 0.0)
+        after = float(shares @ own) - np.cumsum(parts)
+        jumps = np.where(self.ended, parts - after / self.left, 0.0)
+        expected = np.append(0.0, np.cumsum(jumps / self.left))
+        until, since = (expected[np.searchsorted(self.at, ages, side="right")] for ages in (self.at, self.entries))
+        return window.sums(self.begins, jumps - (until - since))
+
     def _seen_at(self, age: float) -> int:
         return int(self.left[min(int(np.searchsorted(self.at, age)), len(self.at) - 1)])
 
     def _crossing(self, share: float) -> float:
-        """Linear between neighbours; where all requests ended, as numpy's."""
+        """Linear between the middles of the steps of the curve; where all requests ended, as numpy's "hazen". Its
+        "linear" is 4 % too low for p99 of 250 requests with an exponential tail."""
         times, jumps = self.at[self.ended], np.diff(self.reached, prepend=0.0)[self.ended]
         until = np.cumsum(jumps)
-        if len(times) < 2:
-            return float(times[0]) if len(times) and share <= until[0] else math.inf
-        places = (until - jumps) / (1 - jumps.mean())
-        if until[-1] > 1 - 1e-9:
-            places[-1] = 1.0
-        return float(np.interp(share, places, times)) if share <= places[-1] else math.inf
+        if not len(times) or share > until[-1] + _ROUNDING:
+            return math.inf
+        return float(np.interp(share, until - jumps / 2, times))
 
     def _martingale(self, until: float) -> Floats:
         """[requests] What each adds to the error of the hazard until then: ended or not, less what was expected."""
@@ -403,5 +490,9 @@ def _half_width(influences: Floats, most_freedom: float = math.inf) -> float | N
         return 0.0
     alike = min(max(float(errors[1:] @ errors[:-1]) / square + 1 / number, 0.0), _MOST_ALIKE)
     deviation = math.sqrt(number / (number - 1) * square * (1 + alike) / (1 - alike))
-    freedom = max(min(number - 1, most_freedom), _LEAST_FREEDOM)
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * deviation
+    return _student(max(min(number - 1, most_freedom), _LEAST_FREEDOM)) * deviation
+
+
+def _student(freedom: float) -> float:
+    """Deviations on each side of an interval."""
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -128,18 +128,20 @@ def scaled(found: Figure, factor: float) -> Figure:
 def figure(
     value: float, influences: Floats, *, num_observations: int, of: str, most_freedom: float = math.inf
 ) -> Figure:
-    """A figure with the interval that follows from what each block adds to its error."""
+    """A figure with the interval that follows from what each block adds to its error; `most_freedom` is the number of
+    independent parts of the window less one, where that may be smaller than that of its blocks."""
     half = _half_width(influences, most_freedom)
     low, high = (None, None) if half is None else (value - half, value + half)
     return Figure(value=value, low=low, high=high, num_observations=num_observations, of=of)
 
 
-def token_rate(times: TokenTimes, window: Window) -> Figure:
-    """Output tokens a second."""
+def token_rate(times: TokenTimes, window: Window, *, most_freedom: float) -> Figure:
+    """Output tokens a second; `most_freedom` as of `figure`."""
     counts, seconds = times.num_between(window.edges), np.diff(window.edges)
     rate = float(counts.sum() / seconds.sum())
     influences = (counts - rate * seconds) / seconds.sum()
-    return figure(rate, influences, num_observations=int(counts.sum()), of="tokens")
+    number = int(counts.sum())
+    return figure(rate, influences, num_observations=number, of="tokens", most_freedom=most_freedom)
 
 
 def length_latency(
@@ -161,8 +163,8 @@ def length_latency(
     reached = counted & ~np.isnan(then)
     if whole and np.count_nonzero(reached) >= LEAST_GAPS:
         return _mean_time(begins[reached], then[reached], window)
-    longest = _longest(times.counts, counted, length)
-    ttft, known = (firsts - begins)[longest], firsts[longest]
+    some = longest(times.counts, counted, length)
+    ttft, known = (firsts - begins)[some], firsts[some]
     influences = window.sums(known, (ttft - ttft.mean()) / len(ttft))
     gaps = Gaps.within(times, window, length)
     seconds, gap_influences, num_pooled = gaps.total(window)
@@ -204,7 +206,7 @@ def product(one: Figure, other: Figure) -> Figure:
     return replace(one, value=value, low=value - below, high=value + above)
 
 
-def _longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
+def longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
     """Those of the requests that are at least so long, and the next longest up to `LEAST_GAPS`: where long outputs go
     with long prompts their ttft is not that of all."""
     found = np.flatnonzero(counted)
@@ -282,14 +284,29 @@ class Gaps:
         numbers have no gap of their own."""
         if not self.number:
             return 0.0, np.zeros(window.num_blocks), len(self.counts) - 1
-        groups = _groups(self.counts[1:])
-        widths, counts = np.bincount(groups), np.bincount(groups, self.counts[1:])
-        means = np.bincount(groups, self.sums[1:]) / counts
-        weights, centres = np.append(0.0, (widths / counts)[groups]), np.append(0.0, means[groups])
+        weights, centres = _pooled(self.counts, self.sums)
         influences = window.sums(self.ends, weights[self.numbers] * (self.seconds - centres[self.numbers]))
         for part in self.shared:
             influences += window.sums(part.ends, part.deviations(weights, weights * centres))
-        return float(widths @ means), influences, int(np.count_nonzero(self.counts[1:] == 0))
+        return float(centres.sum()), influences, int(np.count_nonzero(self.counts[1:] == 0))
+
+
+def total_of_blocks(counts: Ints, sums: Floats) -> tuple[float, Floats, int]:
+    """As `Gaps.total`, of [blocks, length] numbers of gaps and their seconds, index 0 unused."""
+    if not counts.any():
+        return 0.0, np.zeros(len(counts)), counts.shape[1] - 1
+    every = counts.sum(axis=0)
+    weights, centres = _pooled(every, sums.sum(axis=0))
+    influences = (sums - counts * centres) @ weights
+    return float(centres.sum()), influences, int(np.count_nonzero(every[1:] == 0))
+
+
+def _pooled(counts: Ints, sums: Floats) -> tuple[Floats, Floats]:
+    """[length] What a second of a gap of each number adds to the total of the means, and the mean of its group."""
+    groups = _groups(counts[1:])
+    widths, sizes = np.bincount(groups), np.bincount(groups, counts[1:])
+    means = np.bincount(groups, sums[1:]) / sizes
+    return np.append(0.0, (widths / sizes)[groups]), np.append(0.0, means[groups])
 
 
 def _groups(counts: Ints) -> Ints:
@@ -392,18 +409,20 @@ class ProductLimit:
         """The time that a share of the requests does not exceed; infinite where too few ended."""
         value = self._crossing(share)
         spread = _half_width(window.sums(self.begins, (1 - share) * self._martingale(value)))
-        number = int(np.count_nonzero(self.ended))
+        number = self._num_ended
         if spread is None:
             return Figure(value=value, low=None, high=None, num_observations=number, of="requests")
+        spread = max(spread, _of_independent(share, number))
         low, high = self._crossing(max(share - spread, 0.0)), self._crossing(share + spread)
         if not self.complete and self._seen_at(value) < LEAST_SEEN:
             high = math.inf
         return Figure(value=value, low=low, high=high, num_observations=number, of="requests")
 
-    def mean(self, values: Floats, window: Window) -> Figure:
+    def mean(self, values: Floats, window: Window, *, most_freedom: float = math.inf) -> Figure:
         """Of any values of the requests, given in the order of `weights`."""
         mean = float(self.weights @ values)
-        return figure(mean, self._influences(values - mean, window), num_observations=self._num_ended, of="requests")
+        influences = self._influences(values - mean, window)
+        return figure(mean, influences, num_observations=self._num_ended, of="requests", most_freedom=most_freedom)
 
     def share(self, kept: NDArray[np.bool_], window: Window, *, together: bool) -> Figure:
         """The share of the requests that are in `kept`; `together` as of `quantile`."""
@@ -430,15 +449,13 @@ class ProductLimit:
         return Figure(value=value, low=low, high=high, num_observations=self._num_ended, of="requests")
 
     def _spread(self, some: NDArray[np.bool_], share: float, window: Window, *, together: bool) -> float | None:
-        """Half the interval of a share of the requests. Blocks show no spread of what is rare and was not seen: where
-        all or none are in it, or where those that begin together are alike, it is at least that of independent ones."""
+        """Half the interval of a share of the requests: at least that of independent ones, since few blocks show of
+        what is rare. Those that begin together count as one where they are alike, or where all or none are in it."""
         spread = _half_width(self._influences(some, window))
-        if spread is None or not (together or some.all() or not some.any()):
-            return spread
-        number = len(np.unique(self.begins))
-        if share in (0.0, 1.0):
-            return max(spread, 1 - ((1 - CONFIDENCE) / 2) ** (1 / number))
-        return max(spread, _student(math.inf) * math.sqrt(share * (1 - share) / number))
+        if spread is None:
+            return None
+        alike = together or some.all() or not some.any()
+        return max(spread, _of_independent(share, len(np.unique(self.begins)) if alike else self._num_ended))
 
     @property
     def _num_ended(self) -> int:
@@ -491,6 +508,15 @@ def _half_width(influences: Floats, most_freedom: float = math.inf) -> float | N
     alike = min(max(float(errors[1:] @ errors[:-1]) / square + 1 / number, 0.0), _MOST_ALIKE)
     deviation = math.sqrt(number / (number - 1) * square * (1 + alike) / (1 - alike))
     return _student(max(min(number - 1, most_freedom), _LEAST_FREEDOM)) * deviation
+
+
+def _of_independent(share: float, number: int) -> float:
+    """Half the interval of a share of so many independent requests; where all or none of them are in it, what it may be
+    instead."""
+    number = max(number, 1)
+    if share in (0.0, 1.0):
+        return float(1 - ((1 - CONFIDENCE) / 2) ** (1 / number))
+    return _student(math.inf) * math.sqrt(share * (1 - share) / number)
 
 
 def _student(freedom: float) -> float:

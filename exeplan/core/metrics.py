@@ -56,6 +56,7 @@ from exeplan.workload.length_law import Ints
 
 _SAME_START = 5e-3
 _LEAST_INSIDE = 0.2
+_FEWEST_TOKENS = 0.1
 _FILLING_UP = 0.1
 """Share of the arrivals that find the engine emptier than it will be."""
 
@@ -249,7 +250,14 @@ class _Seen:
     def tpot(self) -> Figure | None:
         """Mean over requests with at least two tokens; None where there is none."""
         law, values = self._paces(self.some)
-        return None if law is None else law.mean(values, self.window)
+        if law is None:
+            return None
+        return law.mean(values, self.window, most_freedom=self.freedom)
+
+    @property
+    def freedom(self) -> float:
+        """Independent parts of the window, about: its residents are others after a life of the longest."""
+        return 2 * (self.window.closes - self.window.opens) / max(float(self.law.at[-1]), 1e-9)
 
     def _paces(self, some: NDArray[np.bool_]) -> tuple[ProductLimit | None, Floats]:
         """Of those of the requests with at least two tokens: the law of their whole times, None of none, and the tpot
@@ -276,7 +284,7 @@ class _Seen:
             names = {name for name, _ in targets}
             of = self._firsts() if names == {"ttft"} else law
             kept = of.share(times.utilizations(targets) <= 1, self.window, together="ttft" in names)
-            tokens = token_rate(self.requests.times, self.window)
+            tokens = token_rate(self.requests.times, self.window, most_freedom=self.freedom)
             rate = scaled(tokens, 1 / float(np.mean(self.requests.output_tokens[self.requests.answered])))
             found |= {"attainment": scaled(kept, served), "goodput": product(kept, rate)}
         if law.cut and any(name != "ttft" for bound in bounds for name in quantities(bound)):
@@ -307,7 +315,7 @@ class _Seen:
 
     def figures(self, length: int, metric: str | None) -> tuple[dict[str, Figure], tuple[str, ...]]:
         """By field of an Estimate, and the sentences on them; `metric` is that of the latency, None for none here."""
-        tokens = token_rate(self.requests.times, self.window)
+        tokens = token_rate(self.requests.times, self.window, most_freedom=self.freedom)
         mean_output = float(np.mean(self.requests.output_tokens[self.requests.answered]))
         firsts = (self.requests.first_tokens - self.begins)[self.inside]
         found = {
@@ -453,14 +461,33 @@ def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, floa
 
 
 def _full(requests: Requests, starts: Floats) -> float:
-    """The first of these times at which as many requests run as do later, in the second half until the last of them; at
-    most the beginning of that half."""
-    begins, lasts = (np.sort(times[requests.answered]) for times in (requests.starts, requests.last_tokens))
-    middle, closes = (starts[0] + starts[-1]) / 2, starts[-1]
-    busy = np.clip(lasts, middle, closes).sum() - np.clip(begins, middle, closes).sum()
-    running = np.searchsorted(begins, starts, side="right") - np.searchsorted(lasts, starts, side="right")
-    enough = running * (closes - middle) >= busy
-    return float(min(starts[np.argmax(enough)], middle)) if enough.any() else float(middle)
+    """The first of these times by which as many requests ran as do later, in the second half until the last of them,
+    and as many tokens were in the KV cache as there are nine times of ten; at most the beginning of that half.
+
+    A pass takes as long as its requests are old. To wait for the mean of the tokens would be to choose a moment at
+    which there are many of them, wherever batches differ."""
+    later = starts >= (starts[0] + starts[-1]) / 2
+    running, tokens = _held(requests, starts)
+    enough = (np.maximum.accumulate(running) >= running[later].mean()) & (
+        np.maximum.accumulate(tokens) >= np.quantile(tokens[later], _FEWEST_TOKENS)
+    )
+    return float(min(starts[np.argmax(enough)], starts[later][0])) if enough.any() else float(starts[later][0])
+
+
+def _held(requests: Requests, times: Floats) -> tuple[Floats, Floats]:
+    """[times] Requests that run, and their tokens, as if each had its tokens at an even pace."""
+    some = requests.answered
+    begins, lasts = requests.starts[some], requests.last_tokens[some]
+    paces = requests.output_tokens[some] / np.maximum(lasts - begins, 1e-9)
+    columns = np.ones(len(begins)), requests.input_tokens[some] - paces * begins, paces
+    running, base, pace = (_sum_until(begins, c, times) - _sum_until(lasts, c, times) for c in columns)
+    return running, base + pace * times
+
+
+def _sum_until(moments: Floats, values: Floats, times: Floats) -> Floats:
+    """[times] Of the values with moments until then."""
+    order = np.argsort(moments)
+    return np.append(0.0, np.cumsum(values[order]))[np.searchsorted(moments[order], times, side="right")]
 
 
 def _arrival_window(requests: Requests) -> tuple[float, float]:

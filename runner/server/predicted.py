@@ -26,7 +26,7 @@ def predictions(plan: Plan) -> dict[str, float]:
 
 
 def predicted_and_observed(plan: Plan, snapshot: Snapshot) -> dict[str, Any]:
-    """`predicted`, `observed` and `bounds` as plain values."""
+    """`predicted`, `observed` and `bounds` as plain values; `observed` has the `evidence` of its figures by name."""
     observed = asdict(snapshot)
     within, percentiles = observed.pop("within"), observed.pop("percentiles")
     bounds = [{"about": b.metric, "seconds": b.seconds, "within": within.get(b.metric)} for b in bounds_of(plan)]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from exeplan.core.metrics import summarize
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
@@ -173,10 +175,15 @@ def _slice(
     one_thread = plan.num_threads == 1 and (plan.device or "cpu") == "cpu"
     bounds = tuple(filter(None, (plan.bound, *plan.more_bounds)))
     summary = partial(summarize, p99_output=workload.output_quantile(0.99), bounds=bounds)
+    even = run.profile_seconds(one_thread=one_thread) if run.speed else np.diff(run.wall)
+    measured = (
+        summary(run.on_clock(seconds), until=run.end(seconds) if run.cut else math.inf)
+        for seconds in (np.diff(run.wall), even)
+    )
     return Slice(
-        predicted=summary(cut_at(list(planned.requests), until) if run.cut else planned.requests),
-        measured=summary(run.records),
-        at_profile_speed=summary(run.at_profile_speed(one_thread=one_thread) if run.speed else run.records),
+        predicted=summary(cut_at(planned.requests, until), until=until) if run.cut else summary(planned.requests),
+        measured=next(measured),
+        at_profile_speed=next(measured),
         passes=compare_passes(run, planned.passes, one_thread=one_thread),
     )
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 _CYCLES = 12
 _ATTEMPTS = 20
+AFTER_CUT = 1.0
+"""Seconds after the end of a run that was cut at which its records have the tokens that were not seen."""
 _EXPIRED = 408
 """The status of a request that had not begun by its deadline."""
 
@@ -156,15 +158,15 @@ class EngineRun:
     @property
     def records(self) -> list[RequestRecord]:
         """By the wall clock."""
-        return self._on(np.diff(self.wall))
+        return self.on_clock(np.diff(self.wall))
 
     def on_cpu_clock(self) -> list[RequestRecord]:
         """On a core without other processes. Only for a backlog, in which the engine never sleeps."""
-        return self._on(np.diff(self.cpu))
+        return self.on_clock(np.diff(self.cpu))
 
     def at_profile_speed(self, *, one_thread: bool) -> list[RequestRecord]:
         """On the machine as it was while it was profiled; with `one_thread` on a core without other processes."""
-        return self._on(self.profile_seconds(one_thread=one_thread))
+        return self.on_clock(self.profile_seconds(one_thread=one_thread))
 
     def profile_seconds(self, *, one_thread: bool) -> Floats:
         """[intervals] What each would have taken at the speed of the profile."""
@@ -178,18 +180,23 @@ class EngineRun:
             seconds[here] /= self.speed.slowness(str(kind), middles[here])
         return seconds
 
-    def _on(self, seconds: Floats) -> list[RequestRecord]:
+    def on_clock(self, seconds: Floats) -> list[RequestRecord]:
         """The records where each interval takes these seconds, and reference passes take none."""
         clock = np.append(0.0, np.cumsum(np.where(self.referring, 0.0, seconds)))
+        wall, clock = (np.append(times, times[-1] + AFTER_CUT) for times in (self.wall, clock))
         return [
             replace(
                 r,
-                arrival=float(np.interp(r.arrival, self.wall, clock)),
-                start=float(np.interp(r.start, self.wall, clock)),
-                token_times=tuple(np.interp(r.token_times, self.wall, clock).tolist()),
+                arrival=float(np.interp(r.arrival, wall, clock)),
+                start=float(np.interp(r.start, wall, clock)),
+                token_times=tuple(np.interp(r.token_times, wall, clock).tolist()),
             )
             for r in self.raw
         ]
+
+    def end(self, seconds: Floats) -> float:
+        """When the run ends where each interval takes these seconds, and reference passes take none."""
+        return float(np.where(self.referring, 0.0, seconds).sum())
 
 
 def play_engine(
@@ -202,7 +209,7 @@ def play_engine(
 ) -> EngineRun:
     """Runs the load on an engine in this process, with reference passes between its steps.
 
-    After these seconds it is cut: requests that began have their missing tokens at that time, others no record.
+    After these seconds it is cut: requests that began have their missing tokens `AFTER_CUT`, others no record.
     """
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.engine import Request
@@ -253,7 +260,7 @@ def play_engine(
         engine.abort(request_id)
         if (request := in_flight[request_id]).token_times:
             missing = int(load.output_tokens[int(request_id)]) - len(request.token_times)
-            request.token_times += [float(wall[-1])] * missing
+            request.token_times += [float(wall[-1]) + AFTER_CUT] * missing
             done[int(request_id)] = _record(load, int(request_id), request)
     return EngineRun(
         raw=[done[index] for index in sorted(done)],
@@ -267,9 +274,9 @@ def play_engine(
 
 
 def cut_at(records: Sequence[RequestRecord], seconds: float) -> list[RequestRecord]:
-    """The records of a run that was cut then: requests that had a token, their later ones at that time."""
+    """The records of a run that was cut then: requests that had a token, their later ones `AFTER_CUT`."""
     return [
-        replace(r, token_times=tuple(min(time, seconds) for time in r.token_times))
+        replace(r, token_times=tuple(time if time <= seconds else seconds + AFTER_CUT for time in r.token_times))
         for r in records
         if r.token_times and r.token_times[0] <= seconds
     ]

@@ -23,6 +23,7 @@ Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ LEAST_SEEN = 5
 _MOST_ALIKE = 0.7
 """Autocorrelation of neighbouring blocks; more cannot be told from a trend."""
 _LEAST_FREEDOM = 2.0
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +128,20 @@ def scaled(found: Figure, factor: float) -> Figure:
 def figure(
     value: float, influences: Floats, *, num_observations: int, of: str, most_freedom: float = math.inf
 ) -> Figure:
-    """A figure with the interval that follows from what each block adds to its error."""
+    """A figure with the interval that follows from what each block adds to its error; `most_freedom` is the number of
+    independent parts of the window less one, where that may be smaller than that of its blocks."""
     half = _half_width(influences, most_freedom)
     low, high = (None, None) if half is None else (value - half, value + half)
     return Figure(value=value, low=low, high=high, num_observations=num_observations, of=of)
 
 
-def token_rate(times: TokenTimes, window: Window) -> Figure:
-    """Output tokens a second."""
+def token_rate(times: TokenTimes, window: Window, *, most_freedom: float) -> Figure:
+    """Output tokens a second; `most_freedom` as of `figure`."""
     counts, seconds = times.num_between(window.edges), np.diff(window.edges)
     rate = float(counts.sum() / seconds.sum())
     influences = (counts - rate * seconds) / seconds.sum()
-    return figure(rate, influences, num_observations=int(counts.sum()), of="tokens")
+    number = int(counts.sum())
+    return figure(rate, influences, num_observations=number, of="tokens", most_freedom=most_freedom)
 
 
 def length_latency(
@@ -159,8 +163,8 @@ def length_latency(
     reached = counted & ~np.isnan(then)
     if whole and np.count_nonzero(reached) >= LEAST_GAPS:
         return _mean_time(begins[reached], then[reached], window)
-    longest = _longest(times.counts, counted, length)
-    ttft, known = (firsts - begins)[longest], firsts[longest]
+    some = longest(times.counts, counted, length)
+    ttft, known = (firsts - begins)[some], firsts[some]
     influences = window.sums(known, (ttft - ttft.mean()) / len(ttft))
     gaps = Gaps.within(times, window, length)
     seconds, gap_influences, num_pooled = gaps.total(window)
@@ -180,13 +184,29 @@ def length_latency(
 
 
 def _mean_time(begins: Floats, then: Floats, window: Window) -> LengthLatency:
-    spans = then - begins
-    influences = window.sums(begins, (spans - spans.mean()) / len(spans))
-    found = figure(float(spans.mean()), influences, num_observations=len(spans), of="requests")
-    return LengthLatency(figure=found, num_ended=len(spans), num_pooled=0)
+    found = mean_of(then - begins, begins, window)
+    return LengthLatency(figure=found, num_ended=found.num_observations, num_pooled=0)
 
 
-def _longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
+def mean_of(values: Floats, times: Floats, window: Window) -> Figure:
+    """The mean over requests, each of which counts in the block of its time."""
+    mean = float(values.mean())
+    influences = window.sums(times, (values - mean) / len(values))
+    return figure(mean, influences, num_observations=len(values), of="requests")
+
+
+def product(one: Figure, other: Figure) -> Figure:
+    """Of a share and a rate, with the number of observations of the share; errors add as those of independent
+    figures."""
+    value = one.value * other.value
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return replace(one, value=value, low=None, high=None)
+    below = math.hypot(other.value * (one.value - one.low), one.value * (other.value - other.low))
+    above = math.hypot(other.value * (one.high - one.value), one.value * (other.high - other.value))
+    return replace(one, value=value, low=value - below, high=value + above)
+
+
+def longest(outputs: Ints, counted: NDArray[np.bool_], length: int) -> Ints:
     """Those of the requests that are at least so long, and the next longest up to `LEAST_GAPS`: where long outputs go
     with long prompts their ttft is not that of all."""
     found = np.flatnonzero(counted)
@@ -264,14 +284,29 @@ class Gaps:
         numbers have no gap of their own."""
         if not self.number:
             return 0.0, np.zeros(window.num_blocks), len(self.counts) - 1
-        groups = _groups(self.counts[1:])
-        widths, counts = np.bincount(groups), np.bincount(groups, self.counts[1:])
-        means = np.bincount(groups, self.sums[1:]) / counts
-        weights, centres = np.append(0.0, (widths / counts)[groups]), np.append(0.0, means[groups])
+        weights, centres = _pooled(self.counts, self.sums)
         influences = window.sums(self.ends, weights[self.numbers] * (self.seconds - centres[self.numbers]))
         for part in self.shared:
             influences += window.sums(part.ends, part.deviations(weights, weights * centres))
-        return float(widths @ means), influences, int(np.count_nonzero(self.counts[1:] == 0))
+        return float(centres.sum()), influences, int(np.count_nonzero(self.counts[1:] == 0))
+
+
+def total_of_blocks(counts: Ints, sums: Floats) -> tuple[float, Floats, int]:
+    """As `Gaps.total`, of [blocks, length] numbers of gaps and their seconds, index 0 unused."""
+    if not counts.any():
+        return 0.0, np.zeros(len(counts)), counts.shape[1] - 1
+    every = counts.sum(axis=0)
+    weights, centres = _pooled(every, sums.sum(axis=0))
+    influences = (sums - counts * centres) @ weights
+    return float(centres.sum()), influences, int(np.count_nonzero(every[1:] == 0))
+
+
+def _pooled(counts: Ints, sums: Floats) -> tuple[Floats, Floats]:
+    """[length] What a second of a gap of each number adds to the total of the means, and the mean of its group."""
+    groups = _groups(counts[1:])
+    widths, sizes = np.bincount(groups), np.bincount(groups, counts[1:])
+    means = np.bincount(groups, sums[1:]) / sizes
+    return np.append(0.0, (widths / sizes)[groups]), np.append(0.0, means[groups])
 
 
 def _groups(counts: Ints) -> Ints:
@@ -346,11 +381,24 @@ class ProductLimit:
 
     @property
     def weights(self) -> Floats:
-        """[requests] The share of all that each stands for, in the order in which they were given; 0 of one that did
-        not end."""
+        """[requests] The share of all that each stands for, in the order in which they were given; 0 of one that was
+        cut off, but for those that were cut off later than any ended: `cut` is theirs."""
         found = np.empty(len(self.at))
-        found[self.order] = np.diff(self.reached, prepend=0.0)
+        found[self.order] = self._shares
         return found
+
+    @property
+    def cut(self) -> float:
+        """The share of requests that take longer than the window shows of any."""
+        return 0.0 if self.complete else float(1 - self.reached[-1])
+
+    @property
+    def _shares(self) -> Floats:
+        """[requests] `weights`, in order of `at`."""
+        if self.complete:
+            return np.full(len(self.at), 1 / len(self.at))
+        late = np.arange(len(self.at)) > np.max(np.flatnonzero(self.ended), initial=-1)
+        return np.diff(self.reached, prepend=0.0) + self.cut * late / max(np.count_nonzero(late), 1)
 
     @property
     def complete(self) -> bool:
@@ -361,27 +409,83 @@ class ProductLimit:
         """The time that a share of the requests does not exceed; infinite where too few ended."""
         value = self._crossing(share)
         spread = _half_width(window.sums(self.begins, (1 - share) * self._martingale(value)))
-        number = int(np.count_nonzero(self.ended))
+        number = self._num_ended
         if spread is None:
             return Figure(value=value, low=None, high=None, num_observations=number, of="requests")
+        spread = max(spread, _of_independent(share, number))
         low, high = self._crossing(max(share - spread, 0.0)), self._crossing(share + spread)
         if not self.complete and self._seen_at(value) < LEAST_SEEN:
             high = math.inf
         return Figure(value=value, low=low, high=high, num_observations=number, of="requests")
 
+    def mean(self, values: Floats, window: Window, *, most_freedom: float = math.inf) -> Figure:
+        """Of any values of the requests, given in the order of `weights`."""
+        mean = float(self.weights @ values)
+        influences = self._influences(values - mean, window)
+        return figure(mean, influences, num_observations=self._num_ended, of="requests", most_freedom=most_freedom)
+
+    def share(self, kept: NDArray[np.bool_], window: Window, *, together: bool) -> Figure:
+        """The share of the requests that are in `kept`; `together` as of `quantile`."""
+        value = min(float(self.weights @ kept), 1.0)
+        spread = self._spread(kept, value, window, together=together)
+        low, high = (None, None) if spread is None else (max(value - spread, 0.0), min(value + spread, 1.0))
+        return Figure(value=value, low=low, high=high, num_observations=self._num_ended, of="requests")
+
+    def quantile(self, values: Floats, share: float, window: Window, *, together: bool) -> Figure:
+        """The smallest of the values, given in the order of `weights`, that such a share of the requests does not
+        exceed. `together`: requests that begin together have about the same value, and are one observation."""
+        order = np.argsort(values, kind="stable")
+        until, rising = np.cumsum(self.weights[order]), values[order]
+
+        def at(part: float) -> float:
+            place = int(np.searchsorted(until, part - _ROUNDING))
+            return float(rising[place]) if place < len(rising) else math.inf
+
+        value = float(rising[min(int(np.searchsorted(until, share - _ROUNDING)), len(rising) - 1)])
+        spread = self._spread(values <= value, share, window, together=together)
+        if spread is None:
+            return Figure(value=value, low=None, high=None, num_observations=self._num_ended, of="requests")
+        low, high = at(max(share - spread, 0.0)), at(share + spread)
+        return Figure(value=value, low=low, high=high, num_observations=self._num_ended, of="requests")
+
+    def _spread(self, some: NDArray[np.bool_], share: float, window: Window, *, together: bool) -> float | None:
+        """Half the interval of a share of the requests: at least that of independent ones, since few blocks show of
+        what is rare. Those that begin together count as one where they are alike, or where all or none are in it."""
+        spread = _half_width(self._influences(some, window))
+        if spread is None:
+            return None
+        alike = together or some.all() or not some.any()
+        return max(spread, _of_independent(share, len(np.unique(self.begins)) if alike else self._num_ended))
+
+    @property
+    def _num_ended(self) -> int:
+        return int(np.count_nonzero(self.ended))
+
+    def _influences(self, values: NDArray[Any], window: Window) -> Floats:
+        """[blocks] What each adds to the error of the mean of the values, over the requests that begin in it.
+
+        A request that ends counts with its value less the mean of those that take longer, and every request less what
+        was to be expected of it while it was seen.
+        """
+        own, shares = values[self.order], self._shares
+        parts = np.where(self.ended, shares * own, 0.0)
+        after = float(shares @ own) - np.cumsum(parts)
+        jumps = np.where(self.ended, parts - after / self.left, 0.0)
+        expected = np.append(0.0, np.cumsum(jumps / self.left))
+        until, since = (expected[np.searchsorted(self.at, ages, side="right")] for ages in (self.at, self.entries))
+        return window.sums(self.begins, jumps - (until - since))
+
     def _seen_at(self, age: float) -> int:
         return int(self.left[min(int(np.searchsorted(self.at, age)), len(self.at) - 1)])
 
     def _crossing(self, share: float) -> float:
-        """Linear between neighbours; where all requests ended, as numpy's."""
+        """Linear between the middles of the steps of the curve; where all requests ended, as numpy's "hazen". Its
+        "linear" is 4 % too low for p99 of 250 requests with an exponential tail."""
         times, jumps = self.at[self.ended], np.diff(self.reached, prepend=0.0)[self.ended]
         until = np.cumsum(jumps)
-        if len(times) < 2:
-            return float(times[0]) if len(times) and share <= until[0] else math.inf
-        places = (until - jumps) / (1 - jumps.mean())
-        if until[-1] > 1 - 1e-9:
-            places[-1] = 1.0
-        return float(np.interp(share, places, times)) if share <= places[-1] else math.inf
+        if not len(times) or share > until[-1] + _ROUNDING:
+            return math.inf
+        return float(np.interp(share, until - jumps / 2, times))
 
     def _martingale(self, until: float) -> Floats:
         """[requests] What each adds to the error of the hazard until then: ended or not, less what was expected."""
@@ -403,5 +507,18 @@ def _half_width(influences: Floats, most_freedom: float = math.inf) -> float | N
         return 0.0
     alike = min(max(float(errors[1:] @ errors[:-1]) / square + 1 / number, 0.0), _MOST_ALIKE)
     deviation = math.sqrt(number / (number - 1) * square * (1 + alike) / (1 - alike))
-    freedom = max(min(number - 1, most_freedom), _LEAST_FREEDOM)
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * deviation
+    return _student(max(min(number - 1, most_freedom), _LEAST_FREEDOM)) * deviation
+
+
+def _of_independent(share: float, number: int) -> float:
+    """Half the interval of a share of so many independent requests; where all or none of them are in it, what it may be
+    instead."""
+    number = max(number, 1)
+    if share in (0.0, 1.0):
+        return float(1 - ((1 - CONFIDENCE) / 2) ** (1 / number))
+    return _student(math.inf) * math.sqrt(share * (1 - share) / number)
+
+
+def _student(freedom: float) -> float:
+    """Deviations on each side of an interval."""
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

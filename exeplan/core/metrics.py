@@ -37,8 +37,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.bounds import Bound, is_deadline, share_of_requests, targets_of
-from exeplan.core.estimators import LengthLatency, ProductLimit, Window, length_latency, scaled, token_rate
+from exeplan.core.bounds import Bound, is_deadline, percentile, quantities, share_of_requests, targets_of
+from exeplan.core.estimators import (
+    LengthLatency,
+    ProductLimit,
+    Window,
+    length_latency,
+    mean_of,
+    product,
+    scaled,
+    token_rate,
+)
 from exeplan.core.request_times import RequestTimes
 from exeplan.core.schedule import Estimate, Figure
 from exeplan.core.token_times import TokenTimes
@@ -47,6 +56,7 @@ from exeplan.workload.length_law import Ints
 
 _SAME_START = 5e-3
 _LEAST_INSIDE = 0.2
+_FEWEST_TOKENS = 0.1
 _FILLING_UP = 0.1
 """Share of the arrivals that find the engine emptier than it will be."""
 
@@ -169,16 +179,20 @@ def summarize(
     waiting: bool = False,
     kv_tokens: float = 0.0,
     memory_bytes: float = 0.0,
+    until: float = math.inf,
 ) -> Estimate:
-    """The Estimate of a run. `backlog` says that requests were always waiting, so that there is a steady window;
-    `waiting` that they came at their own times and the wait counts. `bounds` are those that its percentiles, attainment
-    and goodput are of; the first one replaces `bound_metric`."""
+    """The Estimate of a run, of which nothing was seen after `until`: later tokens say that a request had not ended.
+
+    `backlog` says that requests were always waiting, so that there is a steady window; `waiting` that they came at their
+    own times and the wait counts. `bounds` are those that its percentiles, attainment and goodput are of; the first one
+    replaces `bound_metric`.
+    """
     requests, bound_metric = Requests.of(records), bounds[0].metric if bounds else bound_metric
     answered = requests.answered
     if not answered.any():
         return _nothing(requests, bound_metric, bounds, kv_tokens=kv_tokens, memory_bytes=memory_bytes)
     begins = requests.arrivals if waiting else requests.starts
-    opens, closes = _arrival_window(requests) if waiting else window(requests, backlog)
+    opens, closes = _arrival_window(requests) if waiting else window(requests, backlog, until=until)
     inside = answered & (begins >= opens) & (begins < closes)
     inside = inside if inside.any() else answered
     share = share_of_requests(bound_metric)
@@ -191,15 +205,13 @@ def summarize(
     latency = figures["latency"].value if "latency" in figures else None
     if is_deadline(bound_metric) and share is not None:
         latency = _deadline_latency(requests, came, share)
-    rate = figures["token_throughput"].value
-    throughput = figures["throughput"].value
-    times = request_times(requests, p99_output, begins=begins, some=inside)
-    kept = times.attainment(bounds)
+    of_bounds, more = seen.of_bounds(bounds, p99_output, served=_served_share(requests, came))
+    figures |= of_bounds
     return Estimate(
-        throughput=throughput,
-        token_throughput=rate,
-        ttft=float(np.mean((requests.first_tokens - begins)[inside])),
-        tpot=seen.tpot(),
+        throughput=figures["throughput"].value,
+        token_throughput=figures["token_throughput"].value,
+        ttft=figures["ttft"].value,
+        tpot=figures["tpot"].value if "tpot" in figures else 0.0,
         latency=latency,
         latency_p50=figures["latency_p50"].value,
         latency_p99=figures["latency_p99"].value,
@@ -207,11 +219,11 @@ def summarize(
         memory_bytes_per_gpu=memory_bytes,
         deadline_share=_deadline_share(requests, came),
         utility=_utility(requests, came, closes - opens),
-        attainment=None if kept is None else kept * _served_share(requests, came),
-        goodput=None if kept is None else kept * throughput,
-        percentiles=times.percentiles(bounds),
+        attainment=figures["attainment"].value if "attainment" in figures else None,
+        goodput=figures["goodput"].value if "goodput" in figures else None,
+        percentiles={bound.metric: figures[bound.metric].value for bound in bounds if percentile(bound.metric)},
         evidence=figures,
-        notes=notes,
+        notes=notes + more,
     )
 
 
@@ -239,19 +251,84 @@ class _Seen:
         law = ProductLimit.of(begins[some], requests.last_tokens[some], opens=opens, closes=closes)
         return cls(requests, begins, inside, seen, some, law, whole)
 
-    def tpot(self) -> float:
-        """Mean over requests with at least two tokens."""
-        outputs = self.requests.output_tokens[self.some]
-        spans = (self.requests.last_tokens - self.requests.first_tokens)[self.some]
-        weights = np.where(outputs > 1, self.law.weights, 0.0)
-        total = float(weights.sum())
-        return float(weights @ (spans / np.maximum(outputs - 1, 1))) / total if total > 0 else 0.0
+    def tpot(self) -> Figure | None:
+        """Mean over requests with at least two tokens; None where there is none."""
+        law, values = self._paces(self.some)
+        if law is None:
+            return None
+        return law.mean(values, self.window, most_freedom=self.freedom)
+
+    @property
+    def freedom(self) -> float:
+        """Independent parts of the window, about: its residents are others after a life of the longest."""
+        return 2 * (self.window.closes - self.window.opens) / max(float(self.law.at[-1]), 1e-9)
+
+    def _paces(self, some: NDArray[np.bool_]) -> tuple[ProductLimit | None, Floats]:
+        """Of those of the requests with at least two tokens: the law of their whole times, None of none, and the tpot
+        of each."""
+        some = some & (self.requests.output_tokens > 1)
+        spans = (self.requests.last_tokens - self.requests.first_tokens)[some]
+        return self._law(some) if some.any() else None, spans / (self.requests.output_tokens[some] - 1)
+
+    def _law(self, some: NDArray[np.bool_]) -> ProductLimit:
+        opens, closes = (-math.inf, math.inf) if self.whole else (self.window.opens, self.window.closes)
+        return ProductLimit.of(self.begins[some], self.requests.last_tokens[some], opens=opens, closes=closes)
+
+    def of_bounds(
+        self, bounds: Sequence[Bound], length: int, *, served: float
+    ) -> tuple[dict[str, Figure], tuple[str, ...]]:
+        """Percentiles by metric, attainment and goodput, of requests that begin in the window, and the sentences on
+        them; `served` is the share of the requests that did not expire."""
+        targets, wanted = targets_of(bounds), [bound for bound in bounds if percentile(bound.metric)]
+        if not targets and not wanted:
+            return {}, ()
+        law, times = self._law(self.inside), request_times(self.requests, length, begins=self.begins, some=self.inside)
+        found = {bound.metric: self._of_bound(bound, law, times) for bound in wanted}
+        if targets:
+            names = {name for name, _ in targets}
+            of = self._firsts() if names == {"ttft"} else law
+            kept = of.share(times.utilizations(targets) <= 1, self.window, together="ttft" in names)
+            tokens = token_rate(self.requests.times, self.window, most_freedom=self.freedom)
+            rate = scaled(tokens, 1 / float(np.mean(self.requests.output_tokens[self.requests.answered])))
+            found |= {"attainment": scaled(kept, served), "goodput": product(kept, rate)}
+        if law.cut and any(name != "ttft" for bound in bounds for name in quantities(bound)):
+            return found, (
+                f"bounds: {100 * law.cut:.2g} % of the requests take longer than the steady window shows; they count "
+                "as they went on after it",
+            )
+        return found, ()
+
+    def _of_bound(self, bound: Bound, law: ProductLimit, times: RequestTimes) -> Figure:
+        """The percentile that a bound is on."""
+        quantity, share = percentile(bound.metric) or ("", 0.0)
+        if quantity == "all":
+            used, together = times.utilizations(bound.targets), "ttft" in quantities(bound)
+            return scaled(law.quantile(used, share, self.window, together=together), bound.targets[0][1])
+        if quantity == "ttft":
+            return self._firsts().quantile(times.ttft, share, self.window, together=True)
+        of_paces, paces = self._paces(self.inside)
+        if of_paces is None:
+            return Figure(value=0.0, low=None, high=None, num_observations=0, of="requests")
+        return of_paces.quantile(paces, share, self.window, together=False)
+
+    def _firsts(self) -> ProductLimit:
+        """Of the time to the first token of those that begin in the window: the prefill of each began in it, so that
+        none is cut off."""
+        begins, firsts = self.begins[self.inside], self.requests.first_tokens[self.inside]
+        return ProductLimit.of(begins, firsts, opens=-math.inf, closes=math.inf)
 
     def figures(self, length: int, metric: str | None) -> tuple[dict[str, Figure], tuple[str, ...]]:
         """By field of an Estimate, and the sentences on them; `metric` is that of the latency, None for none here."""
-        tokens = token_rate(self.requests.times, self.window)
+        tokens = token_rate(self.requests.times, self.window, most_freedom=self.freedom)
         mean_output = float(np.mean(self.requests.output_tokens[self.requests.answered]))
-        found = {"token_throughput": tokens, "throughput": scaled(tokens, 1 / mean_output)}
+        firsts = (self.requests.first_tokens - self.begins)[self.inside]
+        found = {
+            "token_throughput": tokens,
+            "throughput": scaled(tokens, 1 / mean_output),
+            "ttft": mean_of(firsts, self.begins[self.inside], self.window),
+        }
+        if (tpot := self.tpot()) is not None:
+            found["tpot"] = tpot
         shares = {"latency_p50": 0.5, "latency_p99": 0.99}
         share = None if metric is None else share_of_requests(metric)
         if share is not None:
@@ -365,14 +442,14 @@ def _utility(requests: Requests, some: NDArray[np.bool_], seconds: float) -> flo
     return sum(worth[some & requests.in_time].tolist()) / seconds
 
 
-def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, float]:
-    """Seconds at which the steady window opens and closes: starts of a prefill, or the whole run.
+def window(records: Sequence[RequestRecord], backlog: bool, *, until: float = math.inf) -> tuple[float, float]:
+    """Seconds at which the steady window opens and closes: starts of a prefill, or the whole run up to `until`.
 
     The whole run too where the window would hold little of it, as when all requests are admitted at once.
     """
     requests = Requests.of(records)
     answered, times = requests.answered, requests.times
-    whole = float(requests.arrivals[answered].min()), float(np.nanmax(requests.last_tokens))
+    whole = float(requests.arrivals[answered].min()), min(until, float(np.nanmax(requests.last_tokens)))
     starts, batch = _batches(requests.starts[answered])
     if not backlog or len(starts) <= 2:
         return whole
@@ -388,14 +465,33 @@ def window(records: Sequence[RequestRecord], backlog: bool) -> tuple[float, floa
 
 
 def _full(requests: Requests, starts: Floats) -> float:
-    """The first of these times at which as many requests run as do later, in the second half until the last of them; at
-    most the beginning of that half."""
-    begins, lasts = (np.sort(times[requests.answered]) for times in (requests.starts, requests.last_tokens))
-    middle, closes = (starts[0] + starts[-1]) / 2, starts[-1]
-    busy = np.clip(lasts, middle, closes).sum() - np.clip(begins, middle, closes).sum()
-    running = np.searchsorted(begins, starts, side="right") - np.searchsorted(lasts, starts, side="right")
-    enough = running * (closes - middle) >= busy
-    return float(min(starts[np.argmax(enough)], middle)) if enough.any() else float(middle)
+    """The first of these times by which as many requests ran as do later, in the second half until the last of them,
+    and as many tokens were in the KV cache as there are nine times of ten; at most the beginning of that half.
+
+    A pass takes as long as its requests are old. To wait for the mean of the tokens would be to choose a moment at
+    which there are many of them, wherever batches differ."""
+    later = starts >= (starts[0] + starts[-1]) / 2
+    running, tokens = _held(requests, starts)
+    enough = (np.maximum.accumulate(running) >= running[later].mean()) & (
+        np.maximum.accumulate(tokens) >= np.quantile(tokens[later], _FEWEST_TOKENS)
+    )
+    return float(min(starts[np.argmax(enough)], starts[later][0])) if enough.any() else float(starts[later][0])
+
+
+def _held(requests: Requests, times: Floats) -> tuple[Floats, Floats]:
+    """[times] Requests that run, and their tokens, as if each had its tokens at an even pace."""
+    some = requests.answered
+    begins, lasts = requests.starts[some], requests.last_tokens[some]
+    paces = requests.output_tokens[some] / np.maximum(lasts - begins, 1e-9)
+    columns = np.ones(len(begins)), requests.input_tokens[some] - paces * begins, paces
+    running, base, pace = (_sum_until(begins, c, times) - _sum_until(lasts, c, times) for c in columns)
+    return running, base + pace * times
+
+
+def _sum_until(moments: Floats, values: Floats, times: Floats) -> Floats:
+    """[times] Of the values with moments until then."""
+    order = np.argsort(moments)
+    return np.append(0.0, np.cumsum(values[order]))[np.searchsorted(moments[order], times, side="right")]
 
 
 def _arrival_window(requests: Requests) -> tuple[float, float]:

@@ -127,6 +127,7 @@ class ServeMetrics(Collector):
     def dropped(self, request_id: str) -> None:
         """A sequence that will not be finished; one that never ran or has finished is ignored."""
         if self._open.pop(request_id, None):
+            self.observed.left(request_id)
             self.finished["abort"] += 1
 
     def step(self, events: Sequence[Event], stats: Stats) -> None:
@@ -144,10 +145,15 @@ class ServeMetrics(Collector):
                 num_tokens = max(len(event.token_ids), 1)  # Tokens delivered together count with their mean gap.
                 for _ in range(num_tokens):
                     self._add("inter_token_latency_seconds", (event.time - progress.last) / num_tokens)
+                if event.token_ids:
+                    since = event.time - progress.last
+                    self.observed.delivered(event.request_id, num_tokens=len(event.token_ids), seconds=since)
             self._take(self._open[event.request_id], event)
 
     def _begin(self, first: Event) -> None:
         self._open[first.request_id] = _Progress(first, first.time)
+        since, number = first.time - first.arrival, len(first.token_ids)
+        self.observed.begun(first.request_id, start=first.start - first.arrival, first=since, num_tokens=number)
         self._num_prompt_tokens += first.num_prompt_tokens
         self._add("request_queue_time_seconds", first.start - first.arrival)
         self._add("request_prefill_time_seconds", first.time - first.start)
@@ -162,6 +168,7 @@ class ServeMetrics(Collector):
 
     def _finish(self, progress: _Progress, last: Event) -> None:
         del self._open[last.request_id]
+        self.observed.left(last.request_id)
         self.finished[last.finish_reason or ""] += 1
         decode_seconds = last.time - progress.first.time
         self.observed.finish(
@@ -219,6 +226,9 @@ class ServeMetrics(Collector):
         yield self._gauges("plan_bound_seconds", "Bounds in seconds", "bound", seconds)
         within = "Observed in the last minutes: share of requests within a bound"
         yield self._gauges("observed_share_within_bound", within, "bound", snapshot.within)
+        about = "Observations that an observed figure is from: requests, or gaps between tokens"
+        numbers = {name: found.num_observations for name, found in snapshot.evidence.items()}
+        yield self._gauges("observed_num_observations", about, "figure", numbers)
 
     def _gauge(self, name: str, about: str, value: float | None) -> Metric:
         """Without a sample where the value is unknown."""

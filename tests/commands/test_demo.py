@@ -1,20 +1,48 @@
-"""`exeplan demo` runs everything: profile, plan, serve, load, and predicted against measured for every policy."""
+"""`exeplan demo` runs everything: profile, plan, slices of load, and predicted against measured for every policy."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_the_demo_ends_with_a_row_for_every_policy(tmp_path: Path) -> None:
-    trace = tmp_path / "short.csv"  # A backlog has twelve cycles at least, so short answers make it a short one.
+
+def demo(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "exeplan", "demo", "--dir", str(folder), "--budget", "3s", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+def test_the_demo_ends_with_two_errors_for_every_policy_and_a_picture(folder: Path) -> None:
+    trace = folder / "short.csv"
     trace.write_text("\n".join(["input_tokens,output_tokens", *(f"{5 + n},{1 + n % 9}" for n in range(40))]))
-    command = [sys.executable, "-m", "exeplan", "demo", "--dir", str(tmp_path), "--workload", str(trace)]
-    command += ["--budget", "3s", "--duration", "1s"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = demo(folder, "--workload", str(trace), "--duration", "1s")
     assert done.returncode == 0, done.stderr
-    table = done.stdout.split("== predicted against measured")[1]
+    assert "Traceback" not in done.stderr
+    table = done.stdout.split("== 4. predicted against measured")[1]
     for policy in ("static", "orca", "rra"):
         row = next(line for line in table.splitlines() if line.startswith(f"{policy}("))
-        assert row.count("%") == 2, row
-        assert (tmp_path / f"{policy}.yaml").exists()
-    assert "Traceback" not in done.stderr
+        assert len(re.findall(r"[+-]\d+\.\d %", row)) >= 2, row
+        assert (folder / f"{policy}.yaml").exists()
+    assert "its speed moved by" in table
+    assert len(re.findall("serves [0-9.]+ times what|within noise|too short to tell", table)) == 2
+    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_slice_shorter_than_an_answer_says_what_its_latency_is_from(folder: Path) -> None:
+    trace = folder / "long.csv"
+    trace.write_text("\n".join(["input_tokens,output_tokens", *("20,400" for _ in range(40))]))
+    done = demo(folder, "--workload", str(trace), "--duration", "0.2s")
+    assert done.returncode == 0, done.stderr
+    assert "no request of the 99th-percentile length, 400 tokens, began and ended" in done.stdout
+
+
+def test_a_duration_that_is_none_is_one_sentence(folder: Path) -> None:
+    done = demo(folder, "--duration", "0s")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1

@@ -41,10 +41,10 @@ def test_a_length_that_no_request_reached_has_no_latency() -> None:
 
 
 def test_the_p99_requests_latency_is_the_99th_percentile_of_all() -> None:
-    records = [request(0.0, float(i)) for i in range(1, 102)]
+    records = [request(0.0, float(i)) for i in range(1, 101)]
     estimate = summarize(records, p99_output=1, bound_metric="p99-requests", backlog=False)
-    assert estimate.latency == estimate.latency_p99 == pytest.approx(100.0)
-    assert estimate.latency_p50 == pytest.approx(51.0)
+    assert estimate.latency == estimate.latency_p99 == pytest.approx(99.5)
+    assert estimate.latency_p50 == pytest.approx(50.5)
 
 
 STEADY = [request(float(i), i + 1.0, i + 2.0) for i in range(10)]
@@ -75,12 +75,26 @@ def test_times_count_only_requests_that_start_inside_the_window() -> None:
     assert estimate.latency == pytest.approx(2.0)
 
 
-def test_the_window_opens_early_in_a_long_first_generation() -> None:
+def test_the_window_opens_by_the_middle_of_a_long_first_generation() -> None:
     # The first request outlives all others; a quarter of the tokens is out long before it ends.
     records = [request(0.0, *(float(t) for t in range(1, 41))), *(request(float(t), t + 1.0) for t in range(1, 40))]
     opens, closes = window(records, backlog=True)
-    assert opens < 15.0
+    assert opens == 20.0
     assert closes == 39.0
+
+
+def test_the_window_waits_until_requests_are_as_old_as_later() -> None:
+    # Ten at a time, of ten tokens each, one after the other, but those of the start: they have one to three, all ends
+    # after three seconds, and from then on more and more of the ten are older.
+    first = [request(0.0, *(float(t) for t in range(1, n + 1))) for n in (1, 1, 1, 1, 2, 2, 2, 3, 3, 3)]
+    begins = [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    later = [
+        request(begin + 10.0 * round_ + 0.1 * slot, *(begin + 10.0 * round_ + 0.1 * slot + t for t in range(1, 11)))
+        for round_ in range(6)
+        for slot, begin in enumerate(begins)
+    ]
+    opens, _ = window(first + later, backlog=True)
+    assert opens == pytest.approx(11.0)
 
 
 def test_memory_is_passed_through() -> None:

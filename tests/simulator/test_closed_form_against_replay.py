@@ -192,7 +192,9 @@ def test_errors_are_small_and_lie_on_both_sides(profile: Profile) -> None:
     for name in policy_names():
         errors = errors_of(name, profile, range(CASES))
         check_sides(name, "throughput", [error.throughput for error in errors], 0.01)
-        check_sides(name, "latency", [error.latency for error in errors], 0.012)  # `concat` is 1.1 % too low.
+        # `concat` is at 1.0 %, and at 1.2 % with eight times the requests, by their gaps as by the requests of that
+        # length themselves: its closed form is too low where rows are cut into slots, 3.7 % in case 1.
+        check_sides(name, "latency", [error.latency for error in errors], 0.01)
         check_sides(name, "time of all requests", [error.e2e for error in errors], 0.015)
         every += errors
     check("throughput", [error.throughput for error in every])

@@ -29,7 +29,8 @@ GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     plan_predicted_prefill_batch plan_predicted_decode_batch
     observed_num_requests observed_throughput observed_token_throughput observed_ttft_seconds observed_tpot_seconds
     observed_latency_seconds observed_latency_p50_seconds observed_latency_p99_seconds observed_prefill_batch
-    observed_decode_batch plan_latency_bound_seconds plan_bound_seconds observed_share_within_bound"""
+    observed_decode_batch plan_latency_bound_seconds plan_bound_seconds observed_share_within_bound
+    observed_num_observations"""
 """Dashboards and alerts of operators use these names: they are never renamed."""
 
 
@@ -49,8 +50,9 @@ class Engine:
     """What a scrape reads, apart from what `metrics` has counted."""
 
     def __init__(self, active):
-        self.stats, self.replanning = IDLE, {}
-        self.observed = Observed(active, clock=lambda: 10.0)
+        self.stats, self.replanning, self.now = IDLE, {}, 0.0
+        self.observed = Observed(active, clock=lambda: self.now)
+        self.now = 10.0
         self.metrics = ServeMetrics(model_name=MODEL_NAME, plan=active, observed=self.observed, read=self.read)
 
     def read(self):

@@ -47,7 +47,8 @@ def test_three_requests_by_hand(clock):
     found = seen.snapshot()
     assert (found.seconds, found.num_requests, found.throughput, found.token_throughput) == (10.0, 3, 0.3, 3.3)
     assert (found.ttft, found.tpot) == (0.25, pytest.approx(0.2))
-    assert (found.latency_p50, found.latency_p99) == (2.25, pytest.approx(3.23))
+    assert (found.latency_p50, found.latency_p99) == (2.25, 3.25)
+    assert (found.evidence["latency_p50"].num_observations, found.evidence["latency_p50"].of) == (3, "requests")
     assert found.latency is None  # The planned length is unknown.
     assert found.within == {"p99-length": pytest.approx(1 / 3)}
 
@@ -59,16 +60,17 @@ def test_agrees_with_the_definitions_of_the_bench(clock, about, waiting):
     seen = observed(clock, bound=Bound(seconds=2.0, metric=about), arrival_rate=1.0 if waiting else None)
     seen.p99_output = 20
     records = []
-    for n in range(200):
+    for begin in range(200):
         start, first, tokens = rng.uniform(0.01, 1.0), rng.uniform(1.1, 2.0), int(rng.integers(1, 40))
-        times = first + np.arange(tokens) * rng.uniform(0.01, 0.1)
-        seen.finish(start=start, first=first, last=float(times[-1]), input_tokens=3, output_tokens=tokens)
-        begin = n * 100.0
+        times = begin + first + np.arange(tokens) * rng.uniform(0.01, 0.1)
         records.append(
-            RequestRecord(
-                input_tokens=3, arrival=begin, start=begin + start, token_times=tuple((begin + times).tolist())
-            )
+            RequestRecord(input_tokens=3, arrival=begin, start=begin + start, token_times=tuple(times.tolist()))
         )
+    for one in sorted(records, key=lambda one: one.token_times[-1]):
+        clock.now = one.token_times[-1]
+        times = {"start": one.start, "first": one.token_times[0], "last": clock.now}
+        since = {name: time - one.arrival for name, time in times.items()}
+        seen.finish(**since, input_tokens=3, output_tokens=one.output_tokens)
     found = seen.snapshot()
     counted = [replace(r, start=r.arrival) for r in records] if waiting else records
     wanted = summarize(counted, p99_output=20, bound_metric=about, backlog=False)
@@ -79,6 +81,7 @@ def test_agrees_with_the_definitions_of_the_bench(clock, about, waiting):
 def test_shares_within_each_bound(clock):
     seen = observed(clock, more_bounds=(Bound(seconds=0.4, metric="ttft"), Bound(seconds=0.15, metric="tpot")))
     seen.p99_output = 6
+    clock.now = 10.0
     finish(seen, first=0.3, last=1.3)
     finish(seen, first=0.5, last=3.5)  # Its sixth token came after 2 s, just in time.
     assert seen.snapshot().within == {"p99-length": 1.0, "ttft": 0.5, "tpot": 0.5}
@@ -92,17 +95,66 @@ def test_percentiles_attainment_and_goodput_are_those_of_the_bench(clock):
     )
     seen = observed(clock, more_bounds=further)
     seen.p99_output = 6
+    clock.now = 10.0
     for first, last in ((0.3, 1.3), (0.5, 3.5), (0.4, 1.4)):
         finish(seen, first=first, last=last)
-    clock.now += 10.0
     found = seen.snapshot()
     assert found.percentiles == pytest.approx({"p50-ttft": 0.4, "p95-tpot": 0.3, "p60-all": 0.4})
-    assert found.within == {"p99-length": 1.0, "p50-ttft": 2 / 3, "p95-tpot": 2 / 3, "p60-all": 2 / 3}
-    assert found.attainment == 2 / 3
+    assert found.within == pytest.approx({"p99-length": 1.0, "p50-ttft": 2 / 3, "p95-tpot": 2 / 3, "p60-all": 2 / 3})
+    assert found.attainment == pytest.approx(2 / 3)
     assert found.goodput == pytest.approx(2 / found.seconds)
     shown = predicted_and_observed(plan(more_bounds=further), found)
     assert shown["observed"]["p50-ttft"] == 0.4
     assert [bound["within"] for bound in shown["bounds"]] == list(found.within.values())
+
+
+def run(target, clock, name, *, until, pace=0.5):
+    """A request begins at the clock's time and has a token every `pace` seconds until then."""
+    target.begun(name, start=0.0, first=0.0, num_tokens=1)
+    while clock.now + pace <= until:
+        clock.now += pace
+        target.delivered(name, num_tokens=1, seconds=pace)
+
+
+def test_requests_that_run_count_as_far_as_they_have_come(clock):
+    seen = observed(clock, bound=Bound(seconds=2.0, metric="p50-requests"))
+    run(seen, clock, "long", until=10.0)
+    for last in (1.0, 2.0, 3.0):
+        finish(seen, last=last)
+    found = seen.snapshot()
+    # The three that ended are a fourth of all each: the median is between the second and the third.
+    assert found.latency_p50 == pytest.approx(2.5)
+    assert found.latency_p99 is None  # Nothing is known of the longest fourth but that it takes ten seconds or more.
+    assert found.within == {"p50-requests": pytest.approx(0.5)}
+    seen.left("long")
+    assert seen.snapshot().latency_p50 == pytest.approx(2.0)
+
+
+def test_the_latency_at_a_length_comes_from_the_gaps_of_all(clock):
+    seen = observed(clock)
+    seen.p99_output = 21
+    for number in range(16):  # One after the other; the last one is half as fast, and only half as long.
+        run(seen, clock, str(number), until=clock.now + 10.0, pace=1.0 if number == 15 else 0.5)
+    found = seen.snapshot()
+    assert found.latency == pytest.approx((15 * 20 * 0.5 + 10 * 1.0) / 310 * 20, rel=0.02)
+    figure = found.evidence["latency"]
+    assert (figure.num_observations, figure.of) == (15 * 20 + 10, "gaps")
+    assert figure.low < found.latency < figure.high
+    shown = predicted_and_observed(plan(), found)["observed"]["evidence"]["latency"]
+    assert (shown["num_observations"], shown["of"]) == (310, "gaps")
+
+
+def test_tokens_delivered_together_have_the_mean_gap(clock):
+    one, many = observed(clock), observed(clock)
+    one.p99_output = many.p99_output = 9
+    run(one, clock, "a", until=4.0)
+    clock.now = 0.0
+    many.begun("a", start=0.0, first=0.0, num_tokens=1)
+    clock.now = 4.0
+    many.delivered("a", num_tokens=8, seconds=4.0)
+    for seen in (one, many):
+        finish(seen, first=0.0, last=4.0, output_tokens=9)
+    assert one.snapshot().latency == many.snapshot().latency == pytest.approx(4.0)
 
 
 def test_old_requests_are_forgotten_and_memory_is_bounded(clock):

@@ -1,8 +1,9 @@
-"""The results page, docs/results.md, from the records of the benchmarks.
+"""The figures of the documentation from the records of the benchmarks.
 
     python -m docs.make_results
 
-A section for each record: claim, command, commit, date, machine, and the figures that are single values or a table.
+Writes docs/results.md, with a section for each record: claim, command, commit, date, machine, and the figures that are
+single values or a table. Then writes every marked figure of the other pages anew (`docs/marks.py`, `docs/figures.py`).
 """
 
 import json
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.index import entries, records
+from docs.figures import is_dirty, text_of
+from docs.marks import pages, rewritten
 
 PAGE = Path(__file__).parent / "results.md"
 HEAD = """# Results
@@ -18,6 +21,7 @@ HEAD = """# Results
 Every figure comes from a record under `benchmarks/records`; `python -m docs.make_results` writes this page, and a test
 holds it against them. No figure was measured on a GPU. The machine is shared: compare ratios within a record.
 """
+_DIRTY = "**Dirty tree**: the code had changes that commit `{}` does not hold; these figures cannot be made again."
 _ABOUT = ("benchmark", "command", "commit", "date", "hardware", "versions", "python")
 _MOST_ROWS, _MOST_COLUMNS, _LONGEST = 30, 8, 250
 
@@ -25,8 +29,17 @@ _MOST_ROWS, _MOST_COLUMNS, _LONGEST = 30, 8, 250
 def page() -> str:
     """docs/results.md as it should be."""
     found = list(entries())
+    dirty = [path.stem for entry in found for path in records(entry, found) if is_dirty(json.loads(path.read_text()))]
     sections = [_section(entry.claim, path) for entry in found for path in records(entry, found)]
-    return "\n".join([HEAD, *sections])
+    return "\n".join([HEAD, _on_dirty(sorted(dirty)), *sections])
+
+
+def _on_dirty(names: Sequence[str]) -> str:
+    """The sentence about records of trees with changes that no commit holds; nothing where there are none."""
+    if not names:
+        return ""
+    listed = ", ".join(f"[{name}](#{name})" for name in names)
+    return f"Records of a dirty tree, with changes that no commit holds, so that they cannot be made again: {listed}.\n"
 
 
 def _section(claim: str, path: Path) -> str:
@@ -40,6 +53,8 @@ def _section(claim: str, path: Path) -> str:
         f"`{body['command']}`, commit `{body['commit']}`, {body['date']}, {cpu}.",
         "",
     ]
+    if is_dirty(body):
+        lines += [_DIRTY.format(body["commit"].removesuffix("-dirty")), ""]
     return "\n".join([*lines, *_figures({key: value for key, value in body.items() if key not in _ABOUT})])
 
 
@@ -89,3 +104,8 @@ def _shown(value: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    for found in pages():
+        old = found.read_text(encoding="utf-8")
+        if (new := rewritten(old, text_of)) != old:
+            found.write_text(new, encoding="utf-8")
+            print(f"rewrote {found.relative_to(PAGE.parents[1])}")

@@ -71,10 +71,10 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def span(low: float, high: float, shown: Callable[[float], str]) -> str:
-    """`1.2 to 3.4 %`: the unit once, a sign where the text has one."""
+    """`1.2 to 3.4 %`, `39 ms to 0.165 s`: a unit that both have stands once."""
     first, last = shown(low), shown(high)
-    unit = last.rpartition(" ")[2] if " " in last else ""
-    return f"{first.removesuffix(unit).strip()} to {last}"
+    (number, _, unit), (*_, other) = first.partition(" "), last.partition(" ")
+    return f"{number if unit == other else first} to {last}"
 
 
 def signed(share: float) -> str:
@@ -121,17 +121,6 @@ def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 # --- plans and their search -------------------------------------------------------------------------------------------
 
-_ORDER_OF_WORK = {
-    "static": "one padded batch after the other",
-    "orca": "finished requests are replaced at every iteration",
-    "rra": "one prefill, then a number of decode iterations",
-    "chunked": "decodes first, prompts in chunks",
-    "waa-c": "some GPUs prefill, the others decode",
-    "waa-m": "as `waa-c`, split by memory",
-    "concat": "prompts share rows",
-    "turbo": "batches of similar lengths",
-}
-
 
 def best_plans(record: Record) -> str:
     """The table of the README; policies with the same plan share a row."""
@@ -145,10 +134,7 @@ def best_plans(record: Record) -> str:
         kept = f"{row['replays in bound']} of {record['replays']}"
         body.setdefault((placed, requests, latency, kept), []).append(row["policy"])
     header = ("policy", "best plan", "requests/s", "latency", "replays in the bound")
-    return rows(
-        header,
-        [(f"`{'`, `'.join(policies)}`: {_ORDER_OF_WORK[policies[0]]}", *cells) for cells, policies in body.items()],
-    )
+    return rows(header, [(f"`{'`, `'.join(policies)}`", *cells) for cells, policies in body.items()])
 
 
 def searched(record: Record) -> str:

@@ -6,14 +6,13 @@ Writes docs/results.md, with a section for each record: claim, command, commit, 
 single values or a table. Then writes every marked figure of the other pages anew (`docs/marks.py`, `docs/figures.py`).
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.index import entries, records
-from docs.figures import is_dirty, text_of
-from docs.marks import pages, rewritten
+from docs.figures import FigureError, is_dirty, read, text_of
+from docs.marks import ROOT, pages, rewritten
 
 PAGE = Path(__file__).parent / "results.md"
 HEAD = """# Results
@@ -26,12 +25,23 @@ _ABOUT = ("benchmark", "command", "commit", "date", "hardware", "versions", "pyt
 _MOST_ROWS, _MOST_COLUMNS, _LONGEST = 30, 8, 250
 
 
+def main() -> None:
+    """Every page is made before the first is written. Raises FigureError."""
+    old = {path: path.read_text(encoding="utf-8") for path in pages()}
+    new = {path: rewritten(text, text_of) for path, text in old.items()}
+    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in new.items():
+        if text != old[path]:
+            path.write_text(text, encoding="utf-8")
+            print(f"rewrote {path.relative_to(ROOT)}")
+
+
 def page() -> str:
     """docs/results.md as it should be."""
     found = list(entries())
-    dirty = [path.stem for entry in found for path in records(entry, found) if is_dirty(json.loads(path.read_text()))]
+    dirty = sorted(path.stem for entry in found for path in records(entry, found) if is_dirty(read(path.stem)))
     sections = [_section(entry.claim, path) for entry in found for path in records(entry, found)]
-    return "\n".join([HEAD, _on_dirty(sorted(dirty)), *sections])
+    return "\n".join([HEAD, _on_dirty(dirty), *sections])
 
 
 def _on_dirty(names: Sequence[str]) -> str:
@@ -43,7 +53,7 @@ def _on_dirty(names: Sequence[str]) -> str:
 
 
 def _section(claim: str, path: Path) -> str:
-    body = json.loads(path.read_text(encoding="utf-8"))
+    body = read(path.stem)
     cpu = f"{body['hardware'].get('gpu') or body['hardware']['cpu']}, {body['hardware']['cores']} cores"
     lines = [
         f"## {path.stem}",
@@ -103,9 +113,7 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    for found in pages():
-        old = found.read_text(encoding="utf-8")
-        if (new := rewritten(old, text_of)) != old:
-            found.write_text(new, encoding="utf-8")
-            print(f"rewrote {found.relative_to(PAGE.parents[1])}")
+    try:
+        main()
+    except FigureError as error:
+        raise SystemExit(str(error)) from None

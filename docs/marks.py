@@ -15,7 +15,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"<!-- ([\w-]+)/([\w-]+) -->(.*?)<!--/-->", re.DOTALL)
 _LEFT_OVER = re.compile(r"<!--.*?-->|<!--", re.DOTALL)
-_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^```.*?^```|`(?:(?!\n\n)[^`])+`", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\([^)]*\)|\{doc\}")
 
 Figure = Callable[[str, str], str]

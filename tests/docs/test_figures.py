@@ -54,7 +54,7 @@ ALLOWED = {
     },
     "docs/reference/files.md": {"at most 40,000": "a constant of the code"},
     "docs/reference/risk.md": {
-        "at most 1 %": "the value of an option",
+        "at most 1 %, by the laws": "the value of an option",
         "reweighted 40 times": "a constant of the code",
     },
     "docs/reference/search.md": {

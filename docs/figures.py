@@ -137,19 +137,21 @@ def best_plans(record: Record) -> str:
     return rows(header, [(f"`{'`, `'.join(policies)}`", *cells) for cells, policies in body.items()])
 
 
-def searched(record: Record) -> str:
-    losses = [row["loss"] for row in record["rows"]]
-    found = sum(loss < 1e-9 for loss in losses)
-    return f"{share_of(found, len(losses))}, at most {percent(max(losses))} less throughput in the others"
+def searched(key: str) -> Callable[[Record], str]:
+    """In how many cases the search found the optimum of trying everything, and how far it was off in the others."""
+
+    def made(record: Record) -> str:
+        losses = [case["loss"] for case in record[key]]
+        found = sum(loss < 1e-9 for loss in losses)
+        rest = f", at most {percent(max(losses))} less throughput in the others" if found < len(losses) else ""
+        return f"{share_of(found, len(losses))}{rest}"
+
+    return made
 
 
 def evaluations(record: Record) -> str:
     shares = [row["points"] / row["grid"] for row in record["rows"] if row["grid"] >= 5000]
     return f"{middle(shares, percent)}, {percent(max(shares))} at most, on {len(shares)} grids of 5,000 points and more"
-
-
-def cluster_optima(record: Record) -> str:
-    return share_of(sum(case["loss"] < 1e-9 for case in record["cases"]), len(record["cases"]))
 
 
 def cluster_evaluations(record: Record) -> str:
@@ -483,8 +485,8 @@ def tcb_cost(record: Record) -> str:
 
 FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-policies": {"plans": best_plans},
-    "search": {"optima": searched, "evaluations": evaluations},
-    "search-cluster": {"optima": cluster_optima, "evaluations": cluster_evaluations},
+    "search": {"optima": searched("rows"), "evaluations": evaluations},
+    "search-cluster": {"optima": searched("cases"), "evaluations": cluster_evaluations},
     "planner-speed": {"times": planning_times, "repeats": lambda record: str(record["repeats"])},
     "planner-replay-speed-peer": {"times": replay_times, "differences": replay_differences},
     "planner-replay-speed-10m": {"cost": long_replay},

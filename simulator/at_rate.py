@@ -25,7 +25,8 @@ Burstier arrivals than a Poisson stream, gaps with a squared coefficient of vari
 queue, (1 + c) / 2 times as much. More even ones, as every n-th request of a stream, spread them (c + s) / (1 + s) times
 as much, s that of the output lengths: right without a limit on the batch for lengths all alike or exponential, and for
 processor sharing close to its capacity. Not here: bursts longer than a few gaps; that even gaps put fewer prompts into
-one pass (mean ttft is up to a quarter lower behind a round-robin router). The replay with arrivals has the final word.
+one pass (mean ttft is up to a quarter lower behind a round-robin router). A plan counts if its replay with arrivals
+keeps the bounds, too.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Real traces on two workers: the throughput of every policy under one latency bound, with all requests answered.
+"""Real traces on two workers: throughput and latency, measured, of every policy, all planned under one latency bound.
 
     python -m benchmarks.fidelity.traces [--model demo] [--slack 4] [--rounds 2] [--profile FILE]
 

@@ -1,4 +1,4 @@
-"""The GPU engine in one command, under eight minutes on an H200: kernels, passes, peers, profiles and policies.
+"""The GPU engine in one command, its time limited by `--minutes`: kernels, passes, peers, profiles and policies.
 
     python -m benchmarks.gpu [--sections kernels model ...] [--profiles FOLDER] [--output FILE] [--minutes 7.5]
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.intervals import wilson
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.silicon.engines import has_tables, kernels
 from benchmarks.silicon.left_out import FITTED, KINDS, deployment_name, deployments_of, left_out_pairs, pairs_of
@@ -165,14 +166,6 @@ def _by_load(pairs: Sequence[Pair]) -> Margin:
 def prediction_load(row: Row, prediction: Any) -> float:
     """Output tokens a second of the whole engine, as predicted."""
     return row.concurrency * row.output_tokens / float(prediction.e2e(row))
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The interval of a share in which 95 % of such intervals hold it."""
-    z, share = 1.96, successes / trials
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _write(found: Sequence[Deployment], folder: Path) -> None:

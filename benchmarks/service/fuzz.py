@@ -1,4 +1,4 @@
-"""Fuzzing the server under a normal load: no 5xx answers, no leaks, and little effect on the normal load.
+"""Fuzzing the server: answers of status 5xx, requests without an answer, leaks, and the effect on a normal load.
 
     python -m benchmarks.service.fuzz [--minutes 60] [--rate 10]
 

@@ -1,4 +1,4 @@
-"""Clients that disconnect at random moments: every KV block and every other resource is released.
+"""Clients that disconnect at random moments: KV blocks and other resources, held before and afterwards.
 
     python -m benchmarks.service.leavers [--clients 1000] [--at-once 50]
 

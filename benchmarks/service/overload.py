@@ -1,4 +1,4 @@
-"""Several times the planned rate: accepted requests keep the bound, others are refused at once, memory stays flat.
+"""Several times the planned rate: how many accepted requests keep the bound, how soon others are refused, and memory.
 
     python -m benchmarks.service.overload [--minutes 10] [--factor 5] [--plan plan.yaml] [--max-queue N]
 

@@ -1,4 +1,4 @@
-"""Plans adopted one after another under load: no request is lost or answered twice, and all tokens are unchanged.
+"""Plans adopted one after another under load: answers lost, doubled or changed, and how long tokens wait.
 
     python -m benchmarks.service.replans [--replans 20] [--clients 8]
 

@@ -183,9 +183,9 @@ def summarize(
 ) -> Estimate:
     """The Estimate of a run, of which nothing was seen after `until`: later tokens say that a request had not ended.
 
-    `backlog` says that requests were always waiting, so that there is a steady window; `waiting` that they came at their
-    own times and the wait counts. `bounds` are those that its percentiles, attainment and goodput are of; the first one
-    replaces `bound_metric`.
+    `backlog` says that requests were always waiting, so that there is a steady window; `waiting` that they came at
+    their own times and the wait counts. `bounds` are those that its percentiles, attainment and goodput are of; the
+    first one replaces `bound_metric`.
     """
     requests, bound_metric = Requests.of(records), bounds[0].metric if bounds else bound_metric
     answered = requests.answered

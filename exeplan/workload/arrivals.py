@@ -5,7 +5,7 @@
 
 The search asks which schedule carries the highest rate within the bounds with full batches, the admission interval
 included, as that rises with every knob. With fewer requests batches are smaller, at lower latency; how much they
-and the queue vary the Estimate says, and the replay with arrivals, which has the final word.
+and the queue vary the Estimate says, and the replay with arrivals, which must keep the bounds, too.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.planner.risk import margins, trial, wilson
+from benchmarks.planner.risk import margins, trial
 from benchmarks.silicon.left_out import FITTED, deployment_name, deployments_of
 from benchmarks.silicon.rows import Pair, Prediction, Row, spread_bounds
 
@@ -46,11 +46,6 @@ def test_a_deployment_is_all_runs_of_an_engine_a_model_and_a_size() -> None:
     assert all(one.errors["latency"].count == 8 for one in found.values())
     slow = found["vllm", "llama-3.1-8b", "bfloat16", 8].errors["tpot"]
     assert slow.mean == pytest.approx(0.41, abs=0.01)
-
-
-def test_the_interval_of_a_share() -> None:
-    assert wilson(0, 420) == pytest.approx((0, 0.0091), abs=1e-4)
-    assert wilson(6, 528) == pytest.approx((0.0052, 0.0246), abs=1e-4)
 
 
 def test_a_plan_with_a_margin_keeps_its_bound_where_one_without_breaks_it() -> None:

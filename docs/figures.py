@@ -1,0 +1,536 @@
+"""The figures that the pages quote: a function from a record of benchmarks/records to the text of a mark.
+
+`FIGURES[record][figure]`; every record also has the figure `record`: which file it is, of which commit and date, and
+whether that tree was dirty. Intervals hold 95 %. A new figure is an entry here and a mark in a page (`docs/marks.py`).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.lib.intervals import of_median, wilson
+from benchmarks.lib.record import RECORDS
+
+Record = Mapping[str, Any]
+
+
+class FigureError(Exception):
+    """A mark that has no figure, or a figure whose record lacks what it is made of."""
+
+
+def text_of(record: str, figure: str) -> str:
+    """What stands in a mark. Raises FigureError."""
+    body = read(record)
+    if figure == "record":
+        return origin(record, body)
+    made = FIGURES.get(record, {}).get(figure)
+    if made is None:
+        known = ", ".join(["record", *FIGURES.get(record, {})])
+        raise FigureError(f"docs/figures.py has no figure {figure!r} of the record {record!r}; it has {known}")
+    try:
+        return made(body)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FigureError(
+            f"docs/figures.py cannot make {figure!r} of benchmarks/records/{record}.json, which has "
+            f"{', '.join(body)}: {type(error).__name__} {error}. Change the function, or write the record again with "
+            f"`{body.get('command')}`"
+        ) from error
+
+
+@cache
+def read(record: str) -> Record:
+    """A record. Raises FigureError where there is none."""
+    path = RECORDS / f"{record}.json"
+    if not path.exists():
+        known = ", ".join(sorted(path.stem for path in RECORDS.glob("*.json")))
+        raise FigureError(f"no record {record!r} in benchmarks/records; there are {known}")
+    body: Record = json.loads(path.read_text(encoding="utf-8"))
+    return body
+
+
+def origin(record: str, body: Record) -> str:
+    """File, date and commit of a record; that of a dirty tree is called so."""
+    dirty = ", a dirty tree" if is_dirty(body) else ""
+    return f"`{record}.json`, {body['date']}, commit `{body['commit']}`{dirty}"
+
+
+def is_dirty(body: Record) -> bool:
+    """Whether the tree had changes that its commit does not hold, so that this code cannot be run again."""
+    return bool(body["commit"].endswith("-dirty"))
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def span(low: float, high: float, shown: Callable[[float], str]) -> str:
+    """`1.2 to 3.4 %`, `39 ms to 0.165 s`: a unit that both have stands once."""
+    first, last = shown(low), shown(high)
+    (number, _, unit), (*_, other) = first.partition(" "), last.partition(" ")
+    return f"{number if unit == other else first} to {last}"
+
+
+def signed(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def middle(values: Sequence[float], shown: Callable[[float], str]) -> str:
+    """A median with its interval."""
+    found = of_median(values)
+    interval = f" ({span(*found, shown)})" if found else f" (of {len(values)}, too few for an interval)"
+    return shown(median(values)) + interval
+
+
+def times(factor: float) -> str:
+    return f"{factor:.2f} times"
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def secs(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else ms(seconds)
+
+
+def mib(number: float) -> str:
+    return f"{number:.0f} MiB"
+
+
+def count(number: int) -> str:
+    return f"{number:,}"
+
+
+def share_of(successes: int, trials: int) -> str:
+    """`43 of 45 (85.2 to 98.8 %)`."""
+    return f"{successes:,} of {trials:,} ({span(*wilson(successes, trials), percent)})"
+
+
+def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
+
+
+# --- plans and their search -------------------------------------------------------------------------------------------
+
+
+def best_plans(record: Record) -> str:
+    """The table of the README; policies with the same plan share a row."""
+    body: dict[tuple[Any, ...], list[str]] = {}
+    for row in record["rows"]:
+        plan = row["schedule"].partition("(")[2].removesuffix(")")
+        each = record["gpus"] // row["replicas"]
+        placed = f"{row['replicas']} x {each} GPU{'s' if each > 1 else ''}: {plan}"
+        requests = f"{row['requests/s']:.1f} ± {row['requests/s +-']:.1f}"
+        latency = f"{row['latency s']:.2f} ± {row['latency s +-']:.2f} s"
+        kept = f"{row['replays in bound']} of {record['replays']}"
+        body.setdefault((placed, requests, latency, kept), []).append(row["policy"])
+    header = ("policy", "best plan", "requests/s", "latency", "replays in the bound")
+    return rows(header, [(f"`{'`, `'.join(policies)}`", *cells) for cells, policies in body.items()])
+
+
+def searched(key: str) -> Callable[[Record], str]:
+    """In how many cases the search found the optimum of trying everything, and how far it was off in the others."""
+
+    def made(record: Record) -> str:
+        losses = [case["loss"] for case in record[key]]
+        found = sum(loss < 1e-9 for loss in losses)
+        rest = f", at most {percent(max(losses))} less throughput in the others" if found < len(losses) else ""
+        return f"{share_of(found, len(losses))}{rest}"
+
+    return made
+
+
+def evaluations(record: Record) -> str:
+    shares = [row["points"] / row["grid"] for row in record["rows"] if row["grid"] >= 5000]
+    return f"{middle(shares, percent)}, {percent(max(shares))} at most, on {len(shares)} grids of 5,000 points and more"
+
+
+def cluster_evaluations(record: Record) -> str:
+    points, grid = (sum(case[key] for case in record["cases"]) for key in ("points", "grid"))
+    return f"{percent(points / grid)} of {grid:,} points"
+
+
+def planning_times(record: Record) -> str:
+    header = ("model on GPUs, workload, bounds", "answer", "wall", "slowest", "CPU")
+    return rows(
+        header,
+        [
+            (row["case"].replace("--", ""), row["answer"], secs(row["wall s"]), secs(row["most s"]), secs(row["CPU s"]))
+            for row in record["rows"]
+        ],
+    )
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def closed_form_errors(record: Record) -> str:
+    by_policy: dict[str, list[tuple[float, float]]] = {}
+    for case in record["cases"]:
+        by_policy.setdefault(case["policy"], []).append((abs(case["errors"][0]), abs(case["errors"][1])))
+    by_policy["all"] = [errors for found in by_policy.values() for errors in found]
+    header = ("policy", "cases", "throughput, median", "95th percentile", "worst", "latency, median", "95th", "worst")
+    return rows(header, [(name, str(len(found)), *_spread(found)) for name, found in by_policy.items()])
+
+
+def _spread(errors: Sequence[tuple[float, float]]) -> list[str]:
+    cells = []
+    for values in zip(*errors, strict=True):
+        cells += [middle(values, percent), percent(float(np.quantile(values, 0.95))), percent(max(values))]
+    return cells
+
+
+def errors_of(figure: str) -> Callable[[Record], str]:
+    """Sizes of the errors of the plan, as measured: median over cases and the worst."""
+
+    def made(record: Record) -> str:
+        errors = [abs(error) for error in _signed_errors(record, figure)]
+        return f"{middle(errors, percent)} off in the median and {percent(max(errors))} at worst"
+
+    return made
+
+
+def _signed_errors(record: Record, figure: str) -> list[float]:
+    """Plan over measured - 1 of each case, the median over its runs."""
+    return [
+        row["estimate"][figure] / median(run["measured"][figure] for run in row["runs"]) - 1 for row in record["rows"]
+    ]
+
+
+def cases_and_rounds(record: Record) -> str:
+    rounds = min(len(row["runs"]) for row in record["rows"])
+    return f"{len(record['rows'])} plans, {rounds} round{'s' if rounds > 1 else ''} each"
+
+
+def speeds(record: Record) -> str:
+    found = [run["speed"] for row in record["rows"] for run in row["runs"]]
+    return span(min(found), max(found), lambda speed: f"{speed:.2f}")
+
+
+def two_workers(record: Record) -> str:
+    pairs = zip(record["rows"], *(_signed_errors(record, key) for key in ("throughput", "latency")), strict=True)
+    return rows(
+        ("plan", "throughput, plan over measured", "latency", "speed of the machine"),
+        [
+            (f"`{row['case']}`", signed(throughput), signed(latency), f"{median(r['speed'] for r in row['runs']):.2f}")
+            for row, throughput, latency in pairs
+        ],
+    )
+
+
+class _TraceRun(NamedTuple):
+    trace: str
+    policy: str
+    excess: float
+    """Measured latency over the bound - 1."""
+    over_static: str
+    over_orca: str
+
+
+def _trace_runs(record: Record) -> list[_TraceRun]:
+    """Of the plans that there are: a row holds case, bound, schedule, placement, requests/s, latency and two ratios."""
+    found = []
+    for case, bound, _, _, throughput, latency, over_static, over_orca in record["rows"]:
+        if throughput:
+            trace, policy = case.split()
+            found.append(_TraceRun(trace, policy, float(latency) / float(bound) - 1, over_static, over_orca))
+    return found
+
+
+def trace_ratios(record: Record) -> str:
+    return rows(
+        ("trace", "policy", "throughput over `static`", "over `orca`", "measured latency over the bound"),
+        [
+            (run.trace, f"`{run.policy}`", f"{run.over_static} times", f"{run.over_orca} times", signed(run.excess))
+            for run in _trace_runs(record)
+        ],
+    )
+
+
+def trace_bounds(record: Record) -> str:
+    found = _trace_runs(record)
+    kept = sum(run.excess <= 0 for run in found)
+    most = max(run.excess for run in found)
+    return f"{share_of(kept, len(found))} kept their bound and the slowest took {1 + most:.2f} times its bound"
+
+
+def paper_gain(part: str) -> Callable[[Record], str]:
+    def made(record: Record) -> str:
+        claim = next(claim for claim in record["parts"][part]["claims"] if claim["what"] == "mean gain over FT")
+        return f"{claim['ours']:.2f} times (the paper: {claim['paper']:.1f})"
+
+    return made
+
+
+def paper_stage_times(record: Record) -> str:
+    claims = [claim for claim in record["parts"]["table7"]["claims"] if "paper's stage times" in claim["what"]]
+    return percent(max(abs(claim["difference"]) for claim in claims))
+
+
+def silicon_errors(record: Record) -> str:
+    total = next(row for row in record["errors"] if row[0] == "all")
+    ttft, tpot, e2e = (cell.split()[0] for cell in total[2:])
+    return f"TTFT {ttft} %, TPOT {tpot} %, end to end {e2e} %, over {total[1]} runs"
+
+
+def silicon_picks(record: Record) -> str:
+    pick = next(row for row in record["picks"] if row[:2] == ["each measured e2e", "none"])
+    broken = round(float(pick[3].split()[0]) / 100 * int(pick[2]))
+    return f"{share_of(broken, int(pick[2]))}, keeping {pick[5]} of the best throughput"
+
+
+def a100_errors(stack: str) -> Callable[[Record], str]:
+    def made(record: Record) -> str:
+        row = next(
+            row for row in record["rows"] if (row["stack"], row["model"], row["phase"]) == (stack, "all", "both")
+        )
+        before, after = (
+            row[key].split(";")[1].split("/")[0].strip() for key in ("as imported", "kernels and launches")
+        )
+        return f"{before} % off in the median of {row['rows']} rows as imported, {after} % with two fitted constants"
+
+    return made
+
+
+# --- engine and server ------------------------------------------------------------------------------------------------
+
+_PEERS = {"generate": "`generate`", "continuous": "transformers' continuous batching", "vllm": "vLLM's CPU build"}
+
+
+def engine_rates(record: Record) -> str:
+    rates = record["rates"]
+    body = [
+        (title, *(_over(rates[load]["exeplan"], rates[load][peer]) for load in ("W1", "W2")))
+        for peer, title in _PEERS.items()
+    ]
+    return rows(("exeplan over", "requests of equal length", "ragged lengths"), body)
+
+
+def _over(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    pairs = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return f"{times(median(ours) / median(theirs))} ({min(pairs):.2f} to {max(pairs):.2f})"
+
+
+def engine_runs(record: Record) -> str:
+    return str(len(record["rates"]["W1"]["exeplan"]))
+
+
+def engine_same(record: Record) -> str:
+    return f"{min(float(row[4].split()[0]) for row in record['rows']):g} %"
+
+
+def _peer_rows(record: Record) -> list[Record]:
+    return [row for row in record["rows"] if row["requests"] == 10000]
+
+
+def replay_times(record: Record) -> str:
+    return rows(
+        ("stages", "passes", "exeplan", "slowest run", "vidur", "fastest run", "vidur over exeplan"),
+        [
+            (
+                str(row["stages"]),
+                count(row["passes"]),
+                f"{row['ms a request']:.3f} ms",
+                f"{row['most here']:.3f} ms",
+                f"{row[_PEER]:.3f} ms",
+                f"{row['least there']:.3f} ms",
+                f"{row['times']:.1f} times",
+            )
+            for row in _peer_rows(record)
+        ],
+    )
+
+
+_PEER = "peer's ms a request"
+
+
+def replay_differences(record: Record) -> str:
+    found = [abs(row["peer's simulated seconds"] / row["simulated seconds"] - 1) for row in _peer_rows(record)]
+    return " and ".join(percent(share) for share in found)
+
+
+def long_replay(record: Record) -> str:
+    row = record["rows"][0]
+    return (
+        f"{row['CPU seconds']:.0f} CPU seconds, {row['ms a request']:.3f} ms each; {row['wall seconds']:.0f} s of wall "
+        f"time; peak memory {row['peak MiB'] / 1024:.1f} GiB, {row['bytes a request']} bytes a request"
+    )
+
+
+def answers(record: Record) -> str:
+    """Answers after kills: equal to those of an undisturbed run, ended with an error, and anything else."""
+    found = {key: number for key, number in record.items() if key.startswith("answers:")}
+    total = sum(found.values())
+    equal, errors = found["answers: as undisturbed"], found["answers: clear error after a second crash"]
+    other = total - equal - errors
+    return (
+        f"{share_of(equal, total)} answers equal an undisturbed run, {errors} ended with a clear error after a second "
+        f"crash, {other} ({span(*wilson(other, total), percent)}) otherwise"
+    )
+
+
+def slowest(name: str) -> Callable[[Record], str]:
+    def made(record: Record) -> str:
+        return f"{secs(record[f'{name}, median s'])} in the median, {secs(record[f'{name}, most s'])} at most"
+
+    return made
+
+
+def longest_gaps(record: Record) -> str:
+    gaps = [replan["gap_s"] for replan in record["replans"]]
+    return f"{middle(gaps, secs)} in the median, {secs(max(gaps))} at most"
+
+
+def recomputed(record: Record) -> str:
+    return f"{sum(replan['recomputed'] for replan in record['replans'])} of {sum(record['answers'].values()):,}"
+
+
+def replan_answers(record: Record) -> str:
+    return share_of(record["answers"]["as undisturbed"], sum(record["answers"].values()))
+
+
+def server_errors(record: Record) -> str:
+    statuses = [n for key, n in record.items() if key.startswith("answers:") and key.split(": ")[1].isdigit()]
+    return f"{share_of(record['5xx'], sum(statuses))} answers had a status of 500 or more"
+
+
+def unanswered(record: Record) -> str:
+    return str(record["answers: raw: left without an answer"])
+
+
+def memory(record: Record) -> str:
+    return f"from {record['held before']['MiB']} to {mib(record['held after']['MiB'])}"
+
+
+def harm(record: Record) -> str:
+    (alone, _), (fuzzed, _) = (record[f"latency {name}, median and p95 s"] for name in ("alone", "fuzzed"))
+    return f"{signed(fuzzed / alone - 1)} in the median"
+
+
+def overload_share(record: Record) -> str:
+    accepted = record["answers"]["200"]
+    kept = round(record["share of accepted within the bound"] * accepted)
+    return f"{percent(kept / accepted)} ({span(*wilson(kept, accepted), percent)}) of {accepted:,}"
+
+
+def overload_refusals(record: Record) -> str:
+    return (
+        f"{record['answers']['429']:,} got 429, after {ms(record['429 after, median s'])} in the median and "
+        f"{ms(record['429 after, p99 s'])} at the 99th percentile, {ms(record['429 after, most s'])} at most"
+    )
+
+
+def drift_table(record: Record) -> str:
+    ways = ("as planned", "re-planned", "hindsight")
+    return rows(
+        ("trace", "bound", *(f"{way}: in the bound, requests/s" for way in ways), "re-plans"),
+        [
+            (
+                row["trace"],
+                secs(row["bound_s"]),
+                *(f"{percent(row[way]['last_in_bound'])}, {row[way]['throughput']:.1f}" for way in ways),
+                str(len(row["re-planned"]["replans"])),
+            )
+            for row in record["traces"]
+        ],
+    )
+
+
+_BACKLOGS = ("backlog, das, variance 20", "backlog, fcfs, variance 20", "backlog, fcfs, variance 100")
+
+
+def tcb_backlogs(record: Record) -> str:
+    found = record["figures"]
+    return rows(
+        ("backlog", "slots over padded batches", "slots over turbo", "pure rows over padded batches"),
+        [
+            (
+                name.removeprefix("backlog, "),
+                times(found[name]["slots"] / found[name]["naive"]),
+                times(found[name]["slots"] / found[name]["turbo"]),
+                times(found[name]["concat"] / found[name]["naive"]),
+            )
+            for name in _BACKLOGS
+        ],
+    )
+
+
+def tcb_slots(record: Record) -> str:
+    figure = record["figures"]["14"]
+    return f"{times(figure['most'])} (the paper: {figure['paper']})"
+
+
+def tcb_das(record: Record) -> str:
+    plain = [row["das_over_best"] for row in record["figures"]["15"]["rows"] if "weights" not in row["setting"]]
+    weighted = [row["das_over_best"] for row in record["figures"]["15"]["rows"] if "weights" in row["setting"]]
+    return (
+        f"{span(min(plain), max(plain), times)} the best of fcfs, sjf and edf over {len(plain)} settings, and "
+        f"{times(max(weighted))} where requests have weights"
+    )
+
+
+def tcb_cost(record: Record) -> str:
+    shares = [row["share"] for row in record["figures"]["16"]["rows"]]
+    return span(min(shares), max(shares), lambda share: percent(share, 2))
+
+
+FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
+    "planner-policies": {"plans": best_plans},
+    "search": {"optima": searched("rows"), "evaluations": evaluations},
+    "search-cluster": {"optima": searched("cases"), "evaluations": cluster_evaluations},
+    "planner-speed": {"times": planning_times, "repeats": lambda record: str(record["repeats"])},
+    "planner-replay-speed-peer": {"times": replay_times, "differences": replay_differences},
+    "planner-replay-speed-10m": {"cost": long_replay},
+    "closed-form": {"errors": closed_form_errors},
+    "fidelity-demo": {
+        "throughput": errors_of("throughput"),
+        "latency": errors_of("latency"),
+        "cases": cases_and_rounds,
+        "speeds": speeds,
+    },
+    "fidelity-workers-demo": {"errors": two_workers},
+    "traces-demo": {"ratios": trace_ratios, "bounds": trace_bounds},
+    "paper": {"figure-6": paper_gain("fig6"), "figure-8": paper_gain("fig8"), "stage-times": paper_stage_times},
+    "silicon": {"errors": silicon_errors, "picks": silicon_picks},
+    "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
+    "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
+    "kills": {
+        "kills": lambda record: str(record["kills"]),
+        "answers": answers,
+        "detected": slowest("noticed after"),
+        "recovered": slowest("all well after"),
+    },
+    "replans": {
+        "answers": replan_answers,
+        "recomputed": recomputed,
+        "paused": slowest("paused"),
+        "gaps": longest_gaps,
+    },
+    "fuzz": {"errors": server_errors, "unanswered": unanswered, "harm": harm, "memory": memory},
+    "overload": {
+        "accepted": lambda record: f"{record['accepted requests/s']:.1f} requests/s",
+        "promised": lambda record: f"{record['promised requests/s']:.1f}",
+        "in-bound": overload_share,
+        "mean": lambda record: f"{record['latency of outputs of p99 length, mean s']:.3f} s",
+        "refused": overload_refusals,
+        "memory": lambda r: (
+            f"{r['memory MiB, first third']:.0f} MiB in the first third, {mib(r['memory MiB, last third'])} in the last"
+        ),
+    },
+    "leavers": {
+        "clients": lambda record: count(record["clients"]),
+        "free": lambda record: secs(record["after the last one left, s"]),
+        "memory": memory,
+    },
+    "drift": {"traces": drift_table},
+    "tcb": {"backlogs": tcb_backlogs, "slots": tcb_slots, "das": tcb_das, "cost": tcb_cost},
+}

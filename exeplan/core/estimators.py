@@ -397,8 +397,8 @@ class ProductLimit:
         """[requests] `weights`, in order of `at`."""
         if self.complete:
             return np.full(len(self.at), 1 / len(self.at))
-        late = np.arange(len(self.at)) > np.max(np.flatnonzero(self.ended), initial=-1)
-        return np.diff(self.reached, prepend=0.0) + self.cut * late / max(np.count_nonzero(late), 1)
+        late = np.arange(len(self.at)) > int(np.max(np.flatnonzero(self.ended), initial=-1))
+        return np.diff(self.reached, prepend=0.0) + self.cut * late / max(int(np.count_nonzero(late)), 1)
 
     @property
     def complete(self) -> bool:
@@ -470,10 +470,10 @@ class ProductLimit:
         own, shares = values[self.order], self._shares
         parts = np.where(self.ended, shares * own, 0.0)
         after = float(shares @ own) - np.cumsum(parts)
-        jumps = np.where(self.ended, parts - after / self.left, 0.0)
+        jumps = np.where(self.ended, parts - after / np.maximum(self.left - 1, 1), 0.0)
         expected = np.append(0.0, np.cumsum(jumps / self.left))
-        until, since = (expected[np.searchsorted(self.at, ages, side="right")] for ages in (self.at, self.entries))
-        return window.sums(self.begins, jumps - (until - since))
+        since = expected[np.searchsorted(self.at, self.entries, side="right")]
+        return window.sums(self.begins, jumps - (expected[1:] - since))
 
     def _seen_at(self, age: float) -> int:
         return int(self.left[min(int(np.searchsorted(self.at, age)), len(self.at) - 1)])

@@ -15,10 +15,11 @@ For pNN-deadline latency is the time from arrival to the last token, scaled by t
 one; a request that expired counts as one that took twice its deadline.
 
 The steady window opens when a whole generation of requests has passed: none of the first, synchronised batch is left,
-or a quarter of all tokens is out, whichever is earlier, and as many requests run as do later; at once where batches do
-not overlap. It closes when the queue has run dry. A batch that fills up or drains is not what a plan under a backlog
-predicts. Rates and gaps count what falls in it, ttft, attainment and percentiles of bounds requests that start in it;
-e2e and tpot count requests by product limit, as far as the window shows them. With no backlog it is the whole run.
+or a quarter of all tokens is out, whichever is earlier, and as many requests run as do later, with as many tokens in
+the KV cache; at once where batches do not overlap. It closes when the queue has run dry. A batch that fills up or
+drains is not what a plan under a backlog predicts. Rates and gaps count what falls in it; e2e and the mean tpot count
+requests by product limit, as far as the window shows them, attainment and percentiles of bounds those of them that
+start in it, and ttft these whole. With no backlog it is the whole run.
 
 Every figure of `evidence` has an interval of 90 % and its number of observations, and `notes` say where a figure does
 not come from requests that were seen from beginning to end. That of the throughput is for the mean output of these very

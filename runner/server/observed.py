@@ -11,8 +11,8 @@
 
 Each is an estimate of `exeplan.core.estimators`, with an interval and the number of observations in `evidence`. Times
 count from the start of the prefill; where the plan is for requests at a rate, from the arrival. Requests that wait for
-their prefill and those that were aborted are in none of these. A snapshot takes a few milliseconds, whatever the
-number of tokens: gaps are added up by number, in blocks of time.
+their prefill and those that were aborted are in none of these. A snapshot takes milliseconds for thousands of
+requests, whatever their tokens: gaps are added up by number, in blocks of time.
 Not here: counters since the start (`metrics`), and the law of lengths by which drift is judged.
 """
 

@@ -1,14 +1,17 @@
 """What a window of a perfect engine shows is what the engine does: a replay of the same schedule is the truth."""
 
 import math
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from exeplan.core.estimators import ProductLimit, Window
+from exeplan.core.bounds import Bound
+from exeplan.core.estimators import Gaps, ProductLimit, Window, mean_of, product, total_of_blocks
 from exeplan.core.metrics import RequestRecord, summarize
-from exeplan.core.schedule import Estimate, Schedule
+from exeplan.core.schedule import Estimate, Figure, Schedule
 from exeplan.policies import load_policy
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
@@ -127,9 +130,11 @@ def law_of(*spans: tuple[float, float], closes: float = math.inf, opens: float =
     return ProductLimit.of(begins, lasts, opens=opens, closes=closes)
 
 
+TEN = Window(edges=np.array([0.0, 10.0]))
+
+
 def percentiles(law: ProductLimit, *shares: float) -> list[float]:
-    window = Window(edges=np.array([0.0, 10.0]))
-    return [law.percentile(share, window).value for share in shares]
+    return [law.percentile(share, TEN).value for share in shares]
 
 
 def test_the_product_limit_of_complete_requests_is_their_quantile() -> None:
@@ -154,6 +159,88 @@ def test_requests_that_began_before_the_window_count_from_the_age_at_which_they_
     """At 1 second one of the two seen ends; then the other and the one that began earlier."""
     law = law_of((0.0, 1.0), (0.0, 5.0), (-4.0, 1.5), opens=0.0)
     assert law.weights == pytest.approx([0.5, 0.25, 0.25])
+
+
+def test_what_was_cut_off_after_the_last_end_counts_as_it_went_on() -> None:
+    law = law_of((0.0, 1.0), (0.0, 9.0), (0.0, 2.0), (0.0, 8.0), closes=4.0)
+    assert law.cut == pytest.approx(0.5)
+    assert law.weights == pytest.approx([0.25] * 4)
+    assert law.quantile(np.array([5.0, 7.0, 6.0, 8.0]), 0.75, TEN, together=False).value == 7.0
+
+
+def test_a_share_has_an_interval_also_where_all_requests_are_in_it() -> None:
+    """Twelve blocks of one request each: 0.05 ** (1 / 12) is 0.78."""
+    law = law_of(*((begin, begin + 0.5) for begin in range(12)))
+    window = Window(edges=np.arange(13.0))
+    found = law.share(np.ones(12, dtype=bool), window, together=False)
+    assert (found.value, found.low, found.high) == (1.0, pytest.approx(0.05 ** (1 / 12)), 1.0)
+    found = law.quantile(np.arange(12.0), 0.99, window, together=False)
+    assert (found.value, found.high) == (11.0, math.inf)
+
+
+def test_requests_that_begin_together_are_one_observation_of_what_they_share() -> None:
+    apart = law_of(*((begin, begin + 0.5) for begin in range(12) for _ in range(50)))
+    window, kept = Window(edges=np.arange(13.0)), np.tile([True] * 49 + [False], 12)
+    for together, number in ((True, 12), (False, 600)):
+        low = apart.share(kept, window, together=together).low
+        assert low == pytest.approx(0.98 - 1.645 * math.sqrt(0.98 * 0.02 / number), abs=1e-4)
+
+
+def test_the_error_of_a_mean_over_complete_requests_is_that_of_the_mean() -> None:
+    rng = np.random.default_rng(3)
+    begins, values = np.sort(rng.uniform(0, 12, 600)), rng.normal(5.0, 1.0, 600)
+    law, window = ProductLimit.of(begins, begins + 1.0, opens=-math.inf, closes=math.inf), Window(edges=np.arange(13.0))
+    found, plain = law.mean(values, window), mean_of(values, begins, window)
+    assert (found.value, found.low, found.high) == pytest.approx((plain.value, plain.low, plain.high))
+
+
+def test_goodput_is_as_uncertain_as_both_of_its_factors() -> None:
+    share, rate = (Figure(value=v, low=v - 0.3, high=v + 0.4, num_observations=9, of="requests") for v in (0.5, 2.0))
+    found = product(share, rate)
+    assert (found.value, found.num_observations) == (1.0, 9)
+    assert found.low == pytest.approx(1.0 - math.hypot(0.3 * 2.0, 0.3 * 0.5))
+    assert found.high == pytest.approx(1.0 + math.hypot(0.4 * 2.0, 0.4 * 0.5))
+
+
+def test_totals_of_blocks_are_those_of_the_gaps_in_them(cost: CostModel) -> None:
+    times = played(schedule_of("rra"), cost, 60, seed=0).requests.times
+    window, length = Window(edges=np.linspace(0.5, 3.0, 7)), 40
+    counts, sums = np.zeros((6, length), dtype=np.int64), np.zeros((6, length))
+    for block, (opens, closes) in enumerate(pairwise(window.edges)):
+        gaps = Gaps.within(times, Window(edges=np.array([opens, closes])), length)
+        counts[block], sums[block] = gaps.counts, gaps.sums
+    (value, errors, pooled), wanted = total_of_blocks(counts, sums), Gaps.within(times, window, length).total(window)
+    assert (value, pooled) == (pytest.approx(wanted[0]), wanted[2])
+    assert errors == pytest.approx(wanted[1])
+
+
+BOUNDS = (
+    Bound(seconds=math.inf),
+    Bound(seconds=0.1, metric="p90-ttft"),
+    Bound(seconds=0.02, metric="p90-tpot"),
+    Bound(seconds=0.1, metric="p80-all", targets=(("ttft", 0.1), ("latency", 0.6))),
+)
+
+
+@pytest.mark.parametrize("name", ["orca", "rra"])
+def test_figures_of_bounds_in_short_windows_are_those_of_a_long_run(name: str, cost: CostModel) -> None:
+    """Requests that the window cuts off are long, and slow ones take long: to leave them out would be wrong."""
+    schedule = schedule_of(name)
+    long = played(schedule, cost, 12_000, seed=1000).requests
+    waits = np.quantile(long.first_tokens - long.starts, 0.9)
+    bounds = (BOUNDS[0], *(replace(b, seconds=float(waits)) for b in BOUNDS[1:2]), *BOUNDS[2:])
+    truth = summarize(long, p99_output=LENGTH, bounds=bounds)
+    seen = [
+        summarize(played(schedule, cost, 300, seed).requests, p99_output=LENGTH, bounds=bounds) for seed in range(SEEDS)
+    ]
+    for metric in ("p90-ttft", "p90-tpot", "p80-all", "attainment"):
+        figures = [estimate.evidence[metric] for estimate in seen]
+        true, mean = truth.evidence[metric].value, float(np.mean([figure.value for figure in figures]))
+        assert mean == pytest.approx(true, rel=0.05), metric
+        kept = [f.low <= true <= f.high for f in figures if f.low is not None and f.high is not None]
+        assert np.mean(kept) >= 0.72, f"{metric}: {np.mean(kept):.0%}"
+        assert all(figure.num_observations > 0 for figure in figures)
+    assert any("take longer than the steady window shows" in note for estimate in seen for note in estimate.notes)
 
 
 def test_blocks_begin_with_a_prefill() -> None:

@@ -5,6 +5,7 @@ Fills in the estimate of a plan that was written by hand (model, schedule and pl
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 POSITION = 40
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         simulation.save(args.output)
     if args.json:
         more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
+        more["full_batches"] = asdict(simulation.full) if simulation.full else None
         more["evidence"] = evidence_rows(replay=simulation.plan.replay)
         print(json_line({**as_json(simulation.plan), **more}))
     else:

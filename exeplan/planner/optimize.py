@@ -11,7 +11,7 @@ then equal. With a stated risk the bounds are tightened by margins (`margins.py`
 """
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -141,4 +141,5 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         "order": order,
         "extrapolated": list(optimum.beyond),
         "unproven": list(optimum.unproven),
+        "full_batches": asdict(optimum.full) if optimum.full else None,
     }

@@ -21,7 +21,14 @@ from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
 from exeplan.planner.ranking import MOST_SEEDS, Order, behind
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate, too_short
+from exeplan.planner.replays import (
+    FullBatches,
+    full_batches,
+    kv_cache_tokens,
+    replay_estimate,
+    routed_estimate,
+    too_short,
+)
 from exeplan.planner.replicas import (
     Division,
     best_division,
@@ -80,6 +87,8 @@ class Optimum:
     run: Run
     order: Order | None
     """Against the next best division; None where no other was replayed."""
+    full: FullBatches | None = None
+    """With an arrival rate, at which batches are seldom full; None under a backlog, where they always are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +389,7 @@ class Pipelines:
             unproven=tuple(filter(None, (too_short(one, group.schedule) for one, group in alone))),
             run=proof.run,
             order=ranked and ranked[0],
+            full=full_batches(alone) if self.problem.arrivals else None,
         )
 
     def _gap(self) -> float | None:

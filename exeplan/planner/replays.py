@@ -2,6 +2,7 @@
 what happened."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,31 @@ _FILLS = 10
 """Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullBatches:
+    """What a plan for a rate of arrivals takes and serves once all its batches are full, of all replicas together."""
+
+    throughput: float
+    """Requests/s: beyond these its queues grow without end."""
+    residents: float
+    kv_tokens: float
+    memory_bytes_per_gpu: float
+    """Of the fullest GPU."""
+
+
+def full_batches(groups: Sequence[tuple[Problem, ReplicaGroup]]) -> FullBatches:
+    """By the closed form; each group comes with the problem of one of its replicas."""
+    found = [(steady_state(group.schedule, one.workload, one.cost), one, group.num_replicas) for one, group in groups]
+    return FullBatches(
+        throughput=sum(count * steady.throughput for steady, _, count in found),
+        residents=sum(count * steady.cycle.num_seqs for steady, _, count in found),
+        kv_tokens=sum(count * steady.kv_tokens for steady, _, count in found),
+        memory_bytes_per_gpu=max(
+            one.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) for steady, one, _ in found
+        ),
+    )
 
 
 def replay_estimate(

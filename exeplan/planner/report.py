@@ -11,6 +11,7 @@ from exeplan.planner.candidates import Candidate
 from exeplan.planner.pipelines import Optimum
 from exeplan.planner.placement_text import show_group, show_placement
 from exeplan.planner.problem import Problem
+from exeplan.planner.replays import FullBatches
 from exeplan.planner.tables import side_by_side, table
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
@@ -29,6 +30,7 @@ def optimum_report(optimum: Optimum, problem: Problem) -> str:
         side_by_side(closed_form=plan.estimate, replay=plan.replay),
         "",
         *promise_report(problem, plan),
+        *full_line(optimum.full),
         *remarks(optimum, problem),
         "",
         table(POLICY_COLUMNS, policy_rows(optimum)),
@@ -47,6 +49,16 @@ def headline(optimum: Optimum, problem: Problem) -> list[str]:
         *([f"  {workload.source}"] if workload.source else []),
         f"{show_bounds(problem.bounds)}: {optimum.plan.schedule}",
         *_placement_lines(optimum, problem),
+    ]
+
+
+def full_line(full: FullBatches | None) -> list[str]:
+    """What full batches take and serve, for a plan whose figures are those of its rate."""
+    if full is None:
+        return []
+    return [
+        f"full batches: {full.residents:.0f} residents hold {full.kv_tokens:.0f} tokens in the KV cache, "
+        f"{show_bytes(full.memory_bytes_per_gpu)} of a GPU, and serve {full.throughput:.3g} requests/s"
     ]
 
 
@@ -113,9 +125,12 @@ def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
     if plan.num_replicas > 1:
         places = [f"{where}, {plan.num_replicas} replicas{_idle(plan)}; router {plan.router}"]
         places += [f"  {show_group(group)}" for group in plan.groups]
+    used = f"at most {show_bytes(plan.estimate.memory_bytes_per_gpu)}"
+    if optimum.full:
+        used += f" at this rate, {show_bytes(optimum.full.memory_bytes_per_gpu)} with full batches,"
     return [
         *places,
-        f"memory per GPU: at most {show_bytes(plan.estimate.memory_bytes_per_gpu)} of {show_bytes(problem.memory)}; "
+        f"memory per GPU: {used} of {show_bytes(problem.memory)}; "
         f"weights {least if least == most else f'{least} to {most}'}",
     ]
 

@@ -15,8 +15,9 @@ from exeplan.figures import axes_or_new
 from exeplan.planner.load_problem import with_relative_references
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate
+from exeplan.planner.replays import FullBatches, full_batches, kv_cache_tokens, replay_estimate, routed_estimate
 from exeplan.planner.replicas import together
+from exeplan.planner.report import full_line
 from exeplan.planner.tables import html, html_table, notes_on, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
@@ -43,6 +44,8 @@ class Simulation:
     routed: RoutedRun | None = None
     """Of all replicas behind their router; None for a backlog, and where there is one."""
     steady_state: str = "comb"
+    full: FullBatches | None = None
+    """With an arrival rate; None under a backlog."""
 
     @property
     def estimate(self) -> Estimate:
@@ -126,7 +129,8 @@ class Simulation:
     @property
     def _remark(self) -> str:
         broken = f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
-        return "\n".join(part for part in (notes_on(replay=self.plan.replay).strip(), broken) if part)
+        lines = (*full_line(self.full), notes_on(replay=self.plan.replay).strip(), broken)
+        return "\n".join(line for line in lines if line)
 
     def __repr__(self) -> str:
         figures = side_by_side(closed_form=self.plan.estimate, replay=self.plan.replay)
@@ -185,6 +189,7 @@ def simulate_plan(
         run=run.replicas[0] if isinstance(run, RoutedRun) else run,
         routed=run if isinstance(run, RoutedRun) else None,
         steady_state=steady_state,
+        full=full_batches(list(zip(problems, plan.groups, strict=True))) if problem.arrivals else None,
     )
 
 

@@ -4,13 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import num_devices
+from exeplan.core.schedule import Estimate, num_devices
 from exeplan.planner.candidates import Candidate
 from exeplan.planner.pipelines import Optimum
 from exeplan.planner.placement_text import show_group, show_placement
 from exeplan.planner.problem import Problem
+from exeplan.planner.ranking import CONFIDENCE, FAR, certain, half_interval
 from exeplan.planner.replays import FullBatches
 from exeplan.planner.tables import side_by_side, table
 from exeplan.simulator.memory import weight_bytes
@@ -23,20 +26,56 @@ POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "po
 
 def optimum_report(optimum: Optimum, problem: Problem) -> str:
     """Everything that `exeplan optimize` prints but for what the search took."""
-    plan = optimum.plan
     lines = [
         *headline(optimum, problem),
         "",
-        side_by_side(closed_form=plan.estimate, replay=plan.replay),
+        side_by_side(**columns(optimum)),
         "",
-        *promise_report(problem, plan),
-        *full_line(optimum.full),
-        *remarks(optimum, problem),
+        *promises(optimum, problem),
         "",
         table(POLICY_COLUMNS, policy_rows(optimum)),
         *(["", str(optimum.order)] if optimum.order else []),
     ]
     return "\n".join(lines)
+
+
+def promises(optimum: Optimum, problem: Problem) -> list[str]:
+    """What the plan promises, how certain that is, and what full batches take."""
+    return [
+        *promise_report(problem, optimum.plan),
+        *proof_line(optimum, problem),
+        *full_line(optimum.full),
+        *remarks(optimum, problem),
+    ]
+
+
+def columns(optimum: Optimum) -> dict[str, Estimate | None]:
+    """The plan's figures side by side; a mean of several replays is called so."""
+    number = len(optimum.seeds)
+    replay = f"mean_of_{number}_replays" if number > 1 else "replay"
+    return {"closed_form": optimum.plan.estimate, replay: optimum.plan.replay}
+
+
+def proof_line(optimum: Optimum, problem: Problem) -> list[str]:
+    """How certain it is that the bounds hold, of a plan for a rate of arrivals by chance."""
+    if problem.arrivals is None or problem.arrivals.of_trace or math.isinf(problem.limit):
+        return []
+    shares = list(zip(*(utilizations(problem.bounds, one) for one in optimum.seeds), strict=True))
+    if len(optimum.seeds) == 1:
+        if max(map(max, shares)) <= FAR:
+            return [f"one replay proves the bounds: it uses at most {100 * FAR:.0f} % of each"]
+        return ["one replay alone keeps the bounds: others may not"]
+    values = zip(*(values_of(problem.bounds, one) for one in optimum.seeds), strict=True)
+    each = [
+        f"{bound.metric} {show_seconds(float(np.mean(given)))} +- {show_seconds(half_interval(given))}"
+        for bound, found in zip(problem.bounds, values, strict=True)
+        if math.isfinite(bound.seconds) and (given := [value or 0.0 for value in found])
+    ]
+    hold = "hold at" if certain(shares) else "hold in the mean, not for certain at"
+    return [
+        f"{len(optimum.seeds)} replays of other requests: the bounds {hold} {100 * CONFIDENCE:.0f} % confidence; "
+        + ", ".join(each)
+    ]
 
 
 def headline(optimum: Optimum, problem: Problem) -> list[str]:

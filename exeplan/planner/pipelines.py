@@ -91,7 +91,7 @@ class Optimum:
     full: FullBatches | None = None
     """With an arrival rate, at which batches are seldom full; None under a backlog, where they always are."""
     seeds: tuple[Estimate, ...] = ()
-    """Replays of the whole plan, by seed; its `replay` is their mean."""
+    """Replays of the whole plan, by seed; its `replay` is their mean, and what `replayed` of its policy counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +416,10 @@ class Pipelines:
         plan = replace(
             plan,
             estimate=together(estimates, counts),
-            replay=mean_estimate(seeds),
+            # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
+            replay=proof.replayed
+            if self.problem.arrivals
+            else together([self.proofs[key].replayed for key in keys], counts),
             search={
                 **_summary([one.search for one in self.found.values() if one.search], self.method),
                 "gap": self._gap(),

@@ -229,6 +229,42 @@ def test_the_plan_at_a_rate_is_the_mean_of_its_replays(at_rate: Problem, monkeyp
     assert "replays of other requests: the bounds hold at 95 % confidence; p99-length" in text
 
 
+@pytest.mark.parametrize("rate", [None, 100.0])
+def test_what_ranks_a_plan_is_what_it_shows_and_saves(rate: float | None, problem: Problem) -> None:
+    asked = replace(problem, arrivals=Arrivals(rate=rate) if rate else None)
+    found = optimize(asked, policies=("orca", "chunked"))
+    winner = next(c for c in found.candidates if c.policy == found.plan.schedule.policy)
+    assert winner.replayed == found.plan.replay.throughput
+    assert found.plan.replay.throughput == pytest.approx(np.mean([one.throughput for one in found.seeds]))
+    if found.order is not None:
+        assert found.order.num_seeds == len(found.seeds) > 1
+
+
+def test_unequal_replicas_count_as_they_are_shown() -> None:
+    cluster = load_cluster("a40")
+    profile = profile_from_datasheet(
+        load_model_spec("opt-13b"), with_links(load_datasheet(cluster.device), cluster), dtype="float16"
+    )
+    whole = make_problem(profile, load_workload("S"), Bound(seconds=6.0), cluster=cluster.part(8))
+    found = optimize(whole, policies=("chunked", "waa-c"))
+    assert len(found.plan.groups) > 1
+    winner = next(c for c in found.candidates if c.policy == found.plan.schedule.policy)
+    assert winner.replayed == pytest.approx(found.plan.replay.throughput)
+
+
+def test_a_backlog_whose_further_replays_break_the_bound_is_searched_again(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines, "_DOUBT", 1.0)
+    usual = optimize(problem, policies=("orca", "chunked"))
+    assert len(usual.seeds) > 1
+    late = dict.fromkeys(range(1, MOST_SEEDS), 1.3 * 0.1 / usual.plan.replay.latency)
+    monkeypatch.setattr(pipelines, "replay_estimate", seeded(late, []))
+    again = optimize(problem, policies=("orca", "chunked"))
+    assert again.plan.schedule != usual.plan.schedule
+    assert again.plan.replay.latency <= 0.1
+
+
 def test_far_below_its_bounds_a_rate_takes_one_replay(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     monkeypatch.setattr(pipelines, "replay_estimate", seeded({}, counted))

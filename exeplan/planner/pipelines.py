@@ -139,7 +139,6 @@ class Pipelines:
             for policy in policies:
                 self.found.setdefault((size, policy), not_searched(policy))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
-        self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
         self.known: dict[Hashable, tuple[Run, tuple[Estimate, ...]]] = {}
         """Replays by what they are of: searches under other bounds may find the same schedule again."""
@@ -270,7 +269,7 @@ class Pipelines:
         proof = _Proof(run=run, replays=replays, margin=self.margin)
         if self.risk:
             try:
-                own = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+                own = margins(placed, winner.schedule, self.risk, seed=self.seed)
             except Infeasible as error:
                 self.found[key] = replace(winner, schedule=None, refusal=str(error))
                 return
@@ -578,7 +577,7 @@ class Pipelines:
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         margin = self.margin
         if self.risk:
-            margin = margins(placed, schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+            margin = margins(placed, schedule, self.risk, seed=self.seed)
         proof = _Proof(run=run, replays=replays, margin=margin)
         filled = _filled(part, winner, proof)
         if max(filled) > 1:

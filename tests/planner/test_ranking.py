@@ -240,18 +240,6 @@ def test_what_ranks_a_plan_is_what_it_shows_and_saves(rate: float | None, proble
         assert found.order.num_seeds == len(found.seeds) > 1
 
 
-def test_unequal_replicas_count_as_they_are_shown() -> None:
-    cluster = load_cluster("a40")
-    profile = profile_from_datasheet(
-        load_model_spec("opt-13b"), with_links(load_datasheet(cluster.device), cluster), dtype="float16"
-    )
-    whole = make_problem(profile, load_workload("S"), Bound(seconds=6.0), cluster=cluster.part(8))
-    found = optimize(whole, policies=("chunked", "waa-c"))
-    assert len(found.plan.groups) > 1
-    winner = next(c for c in found.candidates if c.policy == found.plan.schedule.policy)
-    assert winner.replayed == pytest.approx(found.plan.replay.throughput)
-
-
 def test_a_backlog_whose_further_replays_break_the_bound_is_searched_again(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:

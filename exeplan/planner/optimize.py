@@ -26,6 +26,7 @@ from exeplan.planner.pipelines import Effort, Optimum, Pipelines
 from exeplan.planner.problem import Problem
 from exeplan.planner.ranking import CONFIDENCE, half_interval
 from exeplan.planner.search_space import pareto
+from exeplan.planner.tables import groups_json
 from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result, Trial
@@ -143,6 +144,7 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         "extrapolated": list(optimum.beyond),
         "replays": _replays_json(optimum),
         "unproven": list(optimum.unproven),
+        "groups": groups_json(optimum.groups),
         "full_batches": asdict(optimum.full) if optimum.full else None,
     }
 

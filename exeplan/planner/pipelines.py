@@ -31,6 +31,7 @@ from exeplan.planner.replays import (
 )
 from exeplan.planner.replicas import (
     Division,
+    GroupFigures,
     best_division,
     division_throughput,
     first_devices,
@@ -90,6 +91,8 @@ class Optimum:
     """Against the next best division; None where no other was replayed."""
     full: FullBatches | None = None
     """With an arrival rate, at which batches are seldom full; None under a backlog, where they always are."""
+    groups: tuple[GroupFigures, ...] = ()
+    """Of unequal replicas the figures of each; empty where all are equal."""
     seeds: tuple[Estimate, ...] = ()
     """Replays of the whole plan, by seed; its `replay` is their mean, and what `replayed` of its policy counts."""
 
@@ -439,6 +442,11 @@ class Pipelines:
             run=proof.run,
             order=ranked and ranked[0],
             full=full_batches(alone) if self.problem.arrivals else None,
+            groups=tuple(
+                GroupFigures(group=group, estimate=one, replay=self.proofs[key].replayed)
+                for key, group, one in zip(keys, groups, estimates, strict=True)
+                if len(groups) > 1
+            ),
             seeds=seeds,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.metrics import summarize
+from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problem import Problem
 from exeplan.simulator.closed_form import SteadyState, steady_state
@@ -162,9 +162,16 @@ def routed_estimate(
         deadlines=due.draw(len(inputs), seed=seed) if due else None,
         record_passes=record_passes,
     )
-    peaks = [float(one.peak_kv_tokens) for one in run.replicas]
-    return run, summarize(
-        run.requests,
+    return run, arrived_estimate(problem, run.requests, run.replicas, placed)
+
+
+def arrived_estimate(
+    problem: Problem, requests: Sequence[RequestRecord], runs: Sequence[Run], placed: Sequence[Problem]
+) -> Estimate:
+    """The Estimate of requests that came at their own times to replicas that were run so, each on its placement."""
+    peaks = [float(one.peak_kv_tokens) for one in runs]
+    return summarize(
+        requests,
         p99_output=problem.workload.output_quantile(0.99),
         bounds=problem.bounds,
         backlog=False,

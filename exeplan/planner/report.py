@@ -11,11 +11,11 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, num_devices
 from exeplan.planner.candidates import Candidate
 from exeplan.planner.pipelines import Optimum
-from exeplan.planner.placement_text import show_group, show_placement
+from exeplan.planner.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.problem import Problem
 from exeplan.planner.ranking import CONFIDENCE, FAR, certain, half_interval
 from exeplan.planner.replays import FullBatches
-from exeplan.planner.tables import side_by_side, table
+from exeplan.planner.tables import group_table, side_by_side, table
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
@@ -30,6 +30,7 @@ def optimum_report(optimum: Optimum, problem: Problem) -> str:
         *headline(optimum, problem),
         "",
         side_by_side(**columns(optimum)),
+        *(["", group_table(optimum.groups)] if optimum.groups else []),
         "",
         *promises(optimum, problem),
         "",
@@ -80,13 +81,13 @@ def proof_line(optimum: Optimum, problem: Problem) -> list[str]:
 
 def headline(optimum: Optimum, problem: Problem) -> list[str]:
     """The model, the workload, the winner under its bounds and its placement."""
-    profile, workload = problem.profile, problem.workload
+    profile, workload, plan = problem.profile, problem.workload, optimum.plan
     return [
         f"{profile.model.name} on {profile.device.name} ({profile.dtype}), workload "
         f"{workload.name}: mean {workload.mean_input:.0f} in, {workload.mean_output:.0f} out, "
         f"p99 {workload.output_quantile(0.99)} out",
         *([f"  {workload.source}"] if workload.source else []),
-        f"{show_bounds(problem.bounds)}: {optimum.plan.schedule}",
+        f"{show_bounds(problem.bounds)}: {show_copies(plan) if plan.more_replicas else plan.schedule}",
         *_placement_lines(optimum, problem),
     ]
 

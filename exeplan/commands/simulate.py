@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         more["groups"] = groups_json(simulation.groups)
         more["full_batches"] = asdict(simulation.full) if simulation.full else None
         more["evidence"] = evidence_rows(replay=simulation.plan.replay)
-        print(json_line({**as_json(simulation.plan), **more}))
+        print(json_line({**as_json(simulation.request.named(simulation.plan)), **more}))
     else:
         print(simulation)
     return 2 if simulation.broken_bound else 0

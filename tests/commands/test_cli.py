@@ -305,3 +305,13 @@ def test_the_exit_status_reaches_the_shell_without_a_traceback(folder: Path) -> 
     right = subprocess.run([*command, *optimize(), "--json"], capture_output=True, text=True, check=False)
     assert (right.returncode, right.stderr) == (0, "")
     assert strict(right.stdout)["schedule"]
+
+
+def test_json_names_the_inputs_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([*optimize(), "--json"], [*optimize(), "--json", "-o", "plan.yaml"], [*simulate(), "--json"]):
+        assert main(argv) == 0
+        body = json.loads(capsys.readouterr().out)
+        assert (body["workload"], body["profile"]) == (LAW, "p.json")
+    assert main(["simulate", "plan.yaml", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["workload"], Path(body["profile"]).name) == (LAW, "p.json")

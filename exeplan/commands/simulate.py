@@ -16,6 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
     parser.add_argument("--workload", metavar="W", help="instead of the plan's own")
     parser.add_argument("--cluster", metavar="C", help="instead of the plan's own; one node where there is none")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
+        "--arrival-rate",
+        metavar="R",
+        help="requests/s that arrive, Poisson, whatever the plan was made for; waiting then counts in all bounds",
+    )
+    load.add_argument("--arrivals", choices=("trace",), help="requests arrive at the times of the workload's trace")
     parser.add_argument(
         "--requests", type=int, metavar="N", help="requests to replay (default: enough for a steady window)"
     )
@@ -47,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         check_saved(args.steady_state)
     if args.timeline:
         check_timeline(args.timeline)
-    options = ("profile", "workload", "cluster", "requests", "seed", "steady_state")
+    options = ("profile", "workload", "cluster", "arrival_rate", "arrivals", "requests", "seed", "steady_state")
     simulation = api.simulate(args.plan, **{name: getattr(args, name) for name in options})
     if args.timeline:
         simulation.write_timeline(args.timeline)

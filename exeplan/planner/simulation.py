@@ -185,6 +185,7 @@ def simulate_plan(
         replay=replayed,
         kv_cache_tokens=first.kv_cache_tokens,
         more_replicas=tuple(more),
+        search={**plan.search, "replays": 1} if plan.search else plan.search,
         model_fingerprint=profile.model.fingerprint,
         profile_fingerprint=profile.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,

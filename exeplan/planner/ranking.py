@@ -16,6 +16,7 @@ Source: paired comparison of two systems, Law and Kelton, Simulation Modeling an
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -102,14 +103,11 @@ def mean_estimate(replays: Sequence[Estimate]) -> Estimate:
     if len(replays) == 1:
         return replays[0]
 
-    def mean(values: Sequence[float | None]) -> float | None:
+    def mean(values: Sequence[float | None]) -> Any:
         given = [value for value in values if value is not None]
         return float(np.mean(given)) if len(given) == len(values) else None
 
-    figures = (f.name for f in fields(Estimate) if f.name not in ("percentiles", "evidence", "notes"))
-    return replace(
-        replays[0],
-        **{name: mean([getattr(one, name) for one in replays]) for name in figures},
-        percentiles={name: mean([one.percentiles[name] for one in replays]) for name in replays[0].percentiles},
-        evidence={},
-    )
+    names = [f.name for f in fields(Estimate) if f.name not in ("percentiles", "evidence", "notes")]
+    figures: dict[str, Any] = {name: mean([getattr(one, name) for one in replays]) for name in names}
+    percentiles = {name: mean([one.percentiles[name] for one in replays]) for name in replays[0].percentiles}
+    return replace(replays[0], **figures, percentiles=percentiles, evidence={})

@@ -19,8 +19,11 @@ nitpick_ignore_regex = [
     # Parts of answers that are no part of the public API.
     (
         "py:class",
-        r"exeplan\.(planner\.(pipelines|problem|sizing|explain|frontier_plot|plan_request)|simulator\.(run|routed)|progress|search\.search)"
+        r"exeplan\.(planner\.(pipelines|problem|replays|replicas|sizing|explain|frontier_plot|plan_request)|simulator\.(run|routed)|progress|search\.search)"
         r"\..*",
     ),
-    ("py:class", r"exeplan\.(core\.(cluster\.Link|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))"),
+    (
+        "py:class",
+        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))",
+    ),
 ]

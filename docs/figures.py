@@ -189,6 +189,30 @@ def _spread(errors: Sequence[tuple[float, float]]) -> list[str]:
     return cells
 
 
+def risk_left_out(record: Record) -> str:
+    """The margin of plans against none, on deployments left out whole."""
+    header = ("bounds", "margin", "runs", "broke the bound", "95 % of it", "refused", "throughput kept, mean")
+    return rows(
+        header,
+        [
+            (
+                row["bounds"],
+                "as planned" if row["margin"].startswith("by deployment") else row["margin"],
+                *(row[key] for key in ("cases", "broken", "95 % of it", "refused", "kept, mean")),
+            )
+            for row in record["left_out"]
+            if row["margin"] == "none" or row["margin"].startswith("by deployment")
+        ],
+    )
+
+
+def risk_traces(record: Record) -> str:
+    """Plans on few requests of a law, played with others."""
+    keys = ("law", "requests", "margin", "median", "plans", "kept the bound", "95 % of it")
+    header = ("law", "requests planned on", "margin", "its median", "plans", "kept the bound", "95 % of it")
+    return rows(header, [tuple(row[key] for key in keys) for row in record["traces"]])
+
+
 def errors_of(figure: str) -> Callable[[Record], str]:
     """Sizes of the errors of the plan, as measured: median over cases and the worst."""
 
@@ -491,6 +515,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-replay-speed-peer": {"times": replay_times, "differences": replay_differences},
     "planner-replay-speed-10m": {"cost": long_replay},
     "closed-form": {"errors": closed_form_errors},
+    "planner-risk": {"left-out": risk_left_out, "traces": risk_traces},
     "fidelity-demo": {
         "throughput": errors_of("throughput"),
         "latency": errors_of("latency"),

@@ -216,15 +216,22 @@ def simulate(
     profile: Profile | File | None = None,
     workload: Workload | File | Mapping[str, ArrayLike] | Any = None,
     cluster: Cluster | File | None = None,
+    arrival_rate: Quantity | None = None,
+    arrivals: Literal["trace"] | None = None,
     requests: int | None = None,
     seed: int = 0,
     steady_state: str = "comb",
 ) -> Simulation:
-    """Replays a plan request by request; profile, workload and cluster replace the plan's own.
+    """Replays a plan request by request; profile, workload and cluster replace the plan's own, and so do the arrivals.
 
     `requests` is how many are replayed (default: enough for a steady window). Raises InputError for wrong input.
     """
     found = plan if isinstance(plan, Plan) else load_plan(plan)
+    if arrival_rate is not None and arrivals is not None:
+        raise InputError("--arrival-rate and --arrivals trace exclude each other; leave one out")
+    if arrival_rate is not None or arrivals is not None:
+        rate = parse_rate(str(arrival_rate), "--arrival-rate") if arrival_rate is not None else None
+        found = replace(found, arrival_rate=rate, trace_arrivals=arrivals == "trace")
     request = plan_request(
         found,
         profile=load_profile(profile) if profile is not None else None,

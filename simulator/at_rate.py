@@ -19,6 +19,7 @@ lengths, c their coefficient of variation (Lee and Longton 1959).
 Gate: all that wait begin together, up to a full batch, when the batch before is done, or its cycle over (`gate.py`).
 Stages that prefill apart are a gate of their own; what decodes behind them is the policy's (`Steady.arriving`).
 
+    KV cache    that of a batch which is exceeded as seldom as three standard deviations of a normal law are
     percentiles as `request_times.py` has them, over what an arriving request meets
 
 Burstier arrivals than a Poisson stream, gaps with a squared coefficient of variation c above 1, spread n, and the
@@ -31,14 +32,16 @@ keeps the bounds, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 
 from exeplan.arrays import Floats
+from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound, share_of_requests, targets_of
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
-from exeplan.simulator.closed_form import SteadyState, deadline_factors, estimate, weighted_quantile
+from exeplan.simulator.closed_form import KV_SIGMAS, SteadyState, deadline_factors, estimate, weighted_quantile
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.gate import Gate, gate
 from exeplan.simulator.request_times import (
@@ -78,6 +81,8 @@ class _Mix:
     wait: float
     """Mean seconds until it begins."""
     met: Met
+    kv_tokens: float
+    """Tokens of KV cache of as many requests as are hardly ever exceeded."""
     harmonic: bool
     """Requests stay while the batch changes, and meet a slow one for longer."""
 
@@ -94,8 +99,8 @@ def estimate_at_rate(
 ) -> Estimate:
     """The Estimate of a schedule under arrivals; `points` are its steady states with rising batches, the last one full.
 
-    Its throughput must exceed the rate. KV cache and memory are those of full batches. Percentiles, attainment and
-    goodput are those of `bounds`.
+    Its throughput must exceed the rate. Percentiles, attainment and goodput are those of `bounds`; KV cache and memory
+    are what the requests of this rate hold.
     """
     full = points[-1]
     if full.steady.arriving is not None:
@@ -110,6 +115,10 @@ def estimate_at_rate(
     ttft = mix.wait + float(mix.joining @ firsts)
     tpot = mix.mean([point.tpot for point in points])
     at_length = ttft + mix.mean(np.array(lasts) - firsts)
+    kv_tokens = mix.kv_tokens
+    if full.steady.arriving is not None:
+        kv_tokens = _kv_behind(full, arrivals, ttft - mix.wait + tpot * (full.workload.mean_output - 1))
+    kv_tokens = min(kv_tokens, full.kv_tokens)
     share = share_of_requests(metric)
     at_rate = replace(
         estimate(full, cost, metric),
@@ -122,10 +131,29 @@ def estimate_at_rate(
         else _quantile(points, mix.met, share, factors=deadline_factors(full.workload, metric)),
         latency_p50=_quantile(points, mix.met, 0.5),
         latency_p99=_quantile(points, mix.met, 0.99),
+        kv_tokens=kv_tokens,
+        memory_bytes_per_gpu=float(cost.memory.max_bytes(kv_tokens, full.cycle.prefill_kv_tokens)),
     )
     if not targets_of(bounds):
         return at_rate
     return with_bounds(at_rate, times_at_rate(points, cost, mix.met), bounds)
+
+
+def _held_most(chance: Floats) -> int:
+    """Which of these, rising, is exceeded as seldom as a normal law exceeds `KV_SIGMAS` standard deviations."""
+    return int(np.searchsorted(np.cumsum(chance), NormalDist().cdf(KV_SIGMAS) * chance.sum()).clip(max=len(chance) - 1))
+
+
+def _kv_behind(full: SteadyState, arrivals: Arrivals, served: float) -> float:
+    """Tokens of KV cache of stages that decode what others prefilled, where requests are there for `served` seconds.
+
+    By Little's law rate * served of them, a number with the variance of a Poisson law, times as much as the stream is
+    burstier; each holds what one of a full batch does.
+    """
+    cycle, mean = full.cycle, arrivals.rate * served
+    most = mean + KV_SIGMAS * np.sqrt(mean * max(arrivals.variability, 1.0))
+    spread = np.sqrt(most * cycle.kv_tokens_std**2 / cycle.num_seqs)
+    return float(most * (cycle.kv_tokens / cycle.num_seqs + BLOCK_SIZE / 2) + KV_SIGMAS * spread)
 
 
 def _is_gated(point: SteadyState) -> bool:
@@ -163,6 +191,7 @@ def _in_slots(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostModel
             np.maximum(number + 1 - sizes[-1], 0.0),
             chance,
         ),
+        kv_tokens=float(np.interp(served[_held_most(chance)], sizes, [point.kv_tokens for point in points])),
         harmonic=True,
     )
     return [each.of(point) for point, each in zip(points, passes, strict=True)], mix
@@ -233,11 +262,13 @@ def _through_gate(points: Sequence[SteadyState], arrivals: Arrivals, cost: CostM
     found = gate(arrivals.rate, held[:, None] * spread, variability=arrivals.variability / arrivals.sharing)
     if not apart:
         found = _joining(found, points[-1], cost, mean, mean / arrivals.rate)
+    most = np.interp(found.sizes[_held_most(found.chance)], each, blended)
     return _Mix(
         aboard=_weights(np.interp(found.sizes, each, blended), sizes) @ found.chance,
         joining=_weights(found.sizes, sizes) @ found.chance,
         wait=found.wait,
         met=_met_at_gate(np.interp(np.interp(found.together, each, blended), sizes, np.arange(len(points))), found),
+        kv_tokens=float(np.interp(most, sizes, [point.kv_tokens for point in points])),
         harmonic=False,
     )
 

@@ -149,9 +149,7 @@ def run(args: argparse.Namespace) -> int:
     with Shown("optimize") as shown:
         search, frontier, what_if = _parts(shown, plot=args.plot is not None, explain=args.explain)
         solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS}, told=search)
-        optimum = solution.optimum
-        if args.output:
-            optimum = replace(optimum, plan=solution.save(args.output))
+        optimum = replace(solution.optimum, plan=solution.save(args.output) if args.output else solution.plan)
         if args.plot:
             solution.write_plot(args.plot, told=frontier)
         explanation = solution.explain(told=what_if) if args.explain else None

@@ -5,6 +5,7 @@ Fills in the estimate of a plan that was written by hand (model, schedule and pl
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 POSITION = 40
@@ -15,6 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
     parser.add_argument("--workload", metavar="W", help="instead of the plan's own")
     parser.add_argument("--cluster", metavar="C", help="instead of the plan's own; one node where there is none")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
+        "--arrival-rate",
+        metavar="R",
+        help="requests/s that arrive, Poisson, whatever the plan was made for; waiting then counts in all bounds",
+    )
+    load.add_argument("--arrivals", choices=("trace",), help="requests arrive at the times of the workload's trace")
     parser.add_argument(
         "--requests", type=int, metavar="N", help="requests to replay (default: enough for a steady window)"
     )
@@ -39,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.core.plan import as_json
     from exeplan.planner.simulation import check_saved
-    from exeplan.planner.tables import evidence_rows, json_line
+    from exeplan.planner.tables import evidence_rows, groups_json, json_line
     from exeplan.simulator.timeline import check_timeline
 
     if args.output:
         check_saved(args.steady_state)
     if args.timeline:
         check_timeline(args.timeline)
-    options = ("profile", "workload", "cluster", "requests", "seed", "steady_state")
+    options = ("profile", "workload", "cluster", "arrival_rate", "arrivals", "requests", "seed", "steady_state")
     simulation = api.simulate(args.plan, **{name: getattr(args, name) for name in options})
     if args.timeline:
         simulation.write_timeline(args.timeline)
@@ -54,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
         simulation.save(args.output)
     if args.json:
         more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
+        more["groups"] = groups_json(simulation.groups)
+        more["full_batches"] = asdict(simulation.full) if simulation.full else None
         more["evidence"] = evidence_rows(replay=simulation.plan.replay)
-        print(json_line({**as_json(simulation.plan), **more}))
+        print(json_line({**as_json(simulation.request.named(simulation.plan)), **more}))
     else:
         print(simulation)
     return 2 if simulation.broken_bound else 0

@@ -156,7 +156,8 @@ class Estimate:
     latency_p50: float
     latency_p99: float
     kv_tokens: float
-    """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured)."""
+    """Tokens in the KV cache: mean plus the spread that a plan leaves room for (predicted), or the peak (measured). Of
+    requests at the planned rate, where they come at one; full batches take more."""
     memory_bytes_per_gpu: float
     deadline_share: float | None = None
     """Share of the requests whose whole answer comes by their deadline; None without deadlines, and by closed form."""

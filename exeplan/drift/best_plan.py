@@ -24,6 +24,7 @@ from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.optimize import optimize
 from exeplan.planner.pipelines import Effort
 from exeplan.planner.problem import Problem
+from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
 
 STEP = 0.03
@@ -83,7 +84,7 @@ def best_plan(
         arrival_rate=problem.arrivals.rate * plan.num_replicas if problem.arrivals else None,
         trace_arrivals=False,
         workload=None,
-        kv_cache_tokens=_kv_cache_tokens(plan, found.plan, problem),
+        kv_cache_tokens=_kv_cache_tokens(plan, found.plan, replace(problem, workload=law)),
     )
     return replace(found, plan=made)
 
@@ -139,8 +140,11 @@ def _steps(factor: float) -> int:
 def _kv_cache_tokens(plan: Plan, found: Plan, problem: Problem) -> int | None:
     """KV cache of the new plan: that of the engine, where it suffices."""
     there = engine_blocks(plan, problem.profile.model) * BLOCK_SIZE
-    needed = found.estimate.kv_tokens if found.estimate else math.inf
-    return there if found.placement == plan.placement and needed <= there else found.kv_cache_tokens
+    if found.placement != plan.placement:
+        return found.kv_cache_tokens
+    placed = problem.at(found.placement)
+    needed = steady_state(found.schedule, placed.workload, placed.cost).kv_tokens
+    return there if needed <= there else found.kv_cache_tokens
 
 
 def cautious(observed: Observed, workload: Workload, *, share: float, confidence: float) -> Workload:

@@ -9,17 +9,19 @@ Not here: how it is shown (`explain_text.py`).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from exeplan.core.bounds import Bound, utilizations, values_of
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, Schedule
+from exeplan.core.schedule import ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
 from exeplan.planner.candidates import capacity
 from exeplan.planner.infeasible import meaning
 from exeplan.planner.pipelines import Optimum
+from exeplan.planner.placement_text import show_equal
 from exeplan.planner.problem import Problem
 from exeplan.planner.replays import replay_estimate
 from exeplan.planner.report import IN_REPLAY, binding_bound
@@ -91,10 +93,8 @@ class RunnerUp:
 class Explanation:
     """The explanation of a plan."""
 
-    schedule: Schedule
-    placement: Placement
-    num_groups: int
-    """Of replicas; `schedule`, `placement`, `breakdown` and the causes in `limits` are the first's."""
+    groups: tuple[ReplicaGroup, ...]
+    """Equal replicas each."""
     throughput: float
     """Requests/s in the replay; with an arrival rate those that full batches sustain."""
     at_rate: bool
@@ -103,7 +103,8 @@ class Explanation:
     """What limits the throughput, the first cause first."""
     bounds: tuple[str, ...]
     """How far each bound is used in the replay."""
-    breakdown: Breakdown
+    breakdowns: tuple[Breakdown, ...]
+    """Of one replica of each group."""
     runner_up: RunnerUp | None
     refusals: tuple[str, ...]
     """Why the policies without a schedule have none."""
@@ -111,6 +112,11 @@ class Explanation:
     more_latency: WhatIf
     more_memory: WhatIf
     """More memory for keys and values, or more residents: the one that is fuller."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the first group."""
+        return self.groups[0].schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,31 +155,33 @@ def explain(
 ) -> Explanation:
     """Explains the optimum of a problem. `whole` is the cluster that the GPUs are a part of."""
     plan, explained = optimum.plan, _Plan(problem=problem, optimum=optimum, again=again)
-    placed = problem.replica(plan.placement, plan.num_replicas, router=plan.router)
+    placed = [problem.replica(g.placement, plan.num_replicas, router=plan.router) for g in plan.groups]
     more_latency = _more_latency(explained, told.part(0.0, 0.35, "more latency"))
     more_memory = _more_memory(explained, placed, told.part(0.35, 0.7, "more memory"))
     more_gpus = _more_gpus(explained, whole or problem.cluster, told.part(0.7, 0.8, "more GPUs"))
     runner_up = _runner_up(explained, told.part(0.8, 0.9, "runner-up"))
     told("where the time goes", 0.9)
-    found = break_down(
-        placed.cost,
-        lambda cost: replay_estimate(replace(placed, cost=cost), plan.schedule, seed=seed)[0],
-        backlog=problem.arrivals is None,
-    )
+    found = tuple(_broken_down(one, g.schedule, seed=seed) for one, g in zip(placed, plan.groups, strict=True))
     return Explanation(
-        schedule=plan.schedule,
-        placement=plan.placement,
-        num_groups=len(plan.groups),
+        groups=plan.groups,
         throughput=explained.throughput,
         at_rate=problem.arrivals is not None,
-        limits=(_what_limits(more_latency, more_memory, more_gpus), *_what_takes_time(found)),
+        limits=(_what_limits(more_latency, more_memory, more_gpus), *_what_takes_time(plan.groups, found)),
         bounds=tuple(_bound_sentences(problem, plan)),
-        breakdown=found,
+        breakdowns=found,
         runner_up=runner_up,
         refusals=tuple(c.refusal for c in optimum.candidates if c.refusal),
         more_gpus=more_gpus,
         more_latency=more_latency,
         more_memory=more_memory,
+    )
+
+
+def _broken_down(placed: Problem, schedule: Schedule, *, seed: int) -> Breakdown:
+    return break_down(
+        placed.cost,
+        lambda cost: replay_estimate(replace(placed, cost=cost), schedule, seed=seed)[0],
+        backlog=placed.arrivals is None,
     )
 
 
@@ -244,7 +252,13 @@ def _bound_sentence(problem: Problem, bound: Bound, plan: Plan, value: float) ->
     return f"{about}{mean}: {show_seconds(value)} in the replay, at most {show_seconds(bound.seconds)}"
 
 
-def _what_takes_time(found: Breakdown) -> list[str]:
+def _what_takes_time(groups: Sequence[ReplicaGroup], found: Sequence[Breakdown]) -> list[str]:
+    """The same for every group of replicas, which is named where there are several."""
+    names = [f"{show_equal(group)}: " if len(groups) > 1 else "" for group in groups]
+    return [name + each for name, one in zip(names, found, strict=True) for each in _takes_time(one)]
+
+
+def _takes_time(found: Breakdown) -> list[str]:
     """What the GPUs spend their time on, by its share."""
     phases = [(name, time) for name, time in found.phases.items() if time.share >= _SEEN]
     costs = [(time.share, f"{name} passes: {_ceiling(time)}") for name, time in phases]
@@ -297,12 +311,15 @@ def _more_latency(explained: _Plan, told: Told) -> WhatIf:
     return explained.with_more(change, limit, problem.limited_to((1 + MORE) * problem.limit), told)
 
 
-def _more_memory(explained: _Plan, placed: Problem, told: Told) -> WhatIf:
-    """With more of what is fuller in a replica of the plan: memory, or the places for residents."""
-    problem, schedule = explained.problem, explained.optimum.plan.schedule
-    steady = steady_state(schedule, problem.workload, placed.cost)
-    held = memory_bytes(problem.profile, placed.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
-    if held / problem.memory >= steady.cycle.num_seqs / placed.max_seqs:
+def _more_memory(explained: _Plan, placed: Sequence[Problem], told: Told) -> WhatIf:
+    """With more of what is fuller in the replica of the plan where it is fullest: memory, or the places for
+    residents."""
+    problem, filled = explained.problem, []
+    for one, group in zip(placed, explained.optimum.plan.groups, strict=True):
+        steady = steady_state(group.schedule, problem.workload, one.cost)
+        held = memory_bytes(problem.profile, one.cost.placement, steady.kv_tokens, steady.cycle.prefill_kv_tokens)
+        filled.append((held / problem.memory, steady.cycle.num_seqs / one.max_seqs))
+    if max(held for held, _ in filled) >= max(residents for _, residents in filled):
         more = replace(problem, memory=(1 + MORE) * problem.memory)
         return explained.with_more(f"{percent(MORE)} more memory on each GPU", "KV memory", more, told)
     residents = math.ceil((1 + MORE) * problem.max_seqs - 1e-9)

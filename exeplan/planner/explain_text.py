@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import Placement, Schedule
 from exeplan.planner.explain import Explanation, WhatIf, percent
-from exeplan.planner.placement_text import show_copies, show_gpus
+from exeplan.planner.placement_text import show_copies, show_equal, show_gpus
 from exeplan.planner.tables import table
-from exeplan.simulator.breakdown import KINDS
+from exeplan.simulator.breakdown import KINDS, Breakdown
 
 _STAGES = 16
 """Most stages that are listed; of more, only the mean is shown."""
@@ -20,12 +20,11 @@ def explanation_lines(explanation: Explanation) -> str:
     e = explanation
     first, *rest = e.limits
     lines = [
-        f"what limits {'the rate that full batches sustain' if e.at_rate else e.schedule.policy}: {first}",
+        f"what limits {_what(e)}: {first}",
         *rest,
         *e.bounds,
         "",
-        *([f"the first of {e.num_groups} groups of replicas:"] if e.num_groups > 1 else []),
-        _stage_table(e),
+        *_stage_tables(e),
         "",
         f"best plan of another policy: {_runner_up(e)}",
         *(f"no schedule: {refusal}" for refusal in e.refusals),
@@ -34,23 +33,39 @@ def explanation_lines(explanation: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _stage_table(e: Explanation) -> str:
+def _what(e: Explanation) -> str:
+    if e.at_rate:
+        return "the rate that full batches sustain"
+    return " and ".join(dict.fromkeys(group.schedule.policy for group in e.groups))
+
+
+def _stage_tables(e: Explanation) -> list[str]:
+    """One for each group of replicas, under its name where there are several."""
+    found = []
+    for number, (group, breakdown) in enumerate(zip(e.groups, e.breakdowns, strict=True)):
+        name = [*([""] if number else []), f"one replica of {show_equal(group)}"] if len(e.groups) > 1 else []
+        found += [*name, _stage_table(group.placement, breakdown)]
+    return found
+
+
+def _stage_table(placement: Placement, breakdown: Breakdown) -> str:
     header = ("stage", "GPUs", "layers", *(kind.replace("_", "-") for kind in KINDS), "idle")
     rows = []
-    if 1 < len(e.placement) <= _STAGES:
-        for number, (stage, shares) in enumerate(zip(e.placement, e.breakdown.stages, strict=True)):
+    if 1 < len(placement) <= _STAGES:
+        for number, (stage, shares) in enumerate(zip(placement, breakdown.stages, strict=True)):
             name = f"{number} {stage.phase}".strip()
             held = sum(last - first for first, last in (stage.layers, stage.encoder_layers))
             rows.append((name, show_gpus(stage.devices).split()[1], str(held), *map(percent, shares.values())))
-    devices = sum(stage.tensor_parallel_size for stage in e.placement)
-    layers = sum(last - first for s in e.placement for first, last in (s.layers, s.encoder_layers))
-    rows.append(("all", str(devices), str(layers), *map(percent, e.breakdown.mean.values())))
+    devices = sum(stage.tensor_parallel_size for stage in placement)
+    layers = sum(last - first for s in placement for first, last in (s.layers, s.encoder_layers))
+    rows.append(("all", str(devices), str(layers), *map(percent, breakdown.mean.values())))
     return table(header, rows)
 
 
 def _runner_up(e: Explanation) -> str:
     if e.runner_up is None:
-        return "none, no other policy has a schedule" if e.refusals else f"none, only {e.schedule.policy} was searched"
+        only = f"none, only {e.schedule.policy} was searched"
+        return "none, no other policy has a schedule" if e.refusals else only
     r = e.runner_up
     less = f"{100 * abs(r.less):.1f} % {'less' if r.less >= 0 else 'more'}"
     chance = ", within noise" if abs(r.less) <= r.noise else ""
@@ -66,7 +81,10 @@ def _show_what_if(what: WhatIf) -> str:
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
-    """The explanation for programs: shares, requests/s; null where there is no value."""
+    """The explanation for programs: shares, requests/s; null where there is no value.
+
+    `groups` are the shares of each group of replicas, those without a group the first's.
+    """
     e = explanation
     runner_up = None
     if r := e.runner_up:
@@ -74,17 +92,27 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
     return {
         "limits": list(e.limits),
         "bounds": list(e.bounds),
-        "stages": [dict(shares) for shares in e.breakdown.stages],
-        "mean": dict(e.breakdown.mean),
-        "phases": {
-            name: {**asdict(time), "bound_by": "compute" if time.compute_bound else "memory bandwidth"}
-            for name, time in e.breakdown.phases.items()
-        },
+        **_breakdown_json(e.breakdowns[0]),
+        "groups": [
+            {"replicas": group.num_replicas, "schedule": _flat(group.schedule), **_breakdown_json(one)}
+            for group, one in zip(e.groups, e.breakdowns, strict=True)
+        ],
         "runner_up": runner_up,
         "refusals": list(e.refusals),
         "more_gpus": _what_if_json(e.more_gpus),
         "more_latency": _what_if_json(e.more_latency),
         "more_memory": _what_if_json(e.more_memory),
+    }
+
+
+def _breakdown_json(breakdown: Breakdown) -> dict[str, Any]:
+    return {
+        "stages": [dict(shares) for shares in breakdown.stages],
+        "mean": dict(breakdown.mean),
+        "phases": {
+            name: {**asdict(time), "bound_by": "compute" if time.compute_bound else "memory bandwidth"}
+            for name, time in breakdown.phases.items()
+        },
     }
 
 

@@ -8,6 +8,15 @@
 
 The parts are independent and are compounded: their centres are added, their spreads are added in squares. Several
 bounds share the risk equally, so that all hold together with it.
+
+The best of several policies has the margin that it would have alone. Selection makes an error larger (winner's curse)
+only where it is of one candidate and what selected it saw it. The errors of lengths, profile and deployment are of
+what all policies share: trace, times, device and engine. If E is such an error, whatever policy is selected breaks its
+bound exactly if E exceeds the margin, so with the chance that E does. The error of the closed form is the policy's own,
+but is measured on the winner by replays with seeds that selected nothing. What this leaves out is an error that a real
+engine makes with one policy alone: no measured deployment was run with several, so that its size is unknown; the law of
+deployments has it as a part of the spread between runs. Picks among measured configurations of a deployment, each by
+such a margin, do not break more (benchmarks/planner/risk.py).
 """
 
 import math
@@ -23,6 +32,7 @@ from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.planner.deployments import deployment_law, deployment_of, shipped_deployments
 from exeplan.planner.problem import Problem
+from exeplan.planner.ranking import MOST_SEEDS
 from exeplan.planner.replays import replay_estimate
 from exeplan.planner.risk import ErrorLaw, compound, error_law
 from exeplan.planner.sampling_error import sampling_error
@@ -75,11 +85,11 @@ class Margins:
 
 def expected_margins(problem: Problem, risk: Risk) -> Margins:
     """Before any replay: from measured errors alone."""
-    return _margins(problem, risk, [_deployment_laws(problem, risk)], [], num_compared=1)
+    return _margins(problem, risk, [_deployment_laws(problem, risk)], [])
 
 
-def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: int, seed: int) -> Margins:
-    """Of the schedule that was selected as the best of `num_compared`, on its placement.
+def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> Margins:
+    """Of a schedule on its placement, whether it is the best of one policy or of several.
 
     Raises Infeasible as `sampling_error` does.
     """
@@ -93,9 +103,7 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, num_compared: i
     else:
         remarks.append(f"profile: {problem.profile.source}, its times have no repeats to judge them by")
     laws.append(_deployment_laws(problem, risk))
-    if num_compared > 1:
-        remarks.append(f"best of {num_compared} policies: each at that part of the risk")
-    return _margins(problem, risk, laws, remarks, num_compared=num_compared)
+    return _margins(problem, risk, laws, remarks)
 
 
 def profile_error(profile: Profile) -> ErrorLaw | None:
@@ -125,9 +133,8 @@ def _replay_laws(problem: Problem, schedule: Schedule, *, seed: int) -> list[Err
     predicted = values_of(problem.bounds, problem.estimate(schedule))
     # A trace is replayed at its own times: other seeds give the same run.
     seeds = 1 if problem.arrivals and problem.arrivals.of_trace else _SEEDS
-    runs = [
-        replay_estimate(problem, schedule, seed=seed + 1 + number, record_passes=False)[1] for number in range(seeds)
-    ]
+    fresh = seed + MOST_SEEDS  # Those before may have selected it.
+    runs = [replay_estimate(problem, schedule, seed=fresh + number, record_passes=False)[1] for number in range(seeds)]
     replayed = [values_of(problem.bounds, run) for run in runs]
     laws: list[ErrorLaw | None] = []
     for number in range(len(problem.bounds)):
@@ -146,8 +153,6 @@ def _margins(
     risk: Risk,
     laws: Sequence[Sequence[ErrorLaw | None]],
     remarks: Sequence[str],
-    *,
-    num_compared: int,
 ) -> Margins:
     """Of laws by part and bound; an infinite bound has none. A part without a value of a bound is told."""
     bounded = [math.isfinite(b.seconds) for b in problem.bounds]
@@ -155,7 +160,7 @@ def _margins(
     values = []
     for number, counts in enumerate(bounded):
         found = [law for part in laws if (law := part[number])]
-        values.append(reduce(compound, found).margin(share, num_compared=num_compared) if counts and found else 0.0)
+        values.append(reduce(compound, found).margin(share) if counts and found else 0.0)
     parts = [_part(part, bounded, share) for part in laws if any(part)]
     remarks = [*remarks, *_unknown(problem.bounds, laws)]
     return Margins(risk=risk.share, values=tuple(values), parts=(*parts, *(Part(words, 0, ()) for words in remarks)))

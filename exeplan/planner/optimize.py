@@ -11,11 +11,12 @@ then equal. With a stated risk the bounds are tightened by margins (`margins.py`
 """
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from exeplan.core.bounds import values_of
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import as_json as plan_json
 from exeplan.core.plan import schedule_json
@@ -23,8 +24,9 @@ from exeplan.planner.candidates import Candidate, Known, candidate, capacity, su
 from exeplan.planner.margins import Risk
 from exeplan.planner.pipelines import Effort, Optimum, Pipelines
 from exeplan.planner.problem import Problem
-from exeplan.planner.ranking import CONFIDENCE
+from exeplan.planner.ranking import CONFIDENCE, half_interval
 from exeplan.planner.search_space import pareto
+from exeplan.planner.tables import groups_json
 from exeplan.policies import load_policy, policy_names, policy_reference
 from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result, Trial
@@ -140,5 +142,20 @@ def as_json(optimum: Optimum) -> dict[str, Any]:
         "candidates": others,
         "order": order,
         "extrapolated": list(optimum.beyond),
+        "replays": _replays_json(optimum),
         "unproven": list(optimum.unproven),
+        "groups": groups_json(optimum.groups),
+        "full_batches": asdict(optimum.full) if optimum.full else None,
     }
+
+
+def _replays_json(optimum: Optimum) -> dict[str, Any]:
+    """How many seeds the plan's replay is the mean of, and half the interval of each bounded figure of that mean."""
+    plan = optimum.plan
+    bounds = tuple(bound for bound in (plan.bound, *plan.more_bounds) if bound)
+    by_bound = zip(*(values_of(bounds, one) for one in optimum.seeds), strict=True)
+    found = {}
+    for bound, values in zip(bounds, by_bound, strict=True):
+        half = half_interval([value or 0.0 for value in values])
+        found[bound.metric] = half if math.isfinite(half) else None
+    return {"seeds": len(optimum.seeds), "confidence": CONFIDENCE, "half_intervals": found}

@@ -7,7 +7,7 @@ Not here: the loop that decides what is replayed next (`optimize.py`), and the s
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,18 @@ from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
 from exeplan.planner.margins import Margins, Risk, expected_margins, margins
 from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
-from exeplan.planner.ranking import MOST_SEEDS, Order, behind
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate, too_short
+from exeplan.planner.ranking import MOST_SEEDS, Order, behind, decided, mean_estimate
+from exeplan.planner.replays import (
+    FullBatches,
+    full_batches,
+    kv_cache_tokens,
+    replay_estimate,
+    routed_estimate,
+    too_short,
+)
 from exeplan.planner.replicas import (
     Division,
+    GroupFigures,
     best_division,
     division_throughput,
     first_devices,
@@ -45,7 +53,7 @@ weights, 1 % of latency is worth 10 % of throughput."""
 _DOUBT = 0.05
 """How much better than its closed form a replay may be; nearly all are within half of it."""
 _MOST_ADDED = 40_000
-"""Requests of further seeds, after which an order may stay uncertain."""
+"""Requests of further seeds, after which an order may stay uncertain, and the means of these seeds prove bounds."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
 at; and how many are given up at most."""
@@ -62,14 +70,15 @@ class Effort:
     num_requests: int | None = None
     """Of each replay; None for as many as a steady state needs."""
     close_ones: bool = True
-    """Replay also what the closed form may have put behind the winner by its error."""
+    """Replay also what the closed form may have put behind the winner by its error, and with further seeds."""
     headroom: bool = True
     """Compute the plan's headroom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """The winner as a plan, the best of every policy, and the replay of the winner's first replica."""
+    """The winner as a plan, the best of every policy, and the replay of the winner's first replica by the first
+    seed."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]
@@ -80,15 +89,26 @@ class Optimum:
     run: Run
     order: Order | None
     """Against the next best division; None where no other was replayed."""
+    full: FullBatches | None = None
+    """With an arrival rate, at which batches are seldom full; None under a backlog, where they always are."""
+    groups: tuple[GroupFigures, ...] = ()
+    """Of unequal replicas the figures of each; empty where all are equal."""
+    seeds: tuple[Estimate, ...] = ()
+    """Replays of the whole plan, by seed; its `replay` is their mean, and what `replayed` of its policy counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proof:
-    """The replay of a candidate, which keeps all bounds; at a rate of all its replicas, `run` of the first."""
+    """Replays of a candidate by seed, which keep all bounds in the mean; at a rate of all its replicas, `run` is of the
+    first one."""
 
     run: Run
-    replayed: Estimate
+    replays: tuple[Estimate, ...]
     margin: Margins | None
+
+    @property
+    def replayed(self) -> Estimate:
+        return mean_estimate(self.replays)
 
 
 class Pipelines:
@@ -122,12 +142,11 @@ class Pipelines:
             for policy in policies:
                 self.found.setdefault((size, policy), not_searched(policy))
         self.limits: dict[Key, tuple[Bound, ...]] = dict.fromkeys(self.found, held)
-        self.num_compared = len({policy for (_, policy), one in self.found.items() if one.schedule})
         self.proofs: dict[Key, _Proof] = {}
-        self.replayed: dict[Key, list[float]] = {}
-        """Requests/s of the proofs by their replays, the seeds rising."""
+        self.known: dict[Hashable, tuple[Run, tuple[Estimate, ...]]] = {}
+        """Replays by what they are of: searches under other bounds may find the same schedule again."""
         self.added_requests = 0
-        """Replayed to make an order certain."""
+        """Replayed with further seeds, to make an order or a bound certain."""
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
         self.shelved: dict[Key, tuple[Candidate, _Proof]] = {}
         """Proved variants of which the closed form promised far more, while another one is looked at."""
@@ -140,8 +159,8 @@ class Pipelines:
 
         At a rate a replay has just that throughput; the closed form then says what would be sustained.
         """
-        if key in self.replayed and not self.problem.arrivals:
-            return sum(self.replayed[key]) / len(self.replayed[key])
+        if key in self.proofs and not self.problem.arrivals:
+            return self.proofs[key].replayed.throughput
         return sustained(self.found[key])
 
     def best(
@@ -178,7 +197,7 @@ class Pipelines:
         return division_throughput(scores, {size: count for size, (_, count) in division.items()})
 
     def _hoped(self, key: Key, doubt: float) -> float:
-        return self.score(key) * (1.0 if key in self.replayed else 1 + doubt)
+        return self.score(key) * (1.0 if key in self.proofs else 1 + doubt)
 
     def undecided(self, division: Mapping[int, tuple[str, int]]) -> Key | None:
         """The pipeline whose replay, or whose replay with one seed more, decides next whether a division is the best.
@@ -198,7 +217,7 @@ class Pipelines:
         order = self.order(division)
         if order is None or order[0].certain or order[0].behind > _DOUBT or order[0].num_seeds >= MOST_SEEDS:
             return None
-        pair = [key for key in {*_keys(division), *_keys(order[1])} if len(self.replayed[key]) == order[0].num_seeds]
+        pair = [key for key in {*_keys(division), *_keys(order[1])} if self._num_seeds(key) == order[0].num_seeds]
         return min(pair) if self.added_requests < _MOST_ADDED else None
 
     def _rivals(self, division: Mapping[int, tuple[str, int]]) -> list[dict[int, tuple[str, int]]]:
@@ -216,16 +235,18 @@ class Pipelines:
         if not rivals:
             return None
         other = max(rivals, key=self.throughput)
-        num_seeds = min(len(self.replayed[key]) for key in (*_keys(division), *_keys(other)))
+        num_seeds = min(self._num_seeds(key) for key in (*_keys(division), *_keys(other)))
         less, interval = behind(self._of_seeds(division, num_seeds), self._of_seeds(other, num_seeds))
         name = " and ".join(str(self.found[key].schedule) for key in _keys(other))
         return Order(runner_up=name, behind=less, interval=interval, num_seeds=num_seeds), other
 
+    def _num_seeds(self, key: Key) -> int:
+        return len(self.proofs[key].replays)
+
     def _of_seeds(self, division: Mapping[int, tuple[str, int]], num_seeds: int) -> list[float]:
         """Requests/s of all replicas, by seed."""
-        return [
-            sum(division[key[0]][1] * self.replayed[key][seed] for key in _keys(division)) for seed in range(num_seeds)
-        ]
+        found = [(division[key[0]][1], self.proofs[key].replays) for key in _keys(division)]
+        return [sum(count * replays[seed].throughput for count, replays in found) for seed in range(num_seeds)]
 
     def replay(self, key: Key) -> None:
         """Replays a candidate: it is proved, or searched again under tighter bounds, or given up.
@@ -238,7 +259,6 @@ class Pipelines:
         self._replay_first(key)
         if self.found[key].schedule is None and (before := self.shelved.pop(key, None)):
             self.found[key], self.proofs[key] = before
-            self.replayed[key] = [before[1].replayed.throughput]
 
     def _replay_first(self, key: Key) -> None:
         winner, (size, _) = self.found[key], key
@@ -246,39 +266,75 @@ class Pipelines:
         assert winner.placement is not None
         part = self.parts[size]
         placed = _at(part, winner.placement)
-        run, replayed = self._replayed(size, placed, winner.schedule)
-        margin = self.margin
+        assert winner.estimate is not None
+        hopeful = max(utilizations(part.bounds, winner.estimate)) <= 1
+        run, replays = self._replays(size, placed, winner.schedule, most=MOST_SEEDS if hopeful else 1)
+        proof = _Proof(run=run, replays=replays, margin=self.margin)
         if self.risk:
             try:
-                margin = margins(placed, winner.schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
+                own = margins(placed, winner.schedule, self.risk, seed=self.seed)
             except Infeasible as error:
                 self.found[key] = replace(winner, schedule=None, refusal=str(error))
                 return
-        filled = _filled(part, winner, replayed, margin)
-        if max(filled) <= 1:
-            self._prove(key, _Proof(run=run, replayed=replayed, margin=margin))
-            return
+            proof = replace(proof, margin=own)
+        if max(_filled(part, winner, proof)) <= 1:
+            self._prove(key, proof)
+        else:
+            self._disprove(key, proof)
+
+    def _disprove(self, key: Key, proof: _Proof) -> None:
+        """Searches again, or gives the candidate up: its replays break a bound."""
+        winner, replayed = self.found[key], proof.replayed
+        assert winner.schedule is not None
         self.broken.append((winner.schedule, replayed))
         self.tries[key] += 1
         if self.tries[key] >= _RETRIES:
             self.found[key] = replace(winner, schedule=None, refusal=f"{winner.policy} breaks a bound in its replays")
             return
-        self._search_again(key, filled, replayed)
+        self._search_again(key, _filled(self.parts[key[0]], winner, proof), replayed)
 
     def _replay(self, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
         """A replay by the `more`-th further seed."""
         num_requests = self.effort.num_requests
         return replay_estimate(placed, schedule, seed=self.seed + more, num_requests=num_requests, record_passes=False)
 
-    def _replayed(self, size: int, placed: Problem, schedule: Schedule) -> tuple[Run, Estimate]:
-        """The replay of a pipeline, and its Estimate; at a rate that of all its replicas behind the router."""
+    def _replays(
+        self, size: int, placed: Problem, schedule: Schedule, *, most: int = MOST_SEEDS
+    ) -> tuple[Run, tuple[Estimate, ...]]:
+        """The first replay of a pipeline, and Estimates of it and of as many further seeds as bounds at a rate need.
+
+        They are at most as many as `most`. Candidates have the same seeds, and so the same requests.
+        """
+        of = size, placed.cost.placement, schedule.policy, schedule.order, tuple(sorted(schedule.variables.items()))
+        if of not in self.known:
+            run, first = self._replayed(size, placed, schedule)
+            found = [first]
+            while len(found) < most and self._needs_more(found):
+                another, replayed = self._replayed(size, placed, schedule, more=len(found))
+                found.append(replayed)
+                self.added_requests += len(another.requests) * self._count(size)
+            self.known[of] = run, tuple(found)
+        return self.known[of]
+
+    def _needs_more(self, replays: Sequence[Estimate]) -> bool:
+        """Whether another seed may decide if the bounds hold at the rate; a trace comes at its own times, always."""
+        arrivals = self.problem.arrivals
+        if arrivals is None or arrivals.of_trace or not self.effort.close_ones:
+            return False
+        return self.added_requests < _MOST_ADDED and not decided(
+            [utilizations(self.problem.bounds, one) for one in replays]
+        )
+
+    def _replayed(self, size: int, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
+        """The replay of a pipeline by the `more`-th further seed, and its Estimate; at a rate that of all its replicas
+        behind the router."""
         if not self.problem.arrivals or (count := self._count(size)) == 1:
-            return self._replay(placed, schedule)
+            return self._replay(placed, schedule, more=more)
         num_requests = self.effort.num_requests and count * self.effort.num_requests
         devices = tuple(size * number for number in range(count))
         group = ReplicaGroup(schedule=schedule, placement=placed.cost.placement, first_devices=devices)
         run, replayed = routed_estimate(
-            self.problem, [(placed, group)], ROUTERS[0], seed=self.seed, num_requests=num_requests
+            self.problem, [(placed, group)], ROUTERS[0], seed=self.seed + more, num_requests=num_requests
         )
         return run.replicas[0], replayed
 
@@ -294,7 +350,6 @@ class Pipelines:
             self.shelved[key], self.found[key] = best, again
             return
         self.found[key], self.proofs[key] = best
-        self.replayed[key] = [best[1].replayed.throughput]
 
     def _promised_more(self, key: Key, proof: _Proof) -> bool:
         return not self.problem.arrivals and sustained(self.found[key]) > _MISJUDGED * proof.replayed.throughput
@@ -315,14 +370,17 @@ class Pipelines:
         return again
 
     def _replay_again(self, key: Key) -> None:
-        """One more of its throughputs, by another seed."""
-        found, seeds = self.found[key], self.replayed[key]
+        """One more of its replays, by another seed; it is no longer proved where their mean breaks a bound."""
+        found, proof = self.found[key], self.proofs[key]
         assert found.schedule is not None
         assert found.placement is not None
         placed = _at(self.parts[key[0]], found.placement)
-        run, replayed = self._replay(placed, found.schedule, more=len(seeds))
-        seeds.append(replayed.throughput)
+        run, replayed = self._replay(placed, found.schedule, more=len(proof.replays))
         self.added_requests += len(run.requests)
+        self.proofs[key] = proof = replace(proof, replays=(*proof.replays, replayed))
+        if max(utilizations(self.problem.bounds, proof.replayed)) > 1:
+            del self.proofs[key]
+            self._disprove(key, proof)
 
     def _search_again(self, key: Key, filled: Sequence[float], replayed: Estimate) -> None:
         """Another variant where the closed form is far off, tighter bounds otherwise."""
@@ -356,15 +414,18 @@ class Pipelines:
         if self.effort.headroom:
             plan = with_headroom(plan, [one for one, _ in alone])
         found = tuple(self._candidate(policy) for policy in self.policies)
+        seeds = self._seeds(keys, counts)
         plan = replace(
             plan,
             estimate=together(estimates, counts),
+            # What the order counts, too: pipelines of unequal replicas may have unequal numbers of seeds.
             replay=proof.replayed
             if self.problem.arrivals
             else together([self.proofs[key].replayed for key in keys], counts),
             search={
                 **_summary([one.search for one in self.found.values() if one.search], self.method),
                 "gap": self._gap(),
+                "replays": len(seeds),
             },
         )
         assert plan.estimate is not None
@@ -380,7 +441,21 @@ class Pipelines:
             unproven=tuple(filter(None, (too_short(one, group.schedule) for one, group in alone))),
             run=proof.run,
             order=ranked and ranked[0],
+            full=full_batches(alone) if self.problem.arrivals else None,
+            groups=tuple(
+                GroupFigures(group=group, estimate=one, replay=self.proofs[key].replayed)
+                for key, group, one in zip(keys, groups, estimates, strict=True)
+                if len(groups) > 1
+            ),
+            seeds=seeds,
         )
+
+    def _seeds(self, keys: Sequence[Key], counts: Sequence[int]) -> tuple[Estimate, ...]:
+        """Replays of all replicas of proved pipelines, by the seeds that all of them were replayed with."""
+        each = [self.proofs[key].replays for key in keys]
+        if self.problem.arrivals:  # Of all replicas already.
+            return each[0]
+        return tuple(together(of_seed, counts) for of_seed in zip(*each, strict=False))
 
     def _gap(self) -> float | None:
         """How much more throughput, relative and by the closed form, what the searches left out could have."""
@@ -506,18 +581,18 @@ class Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replayed = self._replayed(key[0], placed, schedule)
+        run, replays = self._replays(key[0], placed, schedule)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         margin = self.margin
         if self.risk:
-            margin = margins(placed, schedule, self.risk, num_compared=self.num_compared, seed=self.seed)
-        filled = _filled(part, winner, replayed, margin)
+            margin = margins(placed, schedule, self.risk, seed=self.seed)
+        proof = _Proof(run=run, replays=replays, margin=margin)
+        filled = _filled(part, winner, proof)
         if max(filled) > 1:
             bound = self.problem.bounds[filled.index(max(filled))]
             raise too_tight(placed, schedule, bound, max(filled) * bound.seconds)
         self.found[key] = winner
-        self.proofs[key] = _Proof(run=run, replayed=replayed, margin=margin)
-        self.replayed[key] = [replayed.throughput]
+        self.proofs[key] = proof
         return self.optimum({key[0]: (key[1], self._count(key[0]))})
 
 
@@ -579,13 +654,13 @@ def _misjudged(problem: Problem, winner: Candidate, replayed: Estimate) -> bool:
     return any(full > _MISJUDGED * predicted for full, predicted in pairs)
 
 
-def _filled(problem: Problem, winner: Candidate, replayed: Estimate, margin: Margins | None) -> list[float]:
-    """The utilization of each bound: the larger of the replay's and the closed form's, with the margin if there is
+def _filled(problem: Problem, winner: Candidate, proof: _Proof) -> list[float]:
+    """The utilization of each bound: the larger of the replays' and the closed form's, with the margin if there is
     one."""
     assert winner.estimate is not None
-    values = margin.values if margin else [0.0] * len(problem.bounds)
+    values = proof.margin.values if proof.margin else [0.0] * len(problem.bounds)
     predicted = utilizations(problem.bounds, winner.estimate)
-    replays = utilizations(problem.bounds, replayed)
+    replays = utilizations(problem.bounds, proof.replayed)
     return [max(full, share * (1 + value)) for full, share, value in zip(replays, predicted, values, strict=True)]
 
 

@@ -25,14 +25,19 @@ def show_placement(placement: Placement) -> str:
 
 def show_group(group: ReplicaGroup) -> str:
     """`4 x 2 GPUs: orca(...) on 2 stages: GPUs 0-1, layers 20/20`: where the first replica is."""
-    return f"{_copies(group)}: {group.schedule} on {show_placement(group.placements[0])}"
+    return f"{show_equal(group)} on {show_placement(group.placements[0])}"
 
 
 def show_copies(plan: Plan) -> str:
     """The schedule of a plan; of replicas `4 x 2 GPUs: orca(...)`, group by group."""
     if plan.num_replicas == 1:
         return str(plan.schedule)
-    return " and ".join(f"{_copies(group)}: {group.schedule}" for group in plan.groups)
+    return " and ".join(map(show_equal, plan.groups))
+
+
+def show_equal(group: ReplicaGroup) -> str:
+    """`4 x 2 GPUs: orca(...)`."""
+    return f"{_copies(group)}: {group.schedule}"
 
 
 def _copies(group: ReplicaGroup) -> str:

@@ -2,11 +2,12 @@
 what happened."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.metrics import summarize
+from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
 from exeplan.planner.problem import Problem
 from exeplan.simulator.closed_form import SteadyState, steady_state
@@ -31,6 +32,31 @@ _FILLS = 10
 """Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them."""
 _LONG_REQUESTS = 4
 """Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullBatches:
+    """What a plan for a rate of arrivals takes and serves once all its batches are full, of all replicas together."""
+
+    throughput: float
+    """Requests/s: beyond these its queues grow without end."""
+    residents: float
+    kv_tokens: float
+    memory_bytes_per_gpu: float
+    """Of the fullest GPU."""
+
+
+def full_batches(groups: Sequence[tuple[Problem, ReplicaGroup]]) -> FullBatches:
+    """By the closed form; each group comes with the problem of one of its replicas."""
+    found = [(steady_state(group.schedule, one.workload, one.cost), one, group.num_replicas) for one, group in groups]
+    return FullBatches(
+        throughput=sum(count * steady.throughput for steady, _, count in found),
+        residents=sum(count * steady.cycle.num_seqs for steady, _, count in found),
+        kv_tokens=sum(count * steady.kv_tokens for steady, _, count in found),
+        memory_bytes_per_gpu=max(
+            one.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) for steady, one, _ in found
+        ),
+    )
 
 
 def replay_estimate(
@@ -136,9 +162,16 @@ def routed_estimate(
         deadlines=due.draw(len(inputs), seed=seed) if due else None,
         record_passes=record_passes,
     )
-    peaks = [float(one.peak_kv_tokens) for one in run.replicas]
-    return run, summarize(
-        run.requests,
+    return run, arrived_estimate(problem, run.requests, run.replicas, placed)
+
+
+def arrived_estimate(
+    problem: Problem, requests: Sequence[RequestRecord], runs: Sequence[Run], placed: Sequence[Problem]
+) -> Estimate:
+    """The Estimate of requests that came at their own times to replicas that were run so, each on its placement."""
+    peaks = [float(one.peak_kv_tokens) for one in runs]
+    return summarize(
+        requests,
         p99_output=problem.workload.output_quantile(0.99),
         bounds=problem.bounds,
         backlog=False,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.schedule import Estimate
+from exeplan.core.schedule import Estimate, ReplicaGroup
 
 _NEARLY = 0.9
 """Share of the most throughput a GPU from which the sizes around a pipeline of several nodes are tried."""
@@ -119,11 +119,21 @@ def _most(items: Mapping[int, _Use], capacity: int) -> _Use:
     return best[capacity]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFigures:
+    """Equal replicas, and the figures of one of them."""
+
+    group: ReplicaGroup
+    estimate: Estimate
+    """The closed form's."""
+    replay: Estimate
+
+
 def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:
     """Replicas of these estimates, so many of each, as one system.
 
     Throughputs and KV caches are added. Means over requests are weighted by throughput. Every bound holds for each
-    replica, so figures of a bound or a tail, and memory, are those of the worst.
+    replica, so latency, percentiles and the tail, and memory, are those of the worst.
     """
     if len(estimates) == 1 and counts[0] == 1:
         return estimates[0]
@@ -145,8 +155,8 @@ def together(estimates: Sequence[Estimate], counts: Sequence[int]) -> Estimate:
     return Estimate(
         throughput=added("throughput"),
         token_throughput=added("token_throughput"),
-        ttft=worst("ttft"),
-        tpot=worst("tpot"),
+        ttft=mean("ttft"),
+        tpot=mean("tpot"),
         latency=worst("latency"),
         latency_p50=mean("latency_p50"),
         latency_p99=worst("latency_p99"),

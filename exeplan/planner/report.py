@@ -4,14 +4,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import num_devices
+from exeplan.core.schedule import Estimate, num_devices
 from exeplan.planner.candidates import Candidate
 from exeplan.planner.pipelines import Optimum
-from exeplan.planner.placement_text import show_group, show_placement
+from exeplan.planner.placement_text import show_copies, show_group, show_placement
 from exeplan.planner.problem import Problem
-from exeplan.planner.tables import side_by_side, table
+from exeplan.planner.ranking import CONFIDENCE, FAR, certain, half_interval
+from exeplan.planner.replays import FullBatches
+from exeplan.planner.tables import group_table, side_by_side, table
 from exeplan.simulator.memory import weight_bytes
 from exeplan.units import show_bytes, show_seconds
 
@@ -22,14 +26,13 @@ POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "po
 
 def optimum_report(optimum: Optimum, problem: Problem) -> str:
     """Everything that `exeplan optimize` prints but for what the search took."""
-    plan = optimum.plan
     lines = [
         *headline(optimum, problem),
         "",
-        side_by_side(closed_form=plan.estimate, replay=plan.replay),
+        side_by_side(**columns(optimum)),
+        *(["", group_table(optimum.groups)] if optimum.groups else []),
         "",
-        *promise_report(problem, plan),
-        *remarks(optimum, problem),
+        *promises(optimum, problem),
         "",
         table(POLICY_COLUMNS, policy_rows(optimum)),
         *(["", str(optimum.order)] if optimum.order else []),
@@ -37,16 +40,65 @@ def optimum_report(optimum: Optimum, problem: Problem) -> str:
     return "\n".join(lines)
 
 
+def promises(optimum: Optimum, problem: Problem) -> list[str]:
+    """What the plan promises, how certain that is, and what full batches take."""
+    return [
+        *promise_report(problem, optimum.plan),
+        *proof_line(optimum, problem),
+        *full_line(optimum.full),
+        *remarks(optimum, problem),
+    ]
+
+
+def columns(optimum: Optimum) -> dict[str, Estimate | None]:
+    """The plan's figures side by side; a mean of several replays is called so."""
+    number = len(optimum.seeds)
+    replay = f"mean_of_{number}_replays" if number > 1 else "replay"
+    return {"closed_form": optimum.plan.estimate, replay: optimum.plan.replay}
+
+
+def proof_line(optimum: Optimum, problem: Problem) -> list[str]:
+    """How certain it is that the bounds hold, of a plan for a rate of arrivals by chance."""
+    if problem.arrivals is None or problem.arrivals.of_trace or math.isinf(problem.limit):
+        return []
+    shares = list(zip(*(utilizations(problem.bounds, one) for one in optimum.seeds), strict=True))
+    if len(optimum.seeds) == 1:
+        if max(map(max, shares)) <= FAR:
+            return [f"one replay proves the bounds: it uses at most {100 * FAR:.0f} % of each"]
+        return ["one replay alone keeps the bounds: others may not"]
+    values = zip(*(values_of(problem.bounds, one) for one in optimum.seeds), strict=True)
+    each = [
+        f"{bound.metric} {show_seconds(float(np.mean(given)))} +- {show_seconds(half_interval(given))}"
+        for bound, found in zip(problem.bounds, values, strict=True)
+        if math.isfinite(bound.seconds) and (given := [value or 0.0 for value in found])
+    ]
+    hold = "hold at" if certain(shares) else "hold in the mean, not for certain at"
+    return [
+        f"{len(optimum.seeds)} replays of other requests: the bounds {hold} {100 * CONFIDENCE:.0f} % confidence; "
+        + ", ".join(each)
+    ]
+
+
 def headline(optimum: Optimum, problem: Problem) -> list[str]:
     """The model, the workload, the winner under its bounds and its placement."""
-    profile, workload = problem.profile, problem.workload
+    profile, workload, plan = problem.profile, problem.workload, optimum.plan
     return [
         f"{profile.model.name} on {profile.device.name} ({profile.dtype}), workload "
         f"{workload.name}: mean {workload.mean_input:.0f} in, {workload.mean_output:.0f} out, "
         f"p99 {workload.output_quantile(0.99)} out",
         *([f"  {workload.source}"] if workload.source else []),
-        f"{show_bounds(problem.bounds)}: {optimum.plan.schedule}",
+        f"{show_bounds(problem.bounds)}: {show_copies(plan) if plan.more_replicas else plan.schedule}",
         *_placement_lines(optimum, problem),
+    ]
+
+
+def full_line(full: FullBatches | None) -> list[str]:
+    """What full batches take and serve, for a plan whose figures are those of its rate."""
+    if full is None:
+        return []
+    return [
+        f"full batches: {full.residents:.0f} residents hold {full.kv_tokens:.0f} tokens in the KV cache, "
+        f"{show_bytes(full.memory_bytes_per_gpu)} of a GPU, and serve {full.throughput:.3g} requests/s"
     ]
 
 
@@ -113,9 +165,12 @@ def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
     if plan.num_replicas > 1:
         places = [f"{where}, {plan.num_replicas} replicas{_idle(plan)}; router {plan.router}"]
         places += [f"  {show_group(group)}" for group in plan.groups]
+    used = f"at most {show_bytes(plan.estimate.memory_bytes_per_gpu)}"
+    if optimum.full:
+        used += f" at this rate, {show_bytes(optimum.full.memory_bytes_per_gpu)} with full batches,"
     return [
         *places,
-        f"memory per GPU: at most {show_bytes(plan.estimate.memory_bytes_per_gpu)} of {show_bytes(problem.memory)}; "
+        f"memory per GPU: {used} of {show_bytes(problem.memory)}; "
         f"weights {least if least == most else f'{least} to {most}'}",
     ]
 

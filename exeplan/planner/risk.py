@@ -4,12 +4,10 @@
     margin    the prediction times (1 + margin) is what the measurement exceeds with at most the stated risk
 
 From n errors the margin is the larger of Student's prediction bound, mean + t(n - 1) s sqrt(1 + 1/n), which accounts
-for a small sample, and the sample's own quantile at rank (n + 1)(1 - risk), which needs no normal law. The best of k
-candidates tends to be one that is predicted too well (the winner's curse); at a risk of share / k each, it too breaks
-the bound with at most the share, whatever the dependence between the errors (union bound). k counts the compared
-policies: schedules of one policy err alike, as the same passes are timed.
+for a small sample, and the sample's own quantile at rank (n + 1)(1 - risk), which needs no normal law.
 
-Which errors there are is said in `margins.py`, where their laws are compounded. Not here: prediction (`simulator/`),
+Which errors there are is said in `margins.py`, where their laws are compounded, and why the best of several candidates
+needs no larger margin. Not here: prediction (`simulator/`),
 and changes of the traffic since (`exeplan/drift`).
 """
 
@@ -52,11 +50,11 @@ class ErrorLaw:
     """Observations behind the law."""
     source: str
 
-    def margin(self, risk: float, *, num_compared: int = 1) -> float:
-        """What to add to a prediction, relative, at a risk shared by `num_compared` candidates; never below 0."""
+    def margin(self, risk: float) -> float:
+        """What to add to a prediction, relative; never below 0."""
         from scipy.special import stdtrit
 
-        share = check_risk(risk) / num_compared
+        share = check_risk(risk)
         student = stdtrit(min(self.freedom, _NORMAL), 1 - share) * self.spread
         rank = min(math.ceil((len(self.logs) + 1) * (1 - share)), len(self.logs))
         return max(0.0, math.expm1(max(float(np.mean(self.logs)) + float(student), self.logs[rank - 1])))

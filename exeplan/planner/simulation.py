@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from exeplan.core.bounds import Bound, binding
 from exeplan.core.plan import Plan, save_plan
-from exeplan.core.schedule import ROUTERS, Estimate
+from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
 from exeplan.planner.load_problem import with_relative_references
+from exeplan.planner.pipelines import with_headroom
+from exeplan.planner.placement_text import show_copies
 from exeplan.planner.plan_request import PlanRequest
-from exeplan.planner.problem import Problem, drift_headroom, rate_headroom
-from exeplan.planner.replays import kv_cache_tokens, replay_estimate, routed_estimate
-from exeplan.planner.replicas import together
-from exeplan.planner.tables import html, html_table, notes_on, side_by_side, side_by_side_rows
+from exeplan.planner.problem import Problem
+from exeplan.planner.replays import (
+    FullBatches,
+    arrived_estimate,
+    full_batches,
+    kv_cache_tokens,
+    replay_estimate,
+    routed_estimate,
+)
+from exeplan.planner.replicas import GroupFigures, together
+from exeplan.planner.report import full_line
+from exeplan.planner.tables import group_table, html, html_table, notes_on, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
 from exeplan.simulator.run import Run
@@ -43,6 +53,12 @@ class Simulation:
     routed: RoutedRun | None = None
     """Of all replicas behind their router; None for a backlog, and where there is one."""
     steady_state: str = "comb"
+    full: FullBatches | None = None
+    """With an arrival rate; None under a backlog."""
+    groups: tuple[GroupFigures, ...] = ()
+    """Of unequal replicas the figures of each; empty where all are equal."""
+    extrapolated: tuple[str, ...] = ()
+    """Where the closed form left the measured range."""
 
     @property
     def estimate(self) -> Estimate:
@@ -65,12 +81,6 @@ class Simulation:
         """The binding bound, where the replay breaks it."""
         found = binding(self.problem.bounds, self.replay)
         return found[0] if found is not None and found[1] > 1 else None
-
-    @property
-    def extrapolated(self) -> tuple[str, ...]:
-        """Where the closed form left the measured range."""
-        cost = self.problem.cost
-        return cost.beyond(steady_state(self.plan.schedule, self.problem.workload, cost).cycle)
 
     def save(self, path: str | PathLike[str]) -> Plan:
         """Writes the plan with its figures as YAML. Returns it with the names of its inputs as a file there has them.
@@ -121,20 +131,23 @@ class Simulation:
     @property
     def _headline(self) -> str:
         requests, passes = len(self.whole.requests), self.whole.num_passes
-        return f"{self.plan.schedule} on {self.problem.workload.name}, {requests} requests, {passes} passes"
+        of = " in the first replica" if self.routed is None and self.plan.num_replicas > 1 else ""
+        return f"{show_copies(self.plan)} on {self.problem.workload.name}, {requests} requests, {passes} passes{of}"
 
     @property
     def _remark(self) -> str:
         broken = f"the replay breaks the {self.broken_bound}" if self.broken_bound else ""
-        return "\n".join(part for part in (notes_on(replay=self.plan.replay).strip(), broken) if part)
+        lines = (*full_line(self.full), notes_on(replay=self.plan.replay).strip(), broken)
+        return "\n".join(line for line in lines if line)
 
     def __repr__(self) -> str:
         figures = side_by_side(closed_form=self.plan.estimate, replay=self.plan.replay)
-        return "\n\n".join(part for part in (self._headline, figures, self._remark) if part)
+        parts = (self._headline, figures, group_table(self.groups), self._remark)
+        return "\n\n".join(part for part in parts if part)
 
     def _repr_html_(self) -> str:
         columns, rows = side_by_side_rows(closed_form=self.plan.estimate, replay=self.plan.replay)
-        return html(self._headline, html_table(columns, rows), self._remark)
+        return html(self._headline, html_table(columns, rows), group_table(self.groups), self._remark)
 
 
 def check_saved(steady_state: str) -> None:
@@ -159,17 +172,20 @@ def simulate_plan(
     if steady_state not in STEADY_STATES:
         raise InputError(f"--steady-state must be {' or '.join(STEADY_STATES)}, found '{steady_state}'")
     problems = [_as_paper(one) if steady_state == "paper" else one for one in replica_problems(plan, request)]
-    problem, schedule, profile = problems[0], plan.schedule, request.profile
-    counts = [group.num_replicas for group in plan.groups]
-    run, replayed = _replayed(plan, request, problems, num_requests=num_requests, seed=seed)
-    estimates = [one.estimate(group.schedule) for one, group in zip(problems, plan.groups, strict=True)]
+    problem, profile, alone = problems[0], request.profile, list(zip(problems, plan.groups, strict=True))
+    run, replayed, of_groups = _replayed(plan, request, problems, num_requests=num_requests, seed=seed)
+    estimates = [one.estimate(group.schedule) for one, group in alone]
+    first, *more = (
+        replace(group, kv_cache_tokens=group.kv_cache_tokens or kv_cache_tokens(one, group.schedule))
+        for one, group in alone
+    )
     filled = replace(
-        plan,
-        estimate=together(estimates, counts),
+        with_headroom(plan, problems),
+        estimate=together(estimates, [group.num_replicas for group in plan.groups]),
         replay=replayed,
-        drift_headroom=drift_headroom(problem, schedule),
-        rate_headroom=rate_headroom(problem, schedule),
-        kv_cache_tokens=plan.kv_cache_tokens or kv_cache_tokens(problem, schedule),
+        kv_cache_tokens=first.kv_cache_tokens,
+        more_replicas=tuple(more),
+        search={**plan.search, "replays": 1} if plan.search else plan.search,
         model_fingerprint=profile.model.fingerprint,
         profile_fingerprint=profile.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
@@ -185,23 +201,38 @@ def simulate_plan(
         run=run.replicas[0] if isinstance(run, RoutedRun) else run,
         routed=run if isinstance(run, RoutedRun) else None,
         steady_state=steady_state,
+        full=full_batches(alone) if problem.arrivals else None,
+        groups=tuple(
+            GroupFigures(group=group, estimate=one, replay=each)
+            for group, one, each in zip(plan.groups, estimates, of_groups, strict=True)
+            if len(plan.groups) > 1
+        ),
+        extrapolated=tuple(dict.fromkeys(sentence for one, group in alone for sentence in _beyond(one, group))),
     )
+
+
+def _beyond(problem: Problem, group: ReplicaGroup) -> tuple[str, ...]:
+    return problem.cost.beyond(steady_state(group.schedule, problem.workload, problem.cost).cycle)
 
 
 def _replayed(
     plan: Plan, request: PlanRequest, problems: Sequence[Problem], *, num_requests: int | None, seed: int
-) -> tuple[Run | RoutedRun, Estimate]:
+) -> tuple[Run | RoutedRun, Estimate, Sequence[Estimate]]:
     """Where requests arrive, of all replicas behind the router; under a backlog, where replicas do not depend on each
-    other, of one of each group, and the run of the first."""
+    other, of one of each group, and the run of the first. The last are of one replica of each group."""
     groups = list(zip(problems, plan.groups, strict=True))
     if plan.router is not None and problems[0].arrivals is not None:
         whole = replace(problems[0], arrivals=request.arrivals)
-        return routed_estimate(whole, groups, plan.router, seed=seed, num_requests=num_requests)
+        run, replayed = routed_estimate(whole, groups, plan.router, seed=seed, num_requests=num_requests)
+        firsts = [sum(group.num_replicas for group in plan.groups[:number]) for number in range(len(groups))]
+        parts = zip(problems, (run.replicas[first] for first in firsts), strict=True)
+        return run, replayed, [arrived_estimate(one, part.requests, [part], [one]) for one, part in parts]
     runs = [
         replay_estimate(one, group.schedule, seed=seed, num_requests=num_requests, kv_tokens=group.kv_cache_tokens)
         for one, group in groups
     ]
-    return runs[0][0], together([replayed for _, replayed in runs], [group.num_replicas for group in plan.groups])
+    replays = [found for _, found in runs]
+    return runs[0][0], together(replays, [group.num_replicas for group in plan.groups]), replays
 
 
 def _as_paper(problem: Problem) -> Problem:

@@ -22,7 +22,14 @@ from exeplan.planner.optimize import optimize, with_frontier
 from exeplan.planner.pipelines import Effort, Optimum
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem
-from exeplan.planner.report import POLICY_COLUMNS, headline, optimum_report, policy_rows, promise_report, remarks
+from exeplan.planner.report import (
+    POLICY_COLUMNS,
+    columns,
+    headline,
+    optimum_report,
+    policy_rows,
+    promises,
+)
 from exeplan.planner.sizing import Tried, fewest_gpus, with_more_gpus
 from exeplan.planner.tables import html, html_table, side_by_side_rows
 from exeplan.progress import SILENT, Told
@@ -99,12 +106,11 @@ class Solution:
         return optimum_report(self.optimum, self.problem)
 
     def _repr_html_(self) -> str:
-        columns, rows = side_by_side_rows(closed_form=self.optimum.plan.estimate, replay=self.optimum.plan.replay)
-        promises = "\n".join([*promise_report(self.problem, self.optimum.plan), *remarks(self.optimum, self.problem)])
+        header, rows = side_by_side_rows(**columns(self.optimum))
         return html(
             "\n".join(headline(self.optimum, self.problem)),
-            html_table(columns, rows),
-            promises.strip(),
+            html_table(header, rows),
+            "\n".join(promises(self.optimum, self.problem)).strip(),
             html_table(POLICY_COLUMNS, policy_rows(self.optimum)),
         )
 

@@ -7,7 +7,10 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
+from exeplan.core.plan import schedule_json
 from exeplan.core.schedule import Estimate
+from exeplan.planner.placement_text import show_equal
+from exeplan.planner.replicas import GroupFigures
 from exeplan.units import show_bytes, show_seconds
 
 ESTIMATE_ROWS = (
@@ -56,6 +59,32 @@ def estimate_cells(estimate: Estimate) -> list[str]:
 def show_share(value: float | None) -> str:
     """A share for people, in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def group_table(groups: Sequence[GroupFigures]) -> str:
+    """The figures of one replica of each group, closed form and replay; '' where all replicas are equal."""
+    if not groups:
+        return ""
+    header = ("one replica of", "req/s", "replay", "ttft", "replay", "tpot", "replay", "latency", "replay", "KV cache")
+    rows = []
+    for one in groups:
+        closed, replay = estimate_cells(one.estimate), estimate_cells(one.replay)
+        cells = [figure for number in (0, 2, 3, 4) for figure in (closed[number], replay[number])]
+        rows.append((show_equal(one.group), *(cell.removesuffix(" req/s") for cell in cells), closed[7]))
+    return table(header, rows)
+
+
+def groups_json(groups: Sequence[GroupFigures]) -> list[dict[str, Any]]:
+    """The same for programs, with the number of replicas of each group."""
+    return [
+        {
+            "replicas": one.group.num_replicas,
+            "schedule": schedule_json(one.group.schedule),
+            "estimate": one.estimate.to_dict(),
+            "replay": one.replay.to_dict(),
+        }
+        for one in groups
+    ]
 
 
 def side_by_side(**columns: Estimate | None) -> str:

@@ -305,3 +305,55 @@ def test_the_exit_status_reaches_the_shell_without_a_traceback(folder: Path) -> 
     right = subprocess.run([*command, *optimize(), "--json"], capture_output=True, text=True, check=False)
     assert (right.returncode, right.stderr) == (0, "")
     assert strict(right.stdout)["schedule"]
+
+
+def test_json_names_the_inputs_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([*optimize(), "--json"], [*optimize(), "--json", "-o", "plan.yaml"], [*simulate(), "--json"]):
+        assert main(argv) == 0
+        body = json.loads(capsys.readouterr().out)
+        assert (body["workload"], body["profile"]) == (LAW, "p.json")
+    assert main(["simulate", "plan.yaml", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["workload"], Path(body["profile"]).name) == (LAW, "p.json")
+
+
+def test_a_plan_for_a_backlog_is_replayed_at_a_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*simulate(), "--arrival-rate", "20", "-o", "at-rate.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "full batches: " in shown
+    saved = load_plan(folder / "at-rate.yaml")
+    assert saved.arrival_rate == 20
+    assert saved.replay is not None
+    assert saved.replay.throughput == pytest.approx(20, rel=0.05)
+    assert saved.rate_headroom is not None
+    # What it was saved for is what it is replayed for, until another rate is given.
+    assert main(["simulate", "at-rate.yaml", "--profile", "p.json", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["arrival_rate"], again["replay"]) == (20, saved.replay.to_dict())
+    assert main(["simulate", "at-rate.yaml", "--profile", "p.json", "--arrival-rate", "10", "--json"]) == 0
+    slower = json.loads(capsys.readouterr().out)
+    assert slower["replay"]["ttft"] < again["replay"]["ttft"]
+
+
+def test_a_plan_is_replayed_at_the_times_of_a_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{number / 10},20,6\n" for number in range(200))
+    (folder / "trace.csv").write_text(f"arrival_s,input_tokens,output_tokens\n{rows}")
+    assert main([*simulate(workload="trace.csv"), "--arrivals", "trace", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["trace_arrivals"] is True
+    assert body["replay"]["throughput"] == pytest.approx(10, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arrivals", "trace"], "has no arrival times; give an arrival rate instead"),
+        (["--arrival-rate", "-1"], "--arrival-rate must be a positive number of requests a second, found '-1'"),
+        (["--arrival-rate", "9", "--arrivals", "trace"], "not allowed with argument"),
+        (["--arrival-rate", "1e6"], "1e+06 requests/s (Poisson) come"),
+    ],
+)
+def test_a_rate_that_cannot_be_replayed_is_refused(
+    options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in answer(capsys, [*simulate(), *options])

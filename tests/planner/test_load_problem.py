@@ -88,7 +88,7 @@ def test_without_a_cluster_the_profile_must_know_the_links(folder: Path, capsys:
     )
     assert replayed(capsys, "alone.yaml", "--cluster", "pair.yaml") == {
         **replayed(capsys, "hand.yaml"),
-        "cluster": None,
+        "cluster": "pair.yaml",
     }
 
 

@@ -1,4 +1,5 @@
-"""The order of plans is decided by replays: intervals cover, what may be better is replayed, and noise is called so."""
+"""The order of plans is decided by replays: intervals cover, what may be better is replayed, and noise is called so.
+At a rate, bounds are proved by as many replays as chance demands."""
 
 import math
 from collections.abc import Callable
@@ -12,13 +13,16 @@ from exeplan.core.cluster import load_cluster
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
+from exeplan.errors import Infeasible
 from exeplan.planner import pipelines, replays
-from exeplan.planner.optimize import optimize
+from exeplan.planner.optimize import as_json, optimize
 from exeplan.planner.problem import Problem, drift_headroom, make_problem
-from exeplan.planner.ranking import MOST_SEEDS, Order, behind
+from exeplan.planner.ranking import FAR, MOST_SEEDS, Order, behind, certain, decided, mean_estimate
 from exeplan.planner.replays import replay_estimate, too_short
+from exeplan.planner.report import optimum_report
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.run import Run
+from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload
 
 Replay = Callable[..., tuple[Run, Estimate]]
@@ -161,3 +165,120 @@ def test_the_headroom_is_that_of_the_group_with_the_least() -> None:
         each.append(drift_headroom(whole.part(size).at(group.placement), group.schedule))
     assert len(each) > 1
     assert plan.drift_headroom == min(each) < max(each)
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_a_bound_that_is_just_reached_in_truth_is_seldom_called_certain(spread: float) -> None:
+    rng, called, trials = np.random.default_rng(0), 0, 2000
+    for _ in range(trials):
+        shares: list[list[float]] = []
+        while len(shares) < MOST_SEEDS and not (shares and decided(shares)):
+            shares.append([float(rng.normal(1.0, spread))])
+        called += len(shares) > 1 and certain(list(zip(*shares, strict=True)))
+    assert called / trials <= 0.05 + 2 * math.sqrt(0.05 / trials)
+
+
+def test_one_replay_proves_only_what_is_far_below_and_refuses_what_is_above() -> None:
+    assert decided([[FAR]])
+    assert decided([[0.1, 1.01]])
+    assert not decided([[FAR + 0.01]])
+    assert not decided([[0.7], [0.7]])
+    assert decided([[0.7], [0.71], [0.69]])
+    assert not decided([[0.7], [0.99], [0.6]])
+    assert decided([[0.7], [1.4]])  # The mean is above.
+
+
+def seeded(factors: dict[int, float], counted: list[int]) -> Replay:
+    """Replays whose latency is that many times as long, by seed."""
+
+    def replayed(problem: Problem, schedule: Schedule, **options: object) -> tuple[Run, Estimate]:
+        run, found = replay_estimate(problem, schedule, **options)  # type: ignore[arg-type]
+        seed = int(str(options["seed"]))
+        counted.append(seed)
+        return run, replace(found, latency=found.latency * factors.get(seed, 1.0))
+
+    return replayed
+
+
+@pytest.fixture
+def at_rate(problem: Problem) -> Problem:
+    return replace(problem, arrivals=Arrivals(rate=100.0))
+
+
+def test_one_lucky_draw_of_arrivals_proves_no_rate(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = optimize(at_rate, policies=("orca",))
+    to_the_bound = 0.1 / usual.plan.replay.latency
+    counted: list[int] = []
+    lucky = seeded({0: 0.9 * to_the_bound} | dict.fromkeys(range(1, MOST_SEEDS), 1.3 * to_the_bound), counted)
+    monkeypatch.setattr(pipelines, "replay_estimate", lucky)
+    found = optimize(at_rate, policies=("orca",))
+    assert {0, 1} <= set(counted)
+    assert found.plan.schedule != usual.plan.schedule
+    assert len(found.seeds) > 1
+    assert np.mean([one.latency for one in found.seeds]) <= 0.1
+
+
+def test_the_plan_at_a_rate_is_the_mean_of_its_replays(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = optimize(at_rate, policies=("orca",)).plan
+    tight = replace(at_rate, bound=Bound(seconds=usual.replay.latency / 0.9))
+    found = optimize(tight, policies=("orca",))
+    assert len(found.seeds) == found.plan.search["replays"] == as_json(found)["replays"]["seeds"] >= 3
+    for name in ("latency", "ttft", "throughput"):
+        assert getattr(found.plan.replay, name) == pytest.approx(np.mean([getattr(one, name) for one in found.seeds]))
+    assert len({one.latency for one in found.seeds}) == len(found.seeds)
+    text = optimum_report(found, tight)
+    assert f"mean of {len(found.seeds)} replays" in text
+    assert "replays of other requests: the bounds hold at 95 % confidence; p99-length" in text
+
+
+@pytest.mark.parametrize("rate", [None, 100.0])
+def test_what_ranks_a_plan_is_what_it_shows_and_saves(rate: float | None, problem: Problem) -> None:
+    asked = replace(problem, arrivals=Arrivals(rate=rate) if rate else None)
+    found = optimize(asked, policies=("orca", "chunked"))
+    winner = next(c for c in found.candidates if c.policy == found.plan.schedule.policy)
+    assert winner.replayed == found.plan.replay.throughput
+    assert found.plan.replay.throughput == pytest.approx(np.mean([one.throughput for one in found.seeds]))
+    if found.order is not None:
+        assert found.order.num_seeds == len(found.seeds) > 1
+
+
+def test_a_backlog_whose_further_replays_break_the_bound_is_searched_again(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines, "_DOUBT", 1.0)
+    usual = optimize(problem, policies=("orca", "chunked"))
+    assert len(usual.seeds) > 1
+    late = dict.fromkeys(range(1, MOST_SEEDS), 1.3 * 0.1 / usual.plan.replay.latency)
+    monkeypatch.setattr(pipelines, "replay_estimate", seeded(late, []))
+    again = optimize(problem, policies=("orca", "chunked"))
+    assert again.plan.schedule != usual.plan.schedule
+    assert again.plan.replay.latency <= 0.1
+
+
+def test_far_below_its_bounds_a_rate_takes_one_replay(at_rate: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(pipelines, "replay_estimate", seeded({}, counted))
+    wide = replace(at_rate, bound=Bound(seconds=10.0))
+    found = optimize(wide, policies=("orca",))
+    assert counted == [0]
+    assert "one replay proves the bounds: it uses at most 50 % of each" in optimum_report(found, wide)
+
+
+def test_a_schedule_that_is_found_again_is_not_replayed_again(
+    at_rate: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(pipelines, "replay_estimate", seeded(dict.fromkeys(range(MOST_SEEDS), 1e3), counted))
+    with pytest.raises(Infeasible, match="needs"):
+        optimize(at_rate, policies=("orca",))
+    assert len(counted) < 8
+
+
+def test_means_of_replays_have_no_figure_that_one_of_them_lacks(problem: Problem) -> None:
+    _, one = replay_estimate(problem, Schedule("orca", {"max_num_seqs": 4}), seed=0)
+    other = replace(one, throughput=3 * one.throughput, latency=None, percentiles={"p99-ttft": 3.0})
+    found = mean_estimate([replace(one, percentiles={"p99-ttft": 1.0}), other])
+    assert found.throughput == pytest.approx(2 * one.throughput)
+    assert found.latency is None
+    assert found.percentiles == {"p99-ttft": 2.0}
+    assert mean_estimate([one]) is one

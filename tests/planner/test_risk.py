@@ -51,22 +51,22 @@ def test_the_share_of_broken_bounds_stays_under_the_risk(count: int, risk: float
 
 
 @pytest.mark.parametrize("num_compared", [2, 6, 20])
-def test_picking_the_best_of_many_does_not_break_more(num_compared: int) -> None:
+def test_the_best_of_many_that_share_their_error_breaks_no_more_than_one(num_compared: int) -> None:
+    """What it has of its own is measured on it, after it was selected."""
     rng, trials, risk = np.random.default_rng(1), 4000, 0.05
-    broken = careless = 0
+    broken = 0
     for _ in range(trials):
-        law = error_law(lognormal(rng, 18).tolist(), "synthetic")
-        # Candidates on a curve where more throughput is more latency; the one of most throughput that is predicted to
-        # keep the bound of 1 is picked, which is likely one whose latency is predicted too low.
-        latency = np.sort(rng.uniform(0.7, 1.3, num_compared))
-        predicted = latency / lognormal(rng, num_compared)
-        for margin, careful in ((law.margin(risk, num_compared=num_compared), True), (law.margin(risk), False)):
-            keeping = latency[predicted * (1 + margin) <= 1]
-            breaks = len(keeping) > 0 and keeping[-1] > 1
-            broken += breaks and careful
-            careless += breaks and not careful
+        measured = error_law(lognormal(rng, 18).tolist(), "deployment")
+        shared = float(lognormal(rng, 1)[0])
+        # The closed forms of candidates on a curve where more throughput is more latency, and their own errors.
+        predicted, own = np.sort(rng.uniform(0.5, 1.3, num_compared)), rng.normal(0.0, 0.05, num_compared)
+        for winner in reversed(range(num_compared)):
+            fresh = np.exp(own[winner] + rng.normal(0.0, 0.01, 8))
+            law = compound(measured, error_law(fresh.tolist(), "closed form"))
+            if predicted[winner] * (1 + law.margin(risk)) <= 1:
+                broken += predicted[winner] * math.exp(own[winner] + rng.normal(0.0, 0.01)) * shared > 1
+                break
     assert broken / trials <= risk
-    assert careless >= broken
 
 
 @pytest.mark.parametrize("risk", [0.01, 0.05])
@@ -106,10 +106,9 @@ def test_an_error_that_never_varies_adds_its_bias_alone() -> None:
     assert error_law([0.9, 0.9], "always faster").margin(0.01) == 0.0
 
 
-def test_less_risk_and_more_candidates_need_a_larger_margin() -> None:
+def test_less_risk_needs_a_larger_margin() -> None:
     law = error_law(lognormal(np.random.default_rng(4), 18).tolist(), "synthetic")
     assert law.margin(0.05) < law.margin(0.01) < law.margin(0.001)
-    assert law.margin(0.01) < law.margin(0.01, num_compared=6) == law.margin(0.01 / 6)
 
 
 def test_one_error_says_nothing_of_the_spread() -> None:
@@ -159,7 +158,20 @@ def test_a_plan_at_a_risk_keeps_its_margin_below_every_bound(policy: str, profil
     assert parts["closed form"]["observations"] == 8
     assert parts["lengths"] == {"from": "lengths: a stated law, no sample: no sampling error"}
     assert "no run of this deployment" in parts["deployment"]["from"]
-    assert 0 < parts["deployment"]["margin"]["p99-length"] < margin
+    # A closed form that is too slow takes some of it back.
+    assert 0 < parts["deployment"]["margin"]["p99-length"] < 1.1 * margin
+
+
+@pytest.mark.parametrize("bound", [0.1, 0.15, 0.3])
+def test_the_best_of_all_policies_is_no_worse_than_any_alone_at_a_risk(bound: float, profile: Profile) -> None:
+    problem = make_problem(profile, load_workload(LAW), Bound(seconds=bound), max_seqs=32)
+    names, risk = ("orca", "chunked", "rra", "static"), Risk(share=0.01)
+    alone = {name: optimize(problem, policies=(name,), risk=risk).plan for name in names}
+    best = optimize(problem, policies=names, risk=risk).plan
+    # Replays of more seeds, which compare the best, move a throughput by their noise.
+    assert best.replay.throughput >= 0.99 * max(plan.replay.throughput for plan in alone.values())
+    same = alone[best.schedule.policy]
+    assert (best.schedule, best.promise) == (same.schedule, same.promise)
 
 
 def test_every_group_of_replicas_keeps_its_own_margin() -> None:
@@ -171,6 +183,8 @@ def test_every_group_of_replicas_keeps_its_own_margin() -> None:
     optimum = optimize(problem, policies=("orca",), risk=Risk(share=0.01))
     plan = optimum.plan
     assert len(plan.groups) == 2
+    assert plan.replay is not None
+    assert optimum.candidates[0].replayed == pytest.approx(plan.replay.throughput)  # What is counted is shown.
     promised = [plan.promise["margin"], *(group["margin"] for group in plan.promise["more_groups"])]
     assert promised[0] != promised[1]
     for group, margin in zip(plan.groups, promised, strict=True):

@@ -1,6 +1,6 @@
 """Plans with replicas under arrivals are replayed whole: the same replay in optimize, simulate and bench."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,9 @@ from exeplan.core.bounds import utilizations
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, Stage
+from exeplan.planner.optimize import as_json
 from exeplan.planner.report import optimum_report
+from exeplan.units import show_bytes
 from exeplan.workload.workload import Trace, Workload
 
 LAW = "quantiles:in=p50:30,p99:200;out=p50:8,p99:30,p100:40;rank_correlation=0.4"
@@ -113,3 +115,27 @@ def test_a_plan_at_a_rate_promises_what_all_its_replicas_do_together(tmp_path: P
     again = exeplan.simulate(plan, profile=profile)
     assert again.replay.to_dict() == pytest.approx(plan.replay.to_dict())
     assert "all 2 replicas are replayed behind the router" in optimum_report(solution.optimum, solution.problem)
+
+
+def test_memory_is_that_of_the_rate_and_full_batches_are_named_apart() -> None:
+    profile = exeplan.datasheet_profile("opt-13b", "a40-48gb", cluster="a40")
+    solution = exeplan.optimize(
+        profile, "S", cluster="a40", gpus=2, latency_bound="12s", arrival_rate=6.0, policy="orca"
+    )
+    optimum, full = solution.optimum, solution.optimum.full
+    assert full is not None
+    assert optimum.plan.estimate is not None
+    assert optimum.plan.replay is not None
+    assert optimum.plan.estimate.kv_tokens == pytest.approx(optimum.plan.replay.kv_tokens, rel=0.3)
+    assert optimum.plan.estimate.kv_tokens < 0.7 * full.kv_tokens
+    assert full.residents == pytest.approx(2 * optimum.plan.schedule["max_num_seqs"])
+    assert as_json(optimum)["full_batches"] == asdict(full)
+    text = optimum_report(optimum, solution.problem)
+    at_rate, most = (show_bytes(x.memory_bytes_per_gpu) for x in (optimum.plan.estimate, full))
+    assert f"memory per GPU: at most {at_rate} at this rate, {most} with full batches, of" in text
+    assert f"full batches: {full.residents:.0f} residents hold {full.kv_tokens:.0f} tokens" in text
+    again = exeplan.simulate(optimum.plan, profile=profile, workload="S", cluster="a40", requests=500)
+    assert again.full == full
+    backlog = exeplan.optimize(profile, "S", cluster="a40", gpus=2, latency_bound="12s", policy="orca")
+    assert backlog.optimum.full is None
+    assert "full batches" not in optimum_report(backlog.optimum, backlog.problem)

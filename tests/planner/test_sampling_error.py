@@ -86,7 +86,7 @@ def test_a_rate_that_other_samples_do_not_sustain_is_refused(profile: Profile) -
 def test_a_margin_names_the_size_of_the_trace_and_what_it_takes(profile: Profile) -> None:
     parts = {}
     for name, workload in (("law", LAW), ("trace", drawn(100, seed=4))):
-        found = margins(problem_of(profile, workload), SCHEDULE, Risk(share=RISK), num_compared=1, seed=0)
+        found = margins(problem_of(profile, workload), SCHEDULE, Risk(share=RISK), seed=0)
         parts[name] = {part.words.split(":")[0]: part for part in found.parts}, found.values[0]
     (of_law, without), (of_trace, margin) = parts["law"], parts["trace"]
     assert of_law["lengths"].words == "lengths: a stated law, no sample: no sampling error"
@@ -100,14 +100,14 @@ def test_a_part_without_a_value_is_told_and_the_others_still_count(
 ) -> None:
     problem = problem_of(profile, drawn(100, seed=4))
     risk = Risk(share=RISK)
-    whole = margins(problem, SCHEDULE, risk, num_compared=1, seed=0)
+    whole = margins(problem, SCHEDULE, risk, seed=0)
 
     def without_latency(*args: Any, **options: Any) -> tuple[Run, Estimate]:
         run, estimate = replay_estimate(*args, **options)
         return run, replace(estimate, latency=None)
 
     monkeypatch.setattr("exeplan.planner.margins.replay_estimate", without_latency)
-    found = margins(problem, SCHEDULE, risk, num_compared=1, seed=0)
+    found = margins(problem, SCHEDULE, risk, seed=0)
     assert 0 < found.values[0] < whole.values[0]
     words = [part.words for part in found.parts]
     assert any(text.startswith("p99-length: only ") and "could be estimated" in text for text in words), words

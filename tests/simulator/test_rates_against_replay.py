@@ -1,4 +1,5 @@
-"""At half and at 0.8 of its capacity a schedule's times are those of the replay, for every way to admit requests.
+"""At half and at 0.8 of its capacity a schedule's times, and the KV cache that it holds, are those of the replay, for
+every way to admit requests.
 
 Chance is in the seeds, and fixed; benchmarks/planner/rates.py judges random cases, up to 0.95 of the capacity.
 """
@@ -17,6 +18,7 @@ from exeplan.planner.problem import Problem, make_problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.workload import Workload
 
@@ -64,10 +66,10 @@ def problem_of(profile: Profile, count: int, *, apart: bool) -> Problem:
     return replace(problem, cost=CostModel(timed, placement, CLUSTER), more_bounds=bounds[1:])
 
 
-def replayed(problem: Problem, schedule: Schedule, rate: float, seed: int) -> Estimate:
+def run_of(problem: Problem, schedule: Schedule, rate: float, seed: int) -> Run:
     inputs, outputs = problem.workload.sample(REQUESTS, seed=seed)
     gaps = np.random.default_rng(seed).exponential(1.0, REQUESTS)
-    run = replay(
+    return replay(
         schedule,
         problem.cost,
         input_tokens=inputs,
@@ -76,6 +78,10 @@ def replayed(problem: Problem, schedule: Schedule, rate: float, seed: int) -> Es
         arrivals=np.cumsum(gaps / gaps.mean() / rate),
         record_passes=False,
     )
+
+
+def replayed(problem: Problem, schedule: Schedule, rate: float, seed: int) -> Estimate:
+    run = run_of(problem, schedule, rate, seed)
     p99 = problem.workload.output_quantile(0.99)
     return summarize(run.requests, p99_output=p99, bounds=problem.bounds, backlog=False, waiting=True)
 
@@ -94,3 +100,22 @@ def test_times_at_a_rate_are_the_replays(schedule: Schedule, count: int, load: f
     assert found.latency == pytest.approx(real["latency"], rel=0.05)
     assert found.latency_p50 == pytest.approx(real["latency_p50"], rel=0.07)
     assert found.percentiles["p95-ttft"] == pytest.approx(real["p95"], rel=0.25)
+
+
+@pytest.mark.parametrize(("schedule", "count"), CASES, ids=[f"{schedule} {count}" for schedule, count in CASES])
+def test_the_kv_cache_at_a_rate_is_the_replays_and_not_that_of_full_batches(
+    schedule: Schedule, count: int, profile: Profile
+) -> None:
+    problem = problem_of(profile, count, apart=schedule.policy == "waa-c")
+    full = steady_state(schedule, problem.workload, problem.cost)
+    found = []
+    for load in (0.2, 0.5, 0.8, 0.95):
+        at_rate = replace(problem, arrivals=Arrivals(rate=load * full.throughput)).estimate(schedule)
+        peak = run_of(problem, schedule, load * full.throughput, 0).peak_kv_tokens
+        assert at_rate.kv_tokens == pytest.approx(peak, rel=0.25)
+        assert at_rate.memory_bytes_per_gpu == problem.cost.memory.max_bytes(
+            at_rate.kv_tokens, full.cycle.prefill_kv_tokens
+        )
+        found.append(at_rate.kv_tokens)
+    assert found == sorted(found)
+    assert found[0] < 0.65 * found[-1] <= 0.65 * full.kv_tokens

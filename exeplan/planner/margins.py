@@ -109,7 +109,7 @@ def margins(problem: Problem, schedule: Schedule, risk: Risk, *, seed: int) -> M
 def profile_error(profile: Profile) -> ErrorLaw | None:
     """The standard error of the profile's medians, as if all erred alike; None where nothing was repeated.
 
-    A mean over the rows, each as important as its seconds.
+    A mean over the rows, each as important as its seconds, and with it the error of the factor on all of them.
     """
     rows = [m for m in profile.measurements if m.repeats > 1 and m.spread > 0]
     if not rows:
@@ -118,10 +118,11 @@ def profile_error(profile: Profile) -> ErrorLaw | None:
     count = sum(m.repeats for m in rows)
     return ErrorLaw(
         logs=(0.0,),
-        spread=float(np.average(errors, weights=[m.seconds for m in rows])),
+        spread=math.hypot(float(np.average(errors, weights=[m.seconds for m in rows])), profile.calibration_error),
         freedom=float(count - len(rows)),
         count=count,
-        source=f"profile: the repeats of its {len(rows)} measured times",
+        source=f"profile: the repeats of its {len(rows)} measured times"
+        + (f", whole steps +-{profile.calibration_error:.1%}" if profile.calibration_error else ""),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from exeplan.core.bounds import Bound, binding, utilizations, values_of
 from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, num_devices
 from exeplan.planner.candidates import Candidate
 from exeplan.planner.pipelines import Optimum
@@ -107,8 +108,19 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     unfinished = "the profile is unfinished: run `exeplan profile` on it again for a sharper prediction"
     return [
         *([] if problem.profile.complete else [unfinished]),
+        *_speed_of(problem.profile),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
         *optimum.unproven,
+    ]
+
+
+def _speed_of(profile: Profile) -> list[str]:
+    """How sure the profile's times are, and how steady its machine was, where reference passes told."""
+    if not profile.reference_passes:
+        return []
+    return [
+        f"the profile's times are sure to +-{profile.calibration_error:.1%} (one standard error); its machine's speed moved "
+        f"by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
     ]
 
 

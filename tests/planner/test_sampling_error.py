@@ -123,3 +123,12 @@ def test_a_profile_is_as_sure_as_its_repeats(profile: Profile) -> None:
     assert law.count == 25 * len(rows)
     alone = [replace(m, spread=0.0, repeats=1) for m in profile.measurements]
     assert profile_error(replace(profile, measurements=tuple(alone))) is None
+
+
+def test_the_error_of_the_calibration_is_part_of_the_profiles(profile: Profile) -> None:
+    rows = tuple(replace(m, spread=0.1, repeats=25) for m in profile.measurements)
+    alone = profile_error(replace(profile, measurements=rows))
+    both = profile_error(replace(profile, measurements=rows, calibration_error=0.05))
+    assert alone is not None and both is not None
+    assert both.spread == pytest.approx(np.hypot(alone.spread, 0.05))
+    assert both.source.endswith("whole steps +-5.0%")

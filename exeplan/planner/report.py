@@ -119,8 +119,8 @@ def _speed_of(profile: Profile) -> list[str]:
     if not profile.reference_passes:
         return []
     return [
-        f"the profile's times are sure to +-{profile.calibration_error:.1%} (one standard error); its machine's speed moved "
-        f"by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
+        f"the profile's times are sure to +-{profile.calibration_error:.1%} (one standard error); its machine's speed "
+        f"moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
     ]
 
 

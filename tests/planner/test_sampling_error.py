@@ -129,6 +129,7 @@ def test_the_error_of_the_calibration_is_part_of_the_profiles(profile: Profile) 
     rows = tuple(replace(m, spread=0.1, repeats=25) for m in profile.measurements)
     alone = profile_error(replace(profile, measurements=rows))
     both = profile_error(replace(profile, measurements=rows, calibration_error=0.05))
-    assert alone is not None and both is not None
+    assert alone is not None
+    assert both is not None
     assert both.spread == pytest.approx(np.hypot(alone.spread, 0.05))
     assert both.source.endswith("whole steps +-5.0%")

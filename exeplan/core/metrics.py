@@ -57,7 +57,7 @@ from exeplan.workload.length_law import Ints
 
 _SAME_START = 5e-3
 _LEAST_INSIDE = 0.2
-_FEWEST_TOKENS = 0.1
+_FEWEST_TOKENS, _ROUNDING = 0.1, 1e-9
 _FILLING_UP = 0.1
 """Share of the arrivals that find the engine emptier than it will be."""
 
@@ -471,12 +471,15 @@ def _full(requests: Requests, starts: Floats) -> float:
 
     A pass takes as long as its requests are old. To wait for the mean of the tokens would be to choose a moment at
     which there are many of them, wherever batches differ."""
-    later = starts >= (starts[0] + starts[-1]) / 2
-    running, tokens = _held(requests, starts)
-    enough = (np.maximum.accumulate(running) >= running[later].mean()) & (
-        np.maximum.accumulate(tokens) >= np.quantile(tokens[later], _FEWEST_TOKENS)
-    )
-    return float(min(starts[np.argmax(enough)], starts[later][0])) if enough.any() else float(starts[later][0])
+    middle, closes = (starts[0] + starts[-1]) / 2, starts[-1]
+    ends = (times[requests.answered] for times in (requests.starts, requests.last_tokens))
+    begun, over = (np.clip(times, middle, closes).sum() for times in ends)
+    later, (running, tokens) = starts >= middle, _held(requests, starts)
+    fewest = np.quantile(tokens[later], _FEWEST_TOKENS)
+    busy = (over - begun) * (1 - _ROUNDING)
+    enough = np.maximum.accumulate(running) * (closes - middle) >= busy
+    enough &= np.maximum.accumulate(tokens) >= fewest
+    return float(min(starts[np.argmax(enough)], middle)) if enough.any() else float(middle)
 
 
 def _held(requests: Requests, times: Floats) -> tuple[Floats, Floats]:

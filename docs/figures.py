@@ -213,14 +213,37 @@ def risk_traces(record: Record) -> str:
     return rows(header, [tuple(row[key] for key in keys) for row in record["traces"]])
 
 
-def errors_of(figure: str) -> Callable[[Record], str]:
-    """Sizes of the errors of the plan, as measured: median over cases and the worst."""
+def errors_of(figure: str, clock: str) -> Callable[[Record], str]:
+    """Sizes of the errors of predictions: the median over cases with its interval, and the worst."""
 
     def made(record: Record) -> str:
-        errors = [abs(error) for error in _signed_errors(record, figure)]
-        return f"{middle(errors, percent)} off in the median and {percent(max(errors))} at worst"
+        found = record["summary"][f"{figure}, {clock}"]
+        interval = span(found["low"], found["high"], percent)
+        return f"{percent(found['median'])} ({interval}) off in the median and {percent(found['worst'])} at worst"
 
     return made
+
+
+def speed_free(record: Record) -> str:
+    found = record["summary"]["throughput x latency"]
+    return f"{percent(found['median'])} ({span(found['low'], found['high'], percent)})"
+
+
+def rankings(record: Record) -> str:
+    """How often the policy that was planned best was measured best, or within noise of it."""
+    right = sum("NOT" not in ranking["text"] for ranking in record["rankings"])
+    same = sum(ranking["planned_best"] == ranking["measured_best"] for ranking in record["rankings"])
+    taus = [ranking["tau"] for ranking in record["rankings"]]
+    return (
+        f"{same} of {len(taus)} times, and was within noise of it in {right - same} more; Kendall's tau of the rankings "
+        f"is {median(taus):.2f} in the median"
+    )
+
+
+def bounds_kept(record: Record) -> str:
+    found = (record["summary"][f"bounds kept, {clock}"] for clock in ("as measured", "at profiling speed"))
+    real, even = (share_of(one["kept"], one["of"]) for one in found)
+    return f"{real} as measured and {even} at profiling speed"
 
 
 def _signed_errors(record: Record, figure: str) -> list[float]:
@@ -231,13 +254,8 @@ def _signed_errors(record: Record, figure: str) -> list[float]:
 
 
 def cases_and_rounds(record: Record) -> str:
-    rounds = min(len(row["runs"]) for row in record["rows"])
-    return f"{len(record['rows'])} plans, {rounds} round{'s' if rounds > 1 else ''} each"
-
-
-def speeds(record: Record) -> str:
-    found = [run["speed"] for row in record["rows"] for run in row["runs"]]
-    return span(min(found), max(found), lambda speed: f"{speed:.2f}")
+    profiles = len({row["round"] for row in record["rows"]})
+    return f"{len(record['rows'])} plans, {profiles} profiles"
 
 
 def two_workers(record: Record) -> str:
@@ -517,10 +535,15 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "closed-form": {"errors": closed_form_errors},
     "planner-risk": {"left-out": risk_left_out, "traces": risk_traces},
     "fidelity-demo": {
-        "throughput": errors_of("throughput"),
-        "latency": errors_of("latency"),
+        **{
+            f"{figure}-{name}": errors_of(figure, clock)
+            for figure in ("throughput", "latency")
+            for name, clock in (("measured", "as measured"), ("even", "at profiling speed"))
+        },
         "cases": cases_and_rounds,
-        "speeds": speeds,
+        "speed-free": speed_free,
+        "rankings": rankings,
+        "bounds": bounds_kept,
     },
     "fidelity-workers-demo": {"errors": two_workers},
     "traces-demo": {"ratios": trace_ratios, "bounds": trace_bounds},

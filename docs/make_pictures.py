@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,9 +90,9 @@ def predicted_rows(records: Path = ROOT / "benchmarks" / "records") -> list[dict
     return [
         {
             "case": row["case"],
-            "policy": row["case"].split()[1].partition("(")[0],
-            "predicted": row["estimate"]["throughput"],
-            "measured": statistics.median(run["measured"]["throughput"] for run in row["runs"]),
+            "policy": row["policy"],
+            "predicted": row["runs"][0]["replay"]["throughput"],
+            "measured": row["runs"][0]["at_profile_speed"]["throughput"],
         }
         for row in body["rows"]
     ]

@@ -34,6 +34,7 @@ ORDER = (
     ("runner.engine_process",),
     ("runner.replan",),
     ("runner.load",),
+    ("runner.fidelity",),
     ("runner.server",),
     ("runner.__main__",),
     ("profiler",),

@@ -27,8 +27,8 @@ from exeplan.workload.workload import Workload
 if TYPE_CHECKING:
     import aiohttp
 
+    from exeplan.runner.compute.reference_passes import ReferencePasses
     from exeplan.runner.engine.engine import Engine, StepRecord
-    from exeplan.runner.reference_passes import ReferencePasses
 
 Ints = NDArray[np.int64]
 _CYCLES = 12

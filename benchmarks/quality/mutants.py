@@ -383,8 +383,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/core/metrics.py",
-        "spans / np.maximum(outputs - 1, 1)",
-        "spans / np.maximum(outputs, 1)",
+        "spans / (self.requests.output_tokens[some] - 1)",
+        "spans / self.requests.output_tokens[some]",
         "tpot over all tokens instead of the later ones",
         ("tests/core/test_metrics.py",),
     ),

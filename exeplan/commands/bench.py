@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.core.schedule import Estimate
+    from exeplan.runner.fidelity.pass_comparison import PassComparison
     from exeplan.runner.load import EngineRun, Load
-    from exeplan.runner.pass_comparison import PassComparison
     from exeplan.simulator.routed import Replica, RoutedRun
     from exeplan.workload.workload import Workload
 
@@ -133,7 +133,7 @@ class _Split:
     def of(
         cls, run: "EngineRun", prediction: "RoutedRun | None", plan: "Plan", summary: "Callable[..., Estimate]"
     ) -> "_Split":
-        from exeplan.runner.pass_comparison import compare_passes
+        from exeplan.runner.fidelity.pass_comparison import compare_passes
 
         alone = _one_thread(plan)
         planned = prediction.replicas[0].passes if prediction else []
@@ -152,7 +152,7 @@ def _one_thread(plan: "Plan") -> bool:
 
 
 def _why_no_reference(plan: "Plan") -> str:
-    from exeplan.runner.reference_passes import why_none
+    from exeplan.runner.compute.reference_passes import why_none
 
     workers = sum(stage.tensor_parallel_size for stage in plan.placement)
     return why_none(plan.device or "cpu", num_devices=workers) or "the profile has no reference passes; profile again"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from exeplan.planner.plan_request import PlanRequest
     from exeplan.planner.problem import Problem
     from exeplan.planner.solution import Solution
-    from exeplan.runner.interleaved import Error, Measured
+    from exeplan.runner.fidelity.interleaved import Error, Measured
 
 POSITION = 90
 POLICIES = ("static", "orca", "rra")
@@ -134,7 +134,7 @@ def _run(
     plans: "Sequence[Plan]", problem: "Problem", spec: "ModelSpec", profile: "Profile", duration: float
 ) -> "list[Measured]":
     from exeplan.progress import Shown
-    from exeplan.runner.interleaved import play_interleaved
+    from exeplan.runner.fidelity.interleaved import play_interleaved
 
     with Shown("demo") as told:
 
@@ -210,7 +210,7 @@ def _broken(rows: "Sequence[Measured]", bound: float) -> Iterator[str]:
 
 def _ranking(rows: "Sequence[Measured]") -> Iterator[str]:
     """Each policy against the one behind it, by what it would sustain at profiling speed."""
-    from exeplan.runner.interleaved import differ
+    from exeplan.runner.fidelity.interleaved import differ
 
     for one, other in pairwise(sorted(rows, key=lambda row: -row.sustained())):
         best, behind = one.plan.schedule.policy, other.plan.schedule.policy

@@ -4,7 +4,7 @@ A shared machine computes the same pass in different times from one minute to th
 long a few reference passes took while it was measured; a run repeats them, and its own passes, divided by how much
 slower the reference passes near them were, are what they would have taken at the profile's speed.
 
-Not here: running the passes (`runner/reference_passes.py`).
+Not here: running the passes (`runner/compute/reference_passes.py`).
 """
 
 import math

@@ -25,7 +25,7 @@ from exeplan.profiler.measuring.refine import suggest, worst_error
 from exeplan.profiler.measuring.samples import resumed
 from exeplan.progress import Progress
 from exeplan.runner.compute.precision import activation_dtype
-from exeplan.runner.reference_passes import EVERY_SECONDS, ReferencePasses, canonical_passes
+from exeplan.runner.compute.reference_passes import EVERY_SECONDS, ReferencePasses, canonical_passes
 
 _GRID_SHARE = 0.6
 """Largest share of the budget for the coarse grid."""

@@ -26,6 +26,7 @@ from exeplan.errors import InputError
 from exeplan.policies import pass_limits
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
+from exeplan.runner.compute.reference_passes import ReferencePasses
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
 from exeplan.runner.engine.admit_request import admit_request
 from exeplan.runner.engine.executor import (
@@ -40,7 +41,6 @@ from exeplan.runner.engine.kv_migration import KVMigration
 from exeplan.runner.engine.requests import Output, Request, RequestState, as_requests, output_of
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
-from exeplan.runner.reference_passes import ReferencePasses
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.scheduling.takeover import can_keep_blocks, take_over
 

@@ -11,11 +11,11 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import ReferencePass
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.reference_passes import ReferencePasses, canonical_passes, why_none
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
+from exeplan.runner.fidelity.pass_comparison import compare_passes
 from exeplan.runner.load import AFTER_CUT, EngineRun, Load, cut_at, play_engine
-from exeplan.runner.pass_comparison import compare_passes
-from exeplan.runner.reference_passes import ReferencePasses, canonical_passes, why_none
 from exeplan.simulator.run import PassRecord
 
 PASSES = canonical_passes(num_layers=2, longest=64)
@@ -60,7 +60,7 @@ def test_an_encoder_decoder_model_has_them_too() -> None:
 
 
 def test_tokens_are_the_same_with_and_without(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exeplan.runner.reference_passes.EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("exeplan.runner.compute.reference_passes.EVERY_SECONDS", 0.0)
     outputs = []
     step = engine.step
 

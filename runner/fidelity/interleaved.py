@@ -18,11 +18,11 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate
 from exeplan.planner.load_problem import engine_blocks
+from exeplan.runner.compute.reference_passes import ReferencePasses
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
+from exeplan.runner.fidelity.pass_comparison import NORMAL_90, PassComparison, compare_passes
 from exeplan.runner.load import cut_at, draw_load, play_engine
-from exeplan.runner.pass_comparison import NORMAL_90, PassComparison, compare_passes
-from exeplan.runner.reference_passes import ReferencePasses
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.workload.workload import Workload

@@ -235,8 +235,8 @@ def rankings(record: Record) -> str:
     same = sum(ranking["planned_best"] == ranking["measured_best"] for ranking in record["rankings"])
     taus = [ranking["tau"] for ranking in record["rankings"]]
     return (
-        f"{same} of {len(taus)} times, and was within noise of it in {right - same} more; Kendall's tau of the rankings "
-        f"is {median(taus):.2f} in the median"
+        f"{same} of {len(taus)} times, and was within noise of it in {right - same} more; Kendall's tau of the two "
+        f"rankings is {median(taus):.2f} in the median"
     )
 
 

@@ -173,12 +173,7 @@ class EngineRun:
         seconds = np.diff(self.cpu if one_thread else self.wall)
         if self.speed is None:
             return seconds
-        kinds = np.array([step.kind if step else "mixed" for step in self.steps])
-        middles = (self.wall[1:] + self.wall[:-1]) / 2
-        for kind in np.unique(kinds):
-            here = kinds == kind
-            seconds[here] /= self.speed.slowness(str(kind), middles[here])
-        return seconds
+        return seconds / self.speed.slowness((self.wall[1:] + self.wall[:-1]) / 2)
 
     def on_clock(self, seconds: Floats) -> list[RequestRecord]:
         """The records where each interval takes these seconds, and reference passes take none."""

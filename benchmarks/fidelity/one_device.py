@@ -4,7 +4,7 @@
         [--slacks 4] [--rounds 3] [--seconds 7] [--budget 40s] [--http]
 
 Each round profiles the model anew, plans every policy for every workload and bound, and plays the plans on one engine
-in slices of load, in the order A B C C B A (`runner/fidelity/interleaved.py`). A prediction is the replay of exactly the
+in slices of load, in the order A B C C B A (`runner/fidelity/interleaved.py`). A prediction is the replay of just the
 requests of its slices. Errors are given as measured, and at the speed that the machine had while it was profiled, which
 reference passes between the engine's own tell. With --http the best plan of each workload and bound is also served, and
 played by a load generator in a process of its own, whose CPU time is told; those figures are as measured only.

@@ -17,10 +17,10 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.profile import ReferencePass
 
-KINDS_OF = {"decode": ("decode",), "prefill": ("prefill",), "mixed": ("decode", "prefill")}
-"""The reference passes whose slowness passes of each kind have."""
 _NEAR = 5
-"""Reference passes of one kind that a moment's slowness is the median of."""
+"""Reference passes, of any kind, that a moment's slowness is the mean of."""
+_MOST_OFF = 2.0
+"""A reference pass counts as at most so many times slower, or faster, than those near it."""
 MEDIAN_ERROR = 1.2533
 """The standard error of a median over that of a mean, of a normal law."""
 
@@ -45,66 +45,71 @@ class MachineSpeed:
     passes: tuple[ReferencePass, ...]
     samples: tuple[SpeedSample, ...] = field(repr=False)
 
-    def slowness(self, kind: str, times: Floats) -> Floats:
+    def slowness(self, times: Floats) -> Floats:
         """[times] Seconds over the profile's seconds of the reference passes near each time; 1 without any samples."""
-        curves = [curve for kind_of in KINDS_OF[kind] if (curve := self._curves.get(kind_of))]
-        if not curves:
+        if not self.samples:
             return np.ones(len(times))
-        return np.exp(np.mean([np.interp(times, at, logs) for at, logs in curves], axis=0))
+        return np.exp(np.interp(times, self._times, self._near))
 
     @property
     def mean(self) -> float:
-        """The mean slowness of all samples, each kind of pass alike; 1 without any."""
-        return math.exp(float(np.mean([logs.mean() for _, logs in self._raw.values()]))) if self._raw else 1.0
+        """The mean slowness of all samples; 1 without any."""
+        return math.exp(self._near.mean()) if self.samples else 1.0
 
     @property
     def error(self) -> float:
         """The standard error of the mean slowness, relative, that of the profile's reference passes included."""
-        squares = [logs.var(ddof=1) / len(logs) for _, logs in self._raw.values() if len(logs) > 1]
-        own = sum(squares) / max(len(squares), 1) ** 2
-        profile = sum(one.error**2 for one in self.passes) / max(len(self.passes), 1) ** 2
-        return math.sqrt(own + profile)
+        own = self._logs.std(ddof=1) / math.sqrt(len(self.samples)) if len(self.samples) > 1 else 0.0
+        profile = math.sqrt(sum(one.error**2 for one in self.passes)) / max(len(self.passes), 1)
+        return math.hypot(own, profile)
 
     @property
     def spread(self) -> float:
         """How far the speed moved: half the distance of its 5th to its 95th percentile, relative to the mean."""
-        curves = [logs for _, logs in self._curves.values()]
-        return max((float(np.ptp(np.quantile(np.exp(logs), (0.05, 0.95)))) / 2 for logs in curves), default=0.0)
+        return float(np.ptp(np.quantile(np.exp(self._near), (0.05, 0.95)))) / 2 if self.samples else 0.0
 
     @property
     def cost(self) -> float:
         """Seconds that the samples took from the run."""
         return sum(sample.cost for sample in self.samples)
 
-    @cached_property
-    def _raw(self) -> dict[str, tuple[Floats, Floats]]:
-        """Times and logarithms of the slowness by kind of pass."""
-        found: dict[str, list[tuple[float, float]]] = {}
-        for sample in self.samples:
-            reference = self.passes[sample.number]
-            found.setdefault(reference.kind, []).append((sample.time, math.log(sample.seconds / reference.seconds)))
-        return {kind: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for kind, pairs in found.items()}
+    @property
+    def _times(self) -> Floats:
+        return np.array([sample.time for sample in self.samples])
+
+    @property
+    def _logs(self) -> Floats:
+        """[samples] Logarithms of measured over profiled seconds."""
+        return np.array([math.log(one.seconds / self.passes[one.number].seconds) for one in self.samples])
 
     @cached_property
-    def _curves(self) -> dict[str, tuple[Floats, Floats]]:
-        """The same, each value the median of those near it."""
-        return {kind: (times, _running_median(logs)) for kind, (times, logs) in self._raw.items()}
+    def _near(self) -> Floats:
+        """[samples] The same, each the mean of those near it."""
+        return _running_mean(self._logs)
 
 
-def _running_median(values: Floats) -> Floats:
-    """[values] Each the median of `_NEAR` around it, of as many as there are at the ends."""
-    half = _NEAR // 2
-    return np.array([np.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))])
+def _running_mean(logs: Floats) -> Floats:
+    """[samples] Each the mean of `_NEAR` around it, of as many as there are at the ends.
+
+    Over 18 runs of three policies with one profile the error of whole runs had a standard deviation of 3.2 % with this,
+    of 3.9 % with medians, of 5.0 % with medians of decodes and prefills apart, and of 8.9 % as measured.
+    """
+    half, most = _NEAR // 2, math.log(_MOST_OFF)
+    near = [logs[max(i - half, 0) : i + half + 1] for i in range(len(logs))]
+    return np.array([values.clip(np.median(values) - most, np.median(values) + most).mean() for values in near])
 
 
 def levelled(passes: Sequence[ReferencePass], samples: Sequence[SpeedSample]) -> tuple[ReferencePass, ...]:
-    """The passes with the medians of these samples as their seconds; unchanged without any samples."""
+    """The passes with the geometric means of these samples as their seconds; unchanged without any samples.
+
+    A mean, as a moment's slowness is: of a skewed law the median is another speed.
+    """
     found = []
     for number, one in enumerate(passes):
-        seconds = np.array([sample.seconds for sample in samples if sample.number == number])
-        if len(seconds):
-            median = float(np.median(seconds))
-            error = MEDIAN_ERROR * float(seconds.std()) / median / math.sqrt(len(seconds))
-            one = replace(one, seconds=float(f"{median:.6g}"), error=float(f"{error:.3g}"))
+        logs = np.log([sample.seconds for sample in samples if sample.number == number])
+        if len(logs):
+            logs = logs.clip(np.median(logs) - math.log(_MOST_OFF), np.median(logs) + math.log(_MOST_OFF))
+            error = float(logs.std()) / math.sqrt(len(logs))
+            one = replace(one, seconds=float(f"{math.exp(logs.mean()):.6g}"), error=float(f"{error:.3g}"))
         found.append(one)
     return tuple(found)

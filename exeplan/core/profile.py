@@ -112,7 +112,7 @@ class ReferencePass:
     """Of each sequence: in the cache, or in the prompt."""
     num_layers: int
     seconds: float = 1.0
-    """The median while the profile was measured."""
+    """The geometric mean while the profile was measured."""
     error: float = 0.0
     """Its standard error, relative."""
 

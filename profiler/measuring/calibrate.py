@@ -151,9 +151,8 @@ def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) ->
     """[steps] Seconds."""
     if speed is None:
         return [step.seconds for step in steps]
-    times = np.array([step.time for step in steps])
-    slow = {kind: speed.slowness(kind, times) for kind in {step.record.kind for step in steps}}
-    return [step.seconds / float(slow[step.record.kind][number]) for number, step in enumerate(steps)]
+    slow = speed.slowness(np.array([step.time for step in steps]))
+    return [step.seconds / float(factor) for step, factor in zip(steps, slow, strict=True)]
 
 
 def _requests(rig: Rig, draw: random.Random) -> list[Request]:

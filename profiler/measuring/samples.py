@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from exeplan.core.machine_speed import KINDS_OF, MachineSpeed
+from exeplan.core.machine_speed import MachineSpeed
 from exeplan.core.profile import COMPUTE_OPS, Measurement
 
 Key = tuple[str, str, int, int, int]
@@ -53,15 +53,14 @@ class Samples:
     def _raw(self) -> dict[Key, list[tuple[int, float]]]:
         """By round and second, at the speed of the reference passes."""
         if self._known is None:
-            self._known = {key: self._paired(key, found) for key, found in self._added.items()}
+            self._known = {key: self._paired(found) for key, found in self._added.items()}
         return self._known
 
-    def _paired(self, key: Key, found: Sequence[tuple[int, float, float | None]]) -> list[tuple[int, float]]:
+    def _paired(self, found: Sequence[tuple[int, float, float | None]]) -> list[tuple[int, float]]:
         slow = np.ones(len(found))
         if self._speed is not None:
-            kind = key[1] if key[1] in KINDS_OF else "mixed"
             known = np.array([time is not None for _, _, time in found])
-            slow[known] = self._speed.slowness(kind, np.array([time for _, _, time in found if time is not None]))
+            slow[known] = self._speed.slowness(np.array([time for _, _, time in found if time is not None]))
         return [(number, seconds / float(factor)) for (number, seconds, _), factor in zip(found, slow, strict=True)]
 
     @property

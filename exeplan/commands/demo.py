@@ -193,9 +193,11 @@ def _errors(rows: "Sequence[Measured]") -> Iterator[str]:
             elif error is None or abs(error.value) > _OWN_ERROR or not one.passes.same:
                 yield f"{where}: {one.passes}"
         if row.mean("measured", "latency") is None:
-            yield f"{row.plan.schedule}: no latency, as no output of that length was whole within a slice"
-        for note in dict.fromkeys(note for one in row.slices for note in one.measured.notes):
-            yield f"{row.plan.schedule}: {note}"
+            yield f"{row.plan.schedule}: no latency, as no output of that length was in a steady window"
+        for number, one in enumerate(row.slices, start=1):
+            for note in one.measured.notes:
+                if not note.startswith("bounds:"):  # No figure of the table is of them.
+                    yield f"{row.plan.schedule}, slice {number}: {note}"
 
 
 def _broken(rows: "Sequence[Measured]", bound: float) -> Iterator[str]:

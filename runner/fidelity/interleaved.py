@@ -52,6 +52,10 @@ class Slice:
     passes: PassComparison | None
     """None where the first pass was not the planned one."""
 
+    @property
+    def estimates(self) -> tuple[Estimate, ...]:
+        return self.predicted, self.measured, self.at_profile_speed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -63,9 +67,14 @@ class Measured:
     """The standard error of the profile's times, relative, common to all plans."""
 
     def mean(self, column: str, figure: str) -> float | None:
-        """Over the slices, of a figure of `predicted`, `measured` or `at_profile_speed`; None where one has none."""
-        values = [getattr(getattr(one, column), figure) for one in self.slices]
-        return None if None in values else sum(values) / len(values)
+        """Of a figure of `predicted`, `measured` or `at_profile_speed`, over the slices in which all three have it; None
+        where there is no such slice."""
+        values = [
+            getattr(getattr(one, column), figure)
+            for one in self.slices
+            if None not in (getattr(estimate, figure) for estimate in one.estimates)
+        ]
+        return sum(values) / len(values) if values else None
 
     def error(self, figure: str, *, column: str = "at_profile_speed") -> Error | None:
         """Of `throughput` or a time; its interval is that of the seconds that passes took, and of the profile's."""

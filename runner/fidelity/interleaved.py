@@ -67,8 +67,10 @@ class Measured:
     """The standard error of the profile's times, relative, common to all plans."""
 
     def mean(self, column: str, figure: str) -> float | None:
-        """Of a figure of `predicted`, `measured` or `at_profile_speed`, over the slices in which all three have it; None
-        where there is no such slice."""
+        """Of a figure of `predicted`, `measured` or `at_profile_speed`, over the slices in which all three have it.
+
+        None where there is no such slice.
+        """
         values = [
             getattr(getattr(one, column), figure)
             for one in self.slices

@@ -214,12 +214,15 @@ def risk_traces(record: Record) -> str:
 
 
 def errors_of(figure: str, clock: str) -> Callable[[Record], str]:
-    """Sizes of the errors of predictions: the median over cases with its interval, and the worst."""
+    """Sizes of the errors of predictions: the median over cases with its interval, and the worst.
+
+    Without the cases whose slices were too short for an interval.
+    """
 
     def made(record: Record) -> str:
-        found = record["summary"][f"{figure}, {clock}"]
-        interval = span(found["low"], found["high"], percent)
-        return f"{percent(found['median'])} ({interval}) off in the median and {percent(found['worst'])} at worst"
+        errors = (row["errors"][clock][figure] for row in record["rows"])
+        sizes = [abs(error["value"]) for error in errors if error and error["low"] is not None]
+        return f"{middle(sizes, percent)} off in the median and {percent(max(sizes))} at worst"
 
     return made
 
@@ -255,7 +258,11 @@ def _signed_errors(record: Record, figure: str) -> list[float]:
 
 def cases_and_rounds(record: Record) -> str:
     profiles = len({row["round"] for row in record["rows"]})
-    return f"{len(record['rows'])} plans, {profiles} profiles"
+    short = sum(row["errors"]["at profiling speed"]["throughput"]["low"] is None for row in record["rows"])
+    return (
+        f"{len(record['rows'])} plans, {profiles} profiles, {short} plans left out whose slices were too short for an "
+        "interval"
+    )
 
 
 def two_workers(record: Record) -> str:

@@ -202,9 +202,10 @@ def _summaries(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, 
     """Median absolute errors over cases, bounds kept, and the score that the machine's speed does not change."""
     for name in _COLUMNS:
         for figure in _FIGURES:
-            sizes = np.array([abs(e["value"]) for row in rows if (e := row["errors"][name][figure]) is not None])
+            found = [error for row in rows if (error := row["errors"][name][figure]) is not None]
+            sizes = np.array([abs(error["value"]) for error in found if error["low"] is not None])
             if len(sizes):
-                yield f"{figure}, {name}", _median(sizes)
+                yield f"{figure}, {name}", _median(sizes, num_short=len(rows) - len(sizes))
     products = [
         abs(_product(row, "replay") / _product(row, "measured") - 1) for row in rows if _product(row, "measured")
     ]
@@ -220,12 +221,13 @@ def _summaries(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, 
         yield f"bounds kept, {name}", {"kept": sum(kept), "of": len(kept), "low": low, "high": high, "text": text}
 
 
-def _median(sizes: "np.ndarray") -> dict[str, Any]:
-    """The median with its 90 % bootstrap interval, and the worst."""
+def _median(sizes: "np.ndarray", num_short: int = 0) -> dict[str, Any]:
+    """The median with its 90 % bootstrap interval, and the worst; `num_short` cases had slices too short for either."""
     draws = np.random.default_rng(0).choice(sizes, (_RESAMPLES, len(sizes)))
     low, high = np.quantile(np.median(draws, axis=1), (0.05, 0.95)).tolist()
     middle, worst = float(np.median(sizes)), float(sizes.max())
     text = f"median {middle:.1%} off ({low:.1%} to {high:.1%}), worst {worst:.1%}, of {len(sizes)} cases"
+    text += f", {num_short} more had too short slices" if num_short else ""
     return {"median": middle, "low": low, "high": high, "worst": worst, "cases": len(sizes), "text": text}
 
 

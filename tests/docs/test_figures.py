@@ -140,7 +140,7 @@ def test_a_record_that_lacks_a_key_is_one_clear_sentence(monkeypatch: pytest.Mon
     with pytest.raises(
         FigureError, match=r"KeyError 'rows'\. Change the function, or write the record again with `python"
     ):
-        text_of("fidelity-demo", "throughput")
+        text_of("fidelity-demo", "throughput-even")
 
 
 def test_marks_are_written_anew_and_nothing_else() -> None:

@@ -110,7 +110,9 @@ def draw_predicted(path: Path) -> None:
     for policy in sorted({row["policy"] for row in rows}):
         own = [row for row in rows if row["policy"] == policy]
         axes.plot([r["measured"] for r in own], [r["predicted"] for r in own], "o", label=policy)
-    axes.set(xlim=(0, top), ylim=(0, top), xlabel="measured requests/s", ylabel="predicted requests/s")
+    axes.set(
+        xlim=(0, top), ylim=(0, top), xlabel="measured requests/s, at profiling speed", ylabel="predicted requests/s"
+    )
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

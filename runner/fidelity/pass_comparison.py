@@ -2,7 +2,7 @@
 
 took       seconds of the engine's passes over the predicted seconds of the same passes
 others     of that, what other processes took of the core
-reference  of that, how much slower than in the profile the reference passes were
+reference  of that, how much slower the machine was than in the profile, by its reference passes
 left       took / others / reference: what the plan itself is wrong by
 """
 
@@ -48,10 +48,8 @@ class PassComparison:
         parts = [f"{what}; they took {self.took.value:.2f} times what was predicted"]
         parts += [f"other processes on this core {self.others:.2f}"] if self.others > 1.005 else []
         if self.num_reference:
-            passes = (
-                f"reference passes {self.reference:.2f} ({self.num_reference}, {self.reference_share:.1%} of the time"
-            )
-            parts.append(f"{passes}, not counted)")
+            cost = f"{self.num_reference} reference passes, {self.reference_share:.1%} of the time, not counted"
+            parts.append(f"the machine's own slowness {self.reference:.2f} ({cost})")
         return ", ".join([*parts, f"left {_interval(self.left)}"])
 
 

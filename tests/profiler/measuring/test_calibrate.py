@@ -83,10 +83,10 @@ def test_bursts_that_disagree_give_prefills_no_factor(profile: Profile, cost: Co
 
 
 def test_a_step_counts_with_its_seconds_at_the_speed_of_its_moment(profile: Profile, cost: CostModel) -> None:
-    """The second burst ran while the reference passes took twice their time."""
+    """The second burst ran while the engine was twice as slow."""
     passes = (ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=6, seconds=0.01),)
     samples = [
-        SpeedSample(number=0, time=time, seconds=0.01 * (1 if time < 50 else 2), cost=0.02)
+        SpeedSample(number=0, time=time, seconds=0.01 * (1 if time < 50 else 2**1.25), cost=0.02)
         for time in (*range(0, 10), *range(100, 110))
     ]
     speed = MachineSpeed(passes=passes, samples=tuple(samples))

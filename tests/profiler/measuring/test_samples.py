@@ -67,9 +67,11 @@ def test_a_slow_round_leaves_no_mark_on_what_only_it_has_seen() -> None:
 
 
 def test_a_sample_counts_with_its_seconds_at_the_speed_of_its_moment() -> None:
-    """The machine became twice as slow half-way; a sample without a time stays as it is."""
+    """The engine became twice as slow half-way; a sample without a time stays as it is."""
     one = ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=2, seconds=1.0)
-    samples = [SpeedSample(number=0, time=time, seconds=1.0 if time < 50 else 2.0, cost=0.0) for time in range(100)]
+    samples = [
+        SpeedSample(number=0, time=time, seconds=1.0 if time < 50 else 2.0**1.25, cost=0.0) for time in range(100)
+    ]
     found = Samples()
     for time in (10.0, 90.0):
         found.add({("rest", "prefill", 0, 8, 0): 10.0 if time < 50 else 20.0}, time=time)

@@ -115,11 +115,12 @@ class Measured:
 
 
 def differ(one: Measured, other: Measured) -> bool | None:
-    """Whether what the two sustain is apart by more than the intervals of both; None where one has no interval."""
-    halves = [m.half_interval() for m in (one, other)]
-    if None in halves:
+    """Whether what the two sustain is apart by more than the intervals of both; None where one has none, or served
+    nothing."""
+    halves, rates = [m.half_interval() for m in (one, other)], [m.sustained() for m in (one, other)]
+    if None in halves or not all(rates):
         return None
-    gap = abs(math.log(one.sustained() / other.sustained()))
+    gap = abs(math.log(rates[0] / rates[1]))
     return gap > math.hypot(*(half for half in halves if half is not None))
 
 
@@ -130,19 +131,17 @@ def play_interleaved(
     profile: Profile,
     workload: Workload,
     seconds: float,
-    rounds: int = 1,
     seed: int = 0,
-    dummy_weights: bool = False,
     on_slice: Callable[[int, int, Plan], None] = lambda number, of, plan: None,
 ) -> list[Measured]:
-    """Runs each plan twice a round for these seconds, on one engine that is loaded once, in this process.
+    """Runs each plan twice for these seconds, on one engine that is loaded once, in this process.
 
     The plans are of one device. Calls `on_slice` before each. Raises InputError where the model cannot be loaded.
     """
-    order = [*range(len(plans)), *reversed(range(len(plans)))] * rounds
+    order = [*range(len(plans)), *reversed(range(len(plans)))]
     found: list[list[Slice]] = [[] for _ in plans]
     largest = max(plans, key=lambda plan: engine_blocks(plan, spec))
-    engine = build_engine(engine_setup(largest, spec, dummy_weights=dummy_weights))
+    engine = build_engine(engine_setup(largest, spec))
     try:
         reference = engine.reference_passes(profile.reference_passes)
         for number, index in enumerate(order):

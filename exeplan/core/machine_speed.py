@@ -55,11 +55,6 @@ class MachineSpeed:
         return np.exp(np.interp(times, self._times, self._near))
 
     @property
-    def mean(self) -> float:
-        """The mean slowness of all samples; 1 without any."""
-        return math.exp(self._near.mean()) if self.samples else 1.0
-
-    @property
     def error(self) -> float:
         """The standard error of the mean slowness, relative, that of the profile's reference passes included."""
         own = self._logs.std(ddof=1) / math.sqrt(len(self.samples)) if len(self.samples) > 1 else 0.0

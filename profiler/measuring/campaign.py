@@ -75,6 +75,7 @@ class Campaign:
         self.bursts: list[list[BurstStep]] = []
         self.reference = _reference(rig)
         """None on a GPU, where a pass would wait for those that are queued."""
+        self.resumed_passes = before.reference_passes if before else ()
         self.burst_seconds = 0.0
         self.weight_bytes = rig.runner.weight_bytes + work.bytes_left_out(rig.copies)
         self.workspace_bytes = before.workspace_bytes if before else 0
@@ -130,11 +131,11 @@ class Campaign:
 
     @property
     def speed(self) -> MachineSpeed | None:
-        """Against the medians of this run's own reference passes."""
+        """Against the reference passes of a profile that is resumed, whose rows are at that speed, else this run's."""
         if not self.reference:
             return None
         found = self.reference.speed
-        return replace(found, passes=levelled(found.passes, found.samples))
+        return replace(found, passes=self.resumed_passes or levelled(found.passes, found.samples))
 
     def _anchors(self) -> dict[Point, int]:
         """Points that every round visits, so that its slowness is known: three short ones of each kind."""

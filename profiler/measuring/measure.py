@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState, num_blocks_for
+from exeplan.core.batch import BLOCK_SIZE, Batch, num_blocks_for
 from exeplan.core.model import ModelSpec
 from exeplan.core.schedule import Schedule
 from exeplan.kernels.select import REFERENCE
@@ -29,6 +29,7 @@ from exeplan.profiler.measuring.points import Point, Work, powers, ragged
 from exeplan.profiler.measuring.probe import PassTimes, Probe
 from exeplan.profiler.measuring.samples import Key
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.reference_passes import timed_sequence
 from exeplan.runner.compute.sampling import GREEDY, SampledToken, SamplingInput, SamplingParams, sample
 from exeplan.runner.compute.shard import ALONE, Group, whole
 from exeplan.runner.compute.warm_up import tune_kernels
@@ -149,25 +150,10 @@ class Rig:
         """The sequences of a prefill or decode point, and their tokens."""
         one = 1 if point.kind == "decode" else 0
         lengths = ragged(point.num_seqs, point.tokens, self.longest - one)
-        rows = tuple(self._row(f"{index}", length, decodes=bool(one)) for index, length in enumerate(lengths))
+        kinds = {"decodes": bool(one), "encodes": self.spec.is_encoder_decoder}
+        rows = tuple(timed_sequence(f"{index}", length, **kinds) for index, length in enumerate(lengths))
         token_ids = {row.request_id: self._prompts[index % _PROMPTS] for index, row in enumerate(rows)}
         return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), token_ids
-
-    def _row(self, request_id: str, length: int, *, decodes: bool) -> SequenceState:
-        """A sequence with that many tokens in the cache, or to prefill.
-
-        Of an encoder-decoder model's cached tokens half are the decoder's; none of its prompt is its start token.
-        """
-        outputs = length // 2 if decodes and self.spec.is_encoder_decoder else 0
-        begin = 1 if decodes or self.spec.is_encoder_decoder else 0
-        row = SequenceState(
-            request_id=request_id,
-            num_prompt_tokens=length - outputs + begin,
-            num_output_tokens=outputs,
-            max_output_tokens=outputs + 1,
-        )
-        row.num_blocks = num_blocks_for(row.num_tokens)
-        return row
 
     @contextmanager
     def placed(self, point: Point) -> Iterator[Callable[[], Tensor]]:

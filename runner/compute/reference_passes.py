@@ -82,8 +82,10 @@ class ReferencePasses:
         return seconds
 
     def _batch(self, one: ReferencePass) -> tuple[Batch, dict[str, list[int]]]:
-        decodes = one.kind == "decode"
-        rows = tuple(_row(f"{i}", one.num_tokens, self._runner, decodes=decodes) for i in range(one.num_seqs))
+        decodes, encodes = one.kind == "decode", self._runner.spec.is_encoder_decoder
+        rows = tuple(
+            timed_sequence(f"{i}", one.num_tokens, decodes=decodes, encodes=encodes) for i in range(one.num_seqs)
+        )
         tokens = {row.request_id: [i % self._runner.spec.vocab_size for i in range(row.num_tokens)] for row in rows}
         return (Batch(decode=rows) if decodes else Batch(prefill=rows)), tokens
 
@@ -95,9 +97,13 @@ def why_none(device: str, *, num_devices: int) -> str:
     return "" if num_devices == 1 else "reference passes are not run by several workers"
 
 
-def _row(request_id: str, num_tokens: int, runner: ModelRunner, *, decodes: bool) -> SequenceState:
-    outputs = num_tokens // 2 if decodes and runner.spec.is_encoder_decoder else 0
-    begin = 1 if decodes or runner.spec.is_encoder_decoder else 0
+def timed_sequence(request_id: str, num_tokens: int, *, decodes: bool, encodes: bool) -> SequenceState:
+    """A sequence with that many tokens in the cache, or to prefill; `encodes` is True for an encoder-decoder model.
+
+    Of such a model's cached tokens half are the decoder's; none of its prompt is its start token.
+    """
+    outputs = num_tokens // 2 if decodes and encodes else 0
+    begin = 1 if decodes or encodes else 0
     row = SequenceState(
         request_id=request_id,
         num_prompt_tokens=num_tokens - outputs + begin,

@@ -101,6 +101,7 @@ def test_an_unfinished_profile_is_resumed_and_keeps_its_points(profile: Profile,
     assert {row_name(m) for m in once} <= repeats.keys()
     assert sum(repeats.values()) > len(once)
     assert again.complete
+    assert again.reference_passes == profile.reference_passes != ()  # Its rows are at their speed.
 
 
 @pytest.mark.parametrize(

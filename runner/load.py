@@ -27,7 +27,7 @@ from exeplan.workload.workload import Workload
 if TYPE_CHECKING:
     import aiohttp
 
-    from exeplan.runner.compute.reference_passes import ReferencePasses
+    from exeplan.runner.compute.reference_passes import RepeatedPasses
     from exeplan.runner.engine.engine import Engine, StepRecord
 
 Ints = NDArray[np.int64]
@@ -147,9 +147,9 @@ class EngineRun:
     cpu: Floats
     """[intervals + 1] The wall clock and this thread's CPU clock at the borders, seconds from the start."""
     steps: "tuple[StepRecord | None, ...]"
-    """[intervals] The engine's step in each; None in those without."""
-    referring: NDArray[np.bool_]
-    """[intervals] Whether it is a reference pass, which no record counts."""
+    """[intervals] The engine's step that ended with each; None in those without."""
+    reference_share: Floats
+    """[intervals] Of its time that reference passes took, which no record counts."""
     speed: MachineSpeed | None = None
     """Of the reference passes, times on `wall`; None without any."""
     cut: bool = False
@@ -170,14 +170,14 @@ class EngineRun:
 
     def profile_seconds(self, *, one_thread: bool) -> Floats:
         """[intervals] What each would have taken at the speed of the profile."""
-        seconds = np.diff(self.cpu if one_thread else self.wall)
         if self.speed is None:
-            return seconds
+            return np.diff(self.cpu if one_thread else self.wall)
+        seconds = np.diff(self.cpu) if one_thread else np.diff(self.wall) / self.speed.others
         return seconds / self.speed.slowness((self.wall[1:] + self.wall[:-1]) / 2)
 
     def on_clock(self, seconds: Floats) -> list[RequestRecord]:
         """The records where each interval takes these seconds, and reference passes take none."""
-        clock = np.append(0.0, np.cumsum(np.where(self.referring, 0.0, seconds)))
+        clock = np.append(0.0, np.cumsum(self.apart(seconds)))
         wall, clock = (np.append(times, times[-1] + AFTER_CUT) for times in (self.wall, clock))
         return [
             replace(
@@ -191,7 +191,11 @@ class EngineRun:
 
     def end(self, seconds: Floats) -> float:
         """When the run ends where each interval takes these seconds, and reference passes take none."""
-        return float(np.where(self.referring, 0.0, seconds).sum())
+        return float(self.apart(seconds).sum())
+
+    def apart(self, seconds: Floats) -> Floats:
+        """[intervals] These seconds without what reference passes took of them."""
+        return (1 - self.reference_share) * seconds
 
 
 def play_engine(
@@ -199,7 +203,7 @@ def play_engine(
     load: Load,
     *,
     vocab_size: int,
-    reference: "ReferencePasses | None" = None,
+    reference: "RepeatedPasses | None" = None,
     seconds: float = math.inf,
 ) -> EngineRun:
     """Runs the load on an engine in this process, with reference passes between its steps.
@@ -220,12 +224,12 @@ def play_engine(
     in_flight: dict[str, _InFlight] = {}
     done: dict[int, RequestRecord] = {}
     arrived, began, cpu_began = 0, time.perf_counter(), time.thread_time()
-    clocks, steps, referring = [(0.0, 0.0)], list["StepRecord | None"](), list[bool]()
+    clocks, steps, referring = [(0.0, 0.0)], list["StepRecord | None"](), list[float]()
 
     def ends(step: "StepRecord | None" = None, *, refers: bool = False) -> None:
         clocks.append((time.perf_counter() - began, time.thread_time() - cpu_began))
         steps.append(step)
-        referring.append(refers)
+        referring.append(float(refers))
 
     while len(done) < len(requests) and (now := time.perf_counter() - began) < seconds:
         while arrived < len(requests) and _may_arrive(load, arrived, now, len(in_flight)):
@@ -246,10 +250,12 @@ def play_engine(
             if output.finish_reason is not None:
                 index, expired = int(output.request_id), output.finish_reason == "expired"
                 done[index] = _record(load, index, in_flight.pop(output.request_id), expired=expired)
-        ends(engine.last_step)
-        if reference and reference.repeat_if_due():
+        for step in engine.last_steps or (None,):
+            ends(step)
+        if reference and reference.repeat_if_due() and reference.at_once:
             ends(refers=True)
     wall, cpu = np.array(clocks).T
+    speed = reference.speed_from(began) if reference else None
     cut = len(done) < len(requests)
     for request_id in list(in_flight):
         engine.abort(request_id)
@@ -262,10 +268,19 @@ def play_engine(
         wall=wall,
         cpu=cpu,
         steps=tuple(steps),
-        referring=np.array(referring),
-        speed=reference.speed_from(began) if reference else None,
+        reference_share=np.array(referring) if reference is None or reference.at_once else _share_of(speed, wall),
+        speed=speed,
         cut=cut,
     )
+
+
+def _share_of(speed: MachineSpeed | None, wall: Floats) -> Floats:
+    """[intervals] The share of reference passes that ran while the engine went on."""
+    samples = speed.samples if speed else ()
+    begins = np.array([sample.time for sample in samples])
+    costs = np.array([sample.cost for sample in samples])
+    spent = np.array([np.clip(border - begins, 0.0, costs).sum() for border in wall])
+    return np.diff(spent) / np.maximum(np.diff(wall), 1e-9)
 
 
 def cut_at(records: Sequence[RequestRecord], seconds: float) -> list[RequestRecord]:

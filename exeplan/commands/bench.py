@@ -115,6 +115,8 @@ def _bench_plan(args: argparse.Namespace) -> int:
     summary = partial(summarize, p99_output=p99, bounds=bounds, backlog=load.backlog)
     split = _Split.of(shared, prediction, plan, summary) if shared and load.backlog else None
     _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split)
+    if split is None and not args.json:
+        print(f"\nno figures at the speed of the profile: {_why_no_split(shared)}")
     return 0
 
 
@@ -151,11 +153,28 @@ def _one_thread(plan: "Plan") -> bool:
     return plan.num_threads == 1 and workers == 1 and (plan.device or "cpu") == "cpu"
 
 
+def _slowdown(plan: "Plan", profile: "Profile") -> float:
+    from exeplan.planner.load_problem import plan_cluster
+    from exeplan.simulator.placement_timings import PlacementTimings
+
+    return PlacementTimings(profile, plan.placement, plan_cluster(plan, profile)).slowdown
+
+
 def _why_no_reference(plan: "Plan") -> str:
     from exeplan.runner.compute.reference_passes import why_none
 
-    workers = sum(stage.tensor_parallel_size for stage in plan.placement)
-    return why_none(plan.device or "cpu", num_devices=workers) or "the profile has no reference passes; profile again"
+    return why_none(plan.device or "cpu") or "the profile has no reference passes; profile again"
+
+
+def _why_no_split(run: "EngineRun | None") -> str:
+    if run is None:
+        return "the engine is the server's, and runs no reference passes"
+    slowness = ""
+    if run.speed and run.speed.samples:
+        number, mean = len(run.speed.samples), run.speed.mean
+        slowness = f"; by {number} reference passes the machine took {mean:.2f} times as long as while it was profiled"
+        slowness += f", and other processes on its cores {run.speed.others:.2f} times that"
+    return f"the engine waits for arrivals, which are as late on any machine{slowness}"
 
 
 def _load(args: argparse.Namespace, workload: "Workload", plan: "Plan | None") -> "Load":
@@ -236,7 +255,8 @@ def _play(
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
     with closing(build_engine(setup)) as engine:
-        reference = engine.reference_passes(profile.reference_passes if profile else ())
+        passes = profile.reference_passes if profile else ()
+        reference = engine.reference_passes(passes, slowdown=_slowdown(plan, profile) if profile else 1.0)
         played = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference)
     return played.records, played
 

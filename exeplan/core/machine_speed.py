@@ -39,6 +39,8 @@ class SpeedSample:
     seconds: float
     cost: float
     """Seconds that it took from the run, warming up included."""
+    others: float = 1.0
+    """Its seconds by the wall clock over `seconds`, where these are of the CPU clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,11 @@ class MachineSpeed:
         return np.exp(np.interp(times, self._times, self._near))
 
     @property
+    def mean(self) -> float:
+        """The geometric mean of the slowness over all samples; 1 without any."""
+        return float(np.exp(self._logs.mean())) if self.samples else 1.0
+
+    @property
     def error(self) -> float:
         """The standard error of the mean slowness, relative, that of the profile's reference passes included."""
         own = self._logs.std(ddof=1) / math.sqrt(len(self.samples)) if len(self.samples) > 1 else 0.0
@@ -62,9 +69,21 @@ class MachineSpeed:
         return math.hypot(own, _SENSITIVITY * profile)
 
     @property
+    def others_error(self) -> float:
+        """The standard error of `others`, relative."""
+        logs = np.log([sample.others for sample in self.samples])
+        return float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+
+    @property
     def spread(self) -> float:
         """How far the speed moved: half the distance of its 5th to its 95th percentile, relative to the mean."""
         return float(np.ptp(np.quantile(np.exp(self._near), (0.05, 0.95)))) / 2 if self.samples else 0.0
+
+    @property
+    def others(self) -> float:
+        """How much longer the samples took because other processes had the core; 1 where nothing tells."""
+        own = sum(sample.seconds for sample in self.samples)
+        return sum(sample.seconds * sample.others for sample in self.samples) / own if own else 1.0
 
     @property
     def cost(self) -> float:

@@ -24,6 +24,7 @@ from exeplan.profiler.multi_device.links import link_rows
 from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
 from exeplan.progress import Progress
+from exeplan.runner.compute.reference_passes import with_own_weights
 
 ONE_DEVICE_SHARE = 0.5
 """Share of the budget for the single-device part of a multi-device profile."""
@@ -105,7 +106,12 @@ class MultiDeviceProfiler:
             group=Silent(size),
         )
         points = measured_points(m for m in known.measurements if m.tensor_parallel_size == 1)
-        return shard_rows(rig, work, self.reach, more=points, size=size, seconds=seconds)
+        reference = None
+        if known.reference_passes:
+            reference = with_own_weights(
+                work.spec, known.reference_passes, dtype=known.dtype, kv_dtype=known.cache_dtype
+            )
+        return shard_rows(rig, work, self.reach, more=points, size=size, seconds=seconds, reference=reference)
 
     def _link(self, op: str, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
         longest = self.reach.max_prompt

@@ -19,6 +19,7 @@ from exeplan.profiler.measuring.campaign import visit_seconds
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.samples import Samples
+from exeplan.runner.compute.reference_passes import ReferencePasses
 from exeplan.runner.compute.shard import head_ranges, inner_range
 
 _VISITS = 5
@@ -56,18 +57,31 @@ def _divides(spec: ModelSpec, group: Silent) -> bool:
 
 
 def shard_rows(
-    rig: Rig, work: Work, reach: Range, *, more: Iterable[Point], size: int, seconds: float
+    rig: Rig,
+    work: Work,
+    reach: Range,
+    *,
+    more: Iterable[Point],
+    size: int,
+    seconds: float,
+    reference: ReferencePasses | None,
 ) -> tuple[Measurement, ...]:
     """Rows of a rig's shard: the required ones, then as much of a coarse grid and of `more` points as time allows.
 
-    `more` are the points where the whole model's times bend."""
+    `more` are the points where the whole model's times bend. With `reference` the rows are at the speed that its passes
+    had in the profile, as the whole model's are.
+    """
     samples, visits, costs = Samples(), dict[Point, int](), dict[Point, float]()
     ended = time.monotonic() + seconds
 
     def visit(points: Iterable[Point], number: int) -> None:
         for point in points:
+            began = time.perf_counter()
             found = rig.visit(point, work)
-            samples.add(found.values, number)
+            middle = (began + time.perf_counter()) / 2
+            samples.add(found.values, number, time=middle if reference else None)
+            if reference:
+                reference.repeat_if_due()
             visits[point], costs[point] = visits.get(point, 0) + 1, found.seconds
 
     essential, *others = first_rows(reach)
@@ -78,6 +92,8 @@ def shard_rows(
             visit(new, 0)
     for number in range(1, _VISITS):
         visit((point for point in order(visits, number) if time.monotonic() + costs[point] < ended), number)
+    if reference:
+        samples.pair_with(reference.speed)
     return tuple(replace(row, tensor_parallel_size=size) for row in samples.measurements())
 
 

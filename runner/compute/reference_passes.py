@@ -1,18 +1,20 @@
 """Reference passes: a few canonical passes of a model, repeated during a run to know how fast the device is then.
 
-They use the weights of the run's own model and a small KV cache of their own. Only on a CPU: on a GPU a pass would have
-to wait for those that are queued (`why_none`).
+They use the weights of the run's own model, or their own where that is a shard (`with_own_weights`), and a small KV
+cache of their own. Only on a CPU: on a GPU a pass would have to wait for those that are queued (`why_none`).
 """
 
 import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.machine_speed import MachineSpeed, SpeedSample
+from exeplan.core.model import ModelSpec
 from exeplan.core.profile import ReferencePass
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.layers import Model
@@ -35,8 +37,23 @@ def canonical_passes(*, num_layers: int, longest: int) -> tuple[ReferencePass, .
     )
 
 
+class RepeatedPasses(Protocol):
+    """What a run asks of its reference passes, wherever they are run."""
+
+    at_once: bool
+    """Whether `repeat_if_due` runs the pass itself, while nothing else runs."""
+
+    def repeat_if_due(self) -> bool:
+        """Has the next pass run if the last one is long enough ago; tells whether it did."""
+
+    def speed_from(self, began: float) -> MachineSpeed:
+        """Of what was found since then on the performance counter, its times from there."""
+
+
 class ReferencePasses:
     """Repeats the passes in turn with the weights of a runner; `samples` are what they took."""
+
+    at_once = True
 
     def __init__(self, runner: ModelRunner, passes: Sequence[ReferencePass], *, model: Model | None = None) -> None:
         """`model` where the runner's own must not be asked, as a probe. Times are on the performance counter."""
@@ -62,24 +79,32 @@ class ReferencePasses:
         began = time.perf_counter()
         if began < self._ended + max(every, self._last_cost / _MOST_COST):
             return False
-        number = len(self.samples) % len(self.passes)
-        self._run(number)  # The caches are full of what the run did: only the second one is alike each time.
-        seconds = self._run(number)
-        self._ended = time.perf_counter()
-        self._last_cost = cost = self._ended - began
-        self.samples.append(SpeedSample(number=number, time=began, seconds=seconds, cost=cost))
+        self.repeat()
         return True
 
-    def _run(self, number: int) -> float:
+    def repeat(self) -> SpeedSample:
+        """Runs the next pass."""
+        began = time.perf_counter()
+        number = len(self.samples) % len(self.passes)
+        self._run(number)  # The caches are full of what the run did: only the second one is alike each time.
+        seconds, wall = self._run(number)
+        self._ended = time.perf_counter()
+        self._last_cost = cost = self._ended - began
+        self.samples.append(
+            SpeedSample(number=number, time=began, seconds=seconds, cost=cost, others=max(wall / seconds, 1.0))
+        )
+        return self.samples[-1]
+
+    def _run(self, number: int) -> tuple[float, float]:
+        """Seconds of this thread alone, where that is known, and by the wall clock."""
         batch, token_ids = self._batches[number]
         self._runner.assume_cached(batch.decode)
-        clock = time.thread_time if self._on_cpu_clock else time.perf_counter
-        began = clock()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         self._runner.forward(batch, token_ids)
-        seconds = clock() - began
+        wall, cpu = time.perf_counter() - began, time.thread_time() - cpu_began
         for request_id in token_ids:
             self._runner.free(request_id)
-        return seconds
+        return (cpu if self._on_cpu_clock else wall), wall
 
     def _batch(self, one: ReferencePass) -> tuple[Batch, dict[str, list[int]]]:
         decodes, encodes = one.kind == "decode", self._runner.spec.is_encoder_decoder
@@ -90,11 +115,18 @@ class ReferencePasses:
         return (Batch(decode=rows) if decodes else Batch(prefill=rows)), tokens
 
 
-def why_none(device: str, *, num_devices: int) -> str:
+def with_own_weights(
+    spec: ModelSpec, passes: Sequence[ReferencePass], *, dtype: str, kv_dtype: str | None
+) -> ReferencePasses:
+    """Of random weights in memory of their own: as many layers as the passes run through, and the vocabulary."""
+    layers = passes[0].num_layers
+    few = replace(spec, num_layers=layers, num_encoder_layers=min(layers, spec.num_encoder_layers))
+    return ReferencePasses(ModelRunner(few, dtype=dtype, kv_dtype=kv_dtype, num_blocks=1, dummy_weights=True), passes)
+
+
+def why_none(device: str) -> str:
     """Why a run has no reference passes; '' where it may have them."""
-    if device != "cpu":
-        return f"reference passes are not run on {device}: they would wait for queued passes"
-    return "" if num_devices == 1 else "reference passes are not run by several workers"
+    return "" if device == "cpu" else f"reference passes are not run on {device}: they would wait for queued passes"
 
 
 def timed_sequence(request_id: str, num_tokens: int, *, decodes: bool, encodes: bool) -> SequenceState:

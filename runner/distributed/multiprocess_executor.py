@@ -18,9 +18,11 @@ from msgspec.structs import replace
 
 from exeplan.core.batch import Batch
 from exeplan.core.model import ModelSpec
+from exeplan.core.profile import ReferencePass
 from exeplan.progress import OnProgress, no_progress
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.loading_bar import LoadingBar
+from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.distributed.batch_messages import (
     batch_message,
     beginning,
@@ -31,6 +33,7 @@ from exeplan.runner.distributed.batch_messages import (
 from exeplan.runner.distributed.launcher import Launcher, LocalLauncher
 from exeplan.runner.distributed.links import stage_ranks
 from exeplan.runner.distributed.worker_group import Report, WorkerGroup
+from exeplan.runner.distributed.worker_reference import WorkerReferencePasses
 from exeplan.runner.engine.executor import BatchDone, KVArrived, WorkerError
 from exeplan.runner.engine.kv_regions import KVRegion
 from exeplan.runner.engine.requests import RequestState
@@ -42,8 +45,11 @@ from exeplan.runner.ipc.messages import (
     KVReceived,
     KVRestored,
     KVSaved,
+    ReferenceRan,
+    RepeatReference,
     RestoreKV,
     SaveKV,
+    WorkerCommand,
     WorkerEvent,
     WorkerFailed,
 )
@@ -55,7 +61,7 @@ _LONG_LIFE_SECONDS = 10.0
 _LATE_SECONDS = 5.0
 _COPY_SECONDS = 60.0
 """At least, for keys and values of all requests to or from host memory."""
-_Saved = TypeVar("_Saved", KVSaved, KVRestored)
+_Done = TypeVar("_Done", KVSaved, KVRestored, ReferenceRan)
 
 
 @dataclass(slots=True)
@@ -99,9 +105,11 @@ class MultiprocessExecutor:
             phase: [number for number, stage in enumerate(placement) if stage.phase == phase] for phase in self.phases
         }
         self._ranks = {phase: [rank for n in stages for rank in ranks[n]] for phase, stages in self._stages.items()}
+        self._all_ranks = [rank for group in ranks for rank in group]
         self._leaders = {group[0]: number for number, group in enumerate(ranks)}
         self.num_prefill_stages = len(self._stages[self.phases[-1]])
         self.num_generations = 0
+        self.on_reference: Callable[[ReferenceRan], None] = lambda ran: None
         self._failed_starts, self._began = 0, time.monotonic()
         self.kv_budget: KVBudget | None = None
         self._group: WorkerGroup | None = None
@@ -113,6 +121,10 @@ class MultiprocessExecutor:
     @property
     def pids(self) -> list[int]:
         return self._group.pids if self._group else []
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._all_ranks)
 
     @property
     def pending(self) -> bool:
@@ -161,7 +173,8 @@ class MultiprocessExecutor:
         encoded, self._encoded = self._encoded, []
         placed = [region_message(region) for region in regions]
         command = SaveKV(freed=self._flush(self.phases[0]), path=path, regions=placed, encoded=encoded)
-        return [min(stored) for stored in zip(*(saved.stored for saved in self._copy(command, KVSaved)), strict=True)]
+        saved = self._gather(self._ranks[self.phases[0]], command, KVSaved)
+        return [min(stored) for stored in zip(*(one.stored for one in saved), strict=True)]
 
     def restore(self, path: str, regions: Sequence[KVRegion]) -> None:
         rows = [region.request for region in regions]
@@ -169,7 +182,19 @@ class MultiprocessExecutor:
         new = [new_sequence(row) for row in rows]
         placed = [region_message(region) for region in regions]
         command = RestoreKV(freed=self._flush(self.phases[0]), path=path, regions=placed, new=new)
-        self._copy(command, KVRestored)
+        self._gather(self._ranks[self.phases[0]], command, KVRestored)
+
+    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+        return WorkerReferencePasses(self, passes, slowdown=slowdown) if self._setup.engine.device == "cpu" else None
+
+    def prepare_reference(self, passes: Sequence[ReferencePass]) -> None:
+        """Has all workers make what they need for these passes, while no batch is in flight."""
+        self._gather(self._all_ranks, RepeatReference(passes=passes), ReferenceRan)
+
+    def repeat_reference(self, passes: Sequence[ReferencePass]) -> None:
+        """Asks all workers for the next one of these; `on_reference` is called with what each of them reports."""
+        assert self._group is not None
+        self._group.send(self._all_ranks, RepeatReference(passes=passes))
 
     def restart(self) -> None:
         self._reset()
@@ -243,10 +268,9 @@ class MultiprocessExecutor:
                 return None
             raise WorkerError(f"a batch took longer than {self._deadline:g} s: a worker hangs") from None
 
-    def _copy(self, command: SaveKV | RestoreKV, done: type[_Saved]) -> list[_Saved]:
-        """Has all ranks that decode copy keys and values, while no batch is in flight. Returns what they report."""
+    def _gather(self, ranks: Sequence[int], command: WorkerCommand, done: type[_Done]) -> list[_Done]:
+        """Has these ranks carry a command out, while no batch is in flight. Returns what they report."""
         assert self._group is not None
-        ranks = self._ranks[self.phases[0]]
         self._group.send(ranks, command)
         waiting, found = set(ranks), []
         deadline = time.monotonic() + max(self._deadline, _COPY_SECONDS)
@@ -270,6 +294,8 @@ class MultiprocessExecutor:
         event = _sound(report)
         if isinstance(event, KVReceived):
             self._take_arrival(event.number, report.rank, found)
+        elif isinstance(event, ReferenceRan):
+            self.on_reference(event)
         elif isinstance(event, BatchRan):
             self._take_run(event, self._leaders[report.rank], found)
 

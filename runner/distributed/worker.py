@@ -24,6 +24,7 @@ from torch import Tensor
 
 from exeplan.core.batch import Batch, num_blocks_for
 from exeplan.core.model import ModelSpec, model_spec
+from exeplan.core.profile import ReferencePass
 from exeplan.errors import InputError
 from exeplan.runner.compute.device import local_device
 from exeplan.runner.compute.device_sampling import sample_on_device
@@ -33,6 +34,7 @@ from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import check_precision
+from exeplan.runner.compute.reference_passes import ReferencePasses, with_own_weights
 from exeplan.runner.compute.sampling import sample
 from exeplan.runner.compute.shard import Shard
 from exeplan.runner.compute.warm_up import warm_up_runner
@@ -52,6 +54,8 @@ from exeplan.runner.ipc.messages import (
     KVReceived,
     KVRestored,
     KVSaved,
+    ReferenceRan,
+    RepeatReference,
     RestoreKV,
     RunBatch,
     SampledTokenOf,
@@ -189,6 +193,9 @@ class Worker:
         ):
             self.capacity = KVCapacity(budget.num_blocks, budget.pass_tokens)
         self._mirror, self._reports = Mirror(), reports
+        self._options = options
+        self._reference: ReferencePasses | None = None
+        """Made when they are first asked for."""
         self._completion = Completion(device, reports.fail)
         self._prefilled: dict[int, tuple[RequestState, ...]] = {}
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""
@@ -228,6 +235,8 @@ class Worker:
                 self._save(command)
             case RestoreKV():
                 self._restore(command)
+            case RepeatReference():
+                self._repeat(command.passes)
             case _:
                 assert_never(command)
 
@@ -299,6 +308,15 @@ class Worker:
         regions = [self._mirror.region(region) for region in command.regions]
         restore_regions(self._runner, command.path, regions)
         self._reports.send(KVRestored())
+
+    def _repeat(self, passes: Sequence[ReferencePass]) -> None:
+        if self._reference is None:
+            options = self._options
+            self._reference = with_own_weights(self._spec, passes, dtype=options.dtype, kv_dtype=options.kv_dtype)
+        sample = self._reference.repeat()
+        self._reports.send(
+            ReferenceRan(number=sample.number, seconds=sample.seconds, cost=sample.cost, others=sample.others)
+        )
 
     def _take_encoded(self, rows: tuple[RequestState, ...]) -> None:
         encoded_NE = self._links.receive_encoded(sum(num_encoder_tokens(row) for row in rows))

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from exeplan.core.batch import Batch
+from exeplan.core.profile import ReferencePass
 from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.compute.sampling import SampledToken
 from exeplan.runner.engine.executor import (
     BatchDone,
@@ -66,6 +68,10 @@ class AsyncExecutor(SingleDevice):
     @property
     def pending(self) -> bool:
         return bool(self._launched)
+
+    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+        """None: they would wait for the batches that are queued."""
+        return None
 
     def accepts(self, phase: str) -> bool:
         return len(self._launched) < _DEPTH and all(launched.may_be_followed for launched in self._launched)

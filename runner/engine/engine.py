@@ -26,13 +26,12 @@ from exeplan.errors import InputError
 from exeplan.policies import pass_limits
 from exeplan.runner.compute.device_sampling import needs_tokens
 from exeplan.runner.compute.kv_budget import pass_limit
-from exeplan.runner.compute.reference_passes import ReferencePasses
+from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.compute.sampling import GREEDY, SampledToken
 from exeplan.runner.engine.admit_request import admit_request
 from exeplan.runner.engine.executor import (
     BatchDone,
     Executor,
-    InProcessExecutor,
     KVArrived,
     WorkerError,
     sampled_requests,
@@ -91,7 +90,8 @@ class PlanSwitch:
 
 
 class Engine:
-    """Runs one schedule on one executor. `last_step` describes the latest finished batch."""
+    """Runs one schedule on one executor. `last_step` describes the latest finished batch, `last_steps` those that the
+    latest call of `step` finished."""
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class Engine:
     ) -> None:
         self.num_blocks = num_blocks
         self.last_step: StepRecord | None = None
+        self.last_steps: tuple[StepRecord, ...] = ()
         self._executor, self._schedule, self._clock = executor, schedule, clock
         self._spec = executor.spec
         self._tokenizer = tokenizer or Tokenizer(None)
@@ -167,6 +168,7 @@ class Engine:
         Returns one output for each request that got a token, failed or expired; none where nothing can run, or where a
         stage only became free. Raises WorkerError where workers died: `restart` continues from there.
         """
+        self.last_steps = ()
         self._due += self._expire()
         for phase in self._executor.phases:
             while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
@@ -268,11 +270,12 @@ class Engine:
                 self._scheduler.add(request)
         return outputs
 
-    def reference_passes(self, passes: Sequence[ReferencePass]) -> ReferencePasses | None:
-        """To be repeated between steps with the same weights; None without any, or where a step leaves some running."""
-        if not passes or not isinstance(self._executor, InProcessExecutor):
-            return None
-        return ReferencePasses(self._executor.runner, passes)
+    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float = 1.0) -> RepeatedPasses | None:
+        """To be repeated between steps; None without any, or where an executor cannot tell what they took.
+
+        `slowdown` is of a device while all devices of its host compute, as in the profile.
+        """
+        return self._executor.reference_passes(passes, slowdown=slowdown) if passes else None
 
     def wake(self) -> None:
         """Makes a waiting `step` return; any thread may call it."""
@@ -362,6 +365,7 @@ class Engine:
         batch, end = done.batch, self._clock()
         requests = {request.request_id: request for request in as_requests(batch.prefill + batch.decode)}
         self.last_step = replace(self._begun.pop(id(batch))[1], end=end)
+        self.last_steps += (self.last_step,)
         if self._executor.async_scheduling:
             self._begin_next(end)
         else:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from exeplan.core.batch import Batch
 from exeplan.core.model import ModelSpec
+from exeplan.core.profile import ReferencePass
 from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.reference_passes import ReferencePasses, RepeatedPasses
 from exeplan.runner.compute.sampling import SampledToken, sample
 from exeplan.runner.engine.kv_regions import KVRegion, restore_regions, save_regions
 from exeplan.runner.engine.requests import RequestState, as_requests
@@ -73,6 +75,12 @@ class Executor(Protocol):
 
     def wake(self) -> None:
         """Makes a waiting `results` return; any thread may call it."""
+
+    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+        """Repeats these on its devices, between batches; None where that would say nothing of their speed.
+
+        `slowdown` is of a device while all devices of its host compute. No batch is in flight.
+        """
 
     def release(self, request_id: str) -> None:
         """Frees what is held for a request that has left; one that never ran is accepted."""
@@ -145,6 +153,9 @@ class InProcessExecutor(SingleDevice):
 
     def start(self, batch: Batch) -> None:
         self._batch = batch
+
+    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+        return ReferencePasses(self.runner, passes) if self.runner.device.type == "cpu" else None
 
     def results(self) -> Sequence[BatchDone]:
         batch, self._batch = self._batch, None

@@ -120,6 +120,7 @@ def build_engine(
     )
     try:
         warm_up(engine, on_progress=on_progress)
+        engine.switch_plan(setup.schedule)  # Its queues are as new then: the first batch is the one planned.
     except BaseException:
         engine.close()
         raise

@@ -18,7 +18,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.runner.compute.reference_passes import ReferencePasses
+from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.fidelity.pass_comparison import NORMAL_90, PassComparison, compare_passes
@@ -169,7 +169,7 @@ def _slice(
     *,
     seconds: float,
     seed: int,
-    reference: ReferencePasses | None,
+    reference: RepeatedPasses | None,
 ) -> Slice:
     load = draw_load(workload, _num_requests(plan, seconds), seed=seed)
     run = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference, seconds=seconds)

@@ -46,7 +46,7 @@ class PassComparison:
         n = self.num_passes
         what = f"all {n:,} passes as planned" if self.same else f"pass {self.first_other:,} was not the planned one"
         parts = [f"{what}; they took {self.took.value:.2f} times what was predicted"]
-        parts += [f"other processes on this core {self.others:.2f}"] if self.others > 1.005 else []
+        parts += [f"other processes on its cores {self.others:.2f}"] if self.others > 1.005 else []
         if self.num_reference:
             cost = f"{self.num_reference} reference passes, {self.reference_share:.1%} of the time, not counted"
             parts.append(f"the machine's own slowness {self.reference:.2f} ({cost})")
@@ -54,21 +54,30 @@ class PassComparison:
 
 
 def compare_passes(run: EngineRun, planned: Sequence[PassRecord], *, one_thread: bool) -> PassComparison | None:
-    """The passes of a run against those of its replay, up to the first that differs; None where that is the first."""
+    """The passes of a run against those of its replay, up to the first that differs; None where that is the first.
+
+    In the order of their ends: passes of a pipeline overlap, and each takes from the end of the one before to its own.
+    """
     ran = np.flatnonzero([step is not None for step in run.steps])
     steps = [step for step in run.steps if step is not None]
+    planned = sorted(planned, key=lambda record: record.end)
     alike = [_alike(step, record) for step, record in zip(steps, planned, strict=False)]
     number = len(alike) if all(alike) else alike.index(False)
     if not number:
         return None
     same = number == len(steps) and (run.cut or number == len(planned))
-    predicted = np.array([record.end - record.start for record in planned[:number]])
-    own = run.cpu if one_thread else run.wall
-    even = run.profile_seconds(one_thread=one_thread)[ran[:number]]
-    alone = float(np.diff(own)[ran[:number]].sum() / predicted.sum())
-    took = _ratio(np.diff(run.wall)[ran[:number]], predicted)
-    left = _ratio(even, predicted, more_error=run.speed.error if run.speed else 0.0)
-    spent = float(np.diff(run.wall)[run.referring].sum())
+    predicted = np.diff([record.end for record in planned[:number]], prepend=0.0)
+
+    def each(seconds: Floats) -> Floats:
+        return np.diff(np.cumsum(run.apart(seconds))[ran[:number]], prepend=0.0)
+
+    wall = np.diff(run.wall)
+    own = np.diff(run.cpu) if one_thread else wall / (run.speed.others if run.speed else 1.0)
+    alone = float(each(own).sum() / predicted.sum())
+    took = _ratio(each(wall), predicted)
+    even = each(run.profile_seconds(one_thread=one_thread))
+    left = _ratio(even, predicted, more_error=_speed_error(run, one_thread=one_thread))
+    spent = float((wall - run.apart(wall)).sum())
     return PassComparison(
         num_passes=number,
         first_other=None if same else number + 1,
@@ -76,9 +85,15 @@ def compare_passes(run: EngineRun, planned: Sequence[PassRecord], *, one_thread:
         others=took.value / alone,
         reference=alone / left.value,
         left=left,
-        num_reference=int(run.referring.sum()),
+        num_reference=len(run.speed.samples) if run.speed else 0,
         reference_share=spent / float(run.wall[-1]),
     )
+
+
+def _speed_error(run: EngineRun, *, one_thread: bool) -> float:
+    if run.speed is None:
+        return 0.0
+    return run.speed.error if one_thread else math.hypot(run.speed.error, run.speed.others_error)
 
 
 def _alike(step: StepRecord, planned: PassRecord) -> bool:

@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from exeplan.core.batch import Chunk, Packing
+from exeplan.core.profile import ReferencePass
 from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.drift.state import DriftState, Lengths, RequestLengths, Rules
 from exeplan.runner.ipc.frames import Channel
@@ -405,6 +406,13 @@ class RestoreKV(Message, frozen=True):
     new: Sequence[NewSequence]
 
 
+class RepeatReference(Message, frozen=True):
+    """Runs the next of these reference passes with weights of its own, which are drawn at the first one."""
+
+    passes: Sequence[ReferencePass]
+    freed: Sequence[str] = ()
+
+
 class WorkerLoading(Message, frozen=True):
     """How many bytes of its weights it has read."""
 
@@ -457,6 +465,17 @@ class BatchRan(Message, frozen=True):
     """Of the last stage."""
 
 
+class ReferenceRan(Message, frozen=True):
+    """What a reference pass took on this worker, and what it cost, warming up included."""
+
+    number: int
+    """Of the passes that were asked for."""
+    seconds: float
+    cost: float
+    others: float
+    """As in `exeplan.core.machine_speed.SpeedSample`."""
+
+
 class KVReceived(Message, frozen=True):
     """All that this worker keeps of a batch's keys and values has arrived."""
 
@@ -473,10 +492,18 @@ class KVRestored(Message, frozen=True):
     """RestoreKV is done."""
 
 
-WorkerCommand: TypeAlias = WorkerSetup | RunBatch | ExpectKV | SaveKV | RestoreKV
+WorkerCommand: TypeAlias = WorkerSetup | RunBatch | ExpectKV | SaveKV | RestoreKV | RepeatReference
 """WorkerSetup first, and once."""
 WorkerEvent: TypeAlias = (
-    WorkerLoading | WorkerReady | WorkerRefused | WorkerFailed | BatchRan | KVReceived | KVSaved | KVRestored
+    WorkerLoading
+    | WorkerReady
+    | WorkerRefused
+    | WorkerFailed
+    | BatchRan
+    | ReferenceRan
+    | KVReceived
+    | KVSaved
+    | KVRestored
 )
 WORKER_COMMANDS: Channel[WorkerCommand] = Channel("WorkerCommand", WorkerCommand)
 WORKER_EVENTS: Channel[WorkerEvent] = Channel("WorkerEvent", WorkerEvent)

@@ -1,5 +1,8 @@
 """The machine's speed is that of its reference passes: by kind, near each moment, with its error."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -55,3 +58,16 @@ def test_levels_are_means_and_a_pass_without_samples_stays() -> None:
     assert levels[0].seconds == pytest.approx(0.01 * (1 * 2 * 2 * 4) ** (1 / 4))
     assert levels[1:] == PASSES[1:]
     assert levels[0].error > 0
+
+
+def test_what_other_processes_took_is_the_wall_clock_over_the_own_seconds_of_all_samples() -> None:
+    samples = (
+        SpeedSample(number=0, time=0.0, seconds=1.0, cost=2.0, others=1.0),
+        SpeedSample(number=0, time=1.0, seconds=3.0, cost=6.0, others=2.0),
+    )
+    speed = MachineSpeed(passes=PASSES, samples=samples)
+    assert speed.others == pytest.approx(7 / 4)
+    assert speed.others_error == pytest.approx(math.log(2) / 2)
+    assert (replace(speed, samples=()).others, replace(speed, samples=()).others_error) == (1.0, 0.0)
+    assert replace(speed, samples=()).mean == 1.0
+    assert speed.mean == pytest.approx((100 * 300) ** 0.4)

@@ -56,7 +56,7 @@ def test_an_encoder_decoder_model_has_them_too() -> None:
     runner = ModelRunner(spec, num_blocks=4, dummy_weights=True)
     reference = ReferencePasses(runner, canonical_passes(num_layers=1, longest=32))
     for number in range(3):
-        assert reference._run(number) > 0
+        assert min(reference._run(number)) > 0
 
 
 def test_tokens_are_the_same_with_and_without(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_tokens_are_the_same_with_and_without(engine: Engine, monkeypatch: pytes
         outputs.append([])
         reference = engine.reference_passes(passes)
         run = play_engine(engine, LOAD, vocab_size=2048, reference=reference)
-        assert bool(run.referring.any()) == bool(passes)
+        assert bool(run.reference_share.any()) == bool(passes)
     assert outputs[0] == outputs[1]
 
 
@@ -87,7 +87,7 @@ def made_run(*, cut: bool = False) -> EngineRun:
         wall=np.array([0.0, 1.0, 6.0, 7.0]),
         cpu=np.array([0.0, 1.0, 6.0, 6.5]),
         steps=steps,
-        referring=np.array([False, True, False]),
+        reference_share=np.array([0.0, 1.0, 0.0]),
         cut=cut,
     )
 
@@ -118,7 +118,7 @@ def test_passes_as_planned_are_split_into_others_and_what_is_left() -> None:
     assert found.took.value == pytest.approx(2.0 / 1.6)
     assert found.others == pytest.approx(2.0 / 1.5)
     assert found.left.value == pytest.approx(1.5 / 1.6)
-    assert (found.num_reference, found.reference_share) == (1, pytest.approx(5 / 7))
+    assert (found.num_reference, found.reference_share) == (0, pytest.approx(5 / 7))
     assert "all 2 passes as planned; they took 1.25 times" in str(found)
 
 
@@ -165,9 +165,8 @@ def test_records_are_cut_at_a_time() -> None:
 
 
 def test_a_gpu_and_several_workers_have_none() -> None:
-    assert "cuda" in why_none("cuda", num_devices=1)
-    assert "several workers" in why_none("cpu", num_devices=2)
-    assert why_none("cpu", num_devices=1) == ""
+    assert "cuda" in why_none("cuda")
+    assert why_none("cpu") == ""
 
 
 def test_a_reference_pass_is_repeated_with_the_layers_it_was_profiled_with() -> None:

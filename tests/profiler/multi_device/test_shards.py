@@ -64,7 +64,7 @@ def test_rows_are_of_that_degree_and_reach_as_far_as_the_models(work: Work) -> N
         dummy_weights=True,
         group=Silent(2),
     )
-    rows = shard_rows(rig, shard_work(work, 2), reach, more=(), size=2, seconds=0.0)
+    rows = shard_rows(rig, shard_work(work, 2), reach, more=(), size=2, seconds=0.0, reference=None)
     assert {(row.op, row.tensor_parallel_size) for row in rows} == {
         (op, 2) for op in ("attention", "rest", "embed", "head")
     }
@@ -72,6 +72,8 @@ def test_rows_are_of_that_degree_and_reach_as_far_as_the_models(work: Work) -> N
     assert max(row.num_seqs for row in decodes) == 4
     assert max(row.context_tokens // row.num_seqs for row in decodes) == 31
     assert max(row.num_tokens for row in rows if row.op == "rest") == 31
-    more = shard_rows(rig, shard_work(work, 2), reach, more=[Point("prefill", 1, 21)], size=2, seconds=5.0)
+    more = shard_rows(
+        rig, shard_work(work, 2), reach, more=[Point("prefill", 1, 21)], size=2, seconds=5.0, reference=None
+    )
     assert len(more) > len(rows)
     assert 21 in {row.num_tokens for row in more if row.op == "rest"}

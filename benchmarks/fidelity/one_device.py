@@ -1,7 +1,7 @@
 """Predicted against measured on this device: every policy on real traces, planned under one bound, side by side.
 
     python -m benchmarks.fidelity.one_device [--model demo] [--workloads alpaca FILE.csv ...] [--policies rra ...]
-        [--slacks 4] [--rounds 3] [--seconds 7] [--budget 40s] [--http]
+        [--slacks 4] [--rounds 3] [--seconds 7] [--budget 40s] [--name NAME] [--http]
 
 Each round profiles the model anew, plans every policy for every workload and bound, and plays the plans on one engine
 in slices of load, in the order A B C C B A (`runner/fidelity/interleaved.py`). A prediction is the replay of just the
@@ -12,7 +12,7 @@ played by a load generator in a process of its own, whose CPU time is told; thos
 Printed and recorded: for each case predicted, measured and both errors; their medians over cases with a bootstrap
 interval, and the worst; bounds kept with a Wilson interval; throughput times latency, which the machine's speed does
 not change; whether the policy that was planned best was measured best, or within noise of it; and Kendall's tau of the
-two rankings. Writes records/fidelity-<model>.json.
+two rankings. Writes records/fidelity-<name>.json.
 """
 
 import argparse
@@ -65,13 +65,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="each with a profile of its own")
     parser.add_argument("--seconds", type=float, default=7.0, help="of each of the two slices of a plan")
     parser.add_argument("--budget", default="40s", help="of each profile")
+    parser.add_argument("--name", help="writes records/fidelity-NAME.json (default: the model's)")
     parser.add_argument("--http", action="store_true", help="also serve the best plan of each workload and bound")
     args = parser.parse_args()
     rows = [row for number in range(args.rounds) for row in _round(args, number)]
     for line in _report(rows):
         print(line)
     body = {"rows": rows, "summary": dict(_summaries(rows)), "rankings": _rankings(rows)}
-    print(f"\nrecord: {write_record(f'fidelity-{args.model}', body)}")
+    print(f"\nrecord: {write_record(f'fidelity-{args.name or args.model}', body)}")
 
 
 def _round(args: argparse.Namespace, number: int) -> Iterator[dict[str, Any]]:
@@ -84,7 +85,7 @@ def _round(args: argparse.Namespace, number: int) -> Iterator[dict[str, Any]]:
         for name in args.workloads:
             workload = fitted(load_workload(name), spec, fit=True)
             for slack in args.slacks:
-                plans = _plans(profile, workload, args.policies, slack=slack)
+                plans = plans_of(profile, workload, args.policies, slack=slack)
                 told = f"round {number + 1}/{args.rounds}, {workload.name}, {slack:g} times"
                 measured = play_interleaved(
                     plans,
@@ -100,7 +101,7 @@ def _round(args: argparse.Namespace, number: int) -> Iterator[dict[str, Any]]:
                     yield _row(one, measured, workload, slack, number) | http.get(one.plan.schedule.policy, {})
 
 
-def _plans(profile: Profile, workload: Workload, policies: Sequence[str], *, slack: float) -> list[Plan]:
+def plans_of(profile: Profile, workload: Workload, policies: Sequence[str], *, slack: float) -> list[Plan]:
     """The best of each policy that keeps the bound."""
     problem = make_problem(profile, workload, Bound(seconds=float("inf")))
     alone = problem.evaluate(Schedule("static", {"batch_size": 1})).latency

@@ -39,9 +39,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path, speed = profiled(args.model, args.profile, Path(folder), "--devices", "2", "--budget", "90s")
+        path = profiled(args.model, args.profile, Path(folder), "--devices", "2", "--budget", "90s")
         rows = [row for name in WORKLOADS for row in _plans(load_profile(path), name, slack=args.slack)]
-        run_rounds([row for row in rows if row["plan"]], path, rounds=args.rounds, speed=speed, least=args.duration)
+        run_rounds([row for row in rows if row["plan"]], path, rounds=args.rounds, least=args.duration)
     cells = [_cells(row, rows) for row in rows]
     header = ("", "bound s", "plan", "stages", "requests/s", "latency s", "over static", "over orca")
     print(f"\n{table(header, cells)}")

@@ -5,8 +5,8 @@
 
 rra, orca and static run as one tensor-parallel stage and as a pipeline of two; waa-c has one worker for prefills and
 one for decodes. Each worker has one compute thread. Each plan has its own bound, a few times the latency of one request
-alone on that placement, and runs as `bench_runs.py` says. Needs two idle cores. Writes
-records/fidelity-workers-<model>.json.
+alone on that placement, and runs as `bench_runs.py` says: the replay of its requests against what was measured, as it
+was and at the speed of the profile. Needs two idle cores. Writes records/fidelity-workers-<model>.json.
 """
 
 import argparse
@@ -37,14 +37,14 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=3.0, help="bound over what one request alone needs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path, speed = profiled(args.model, args.profile, Path(folder), "--devices", "2", "--budget", "90s")
+        path = profiled(args.model, args.profile, Path(folder), "--devices", "2", "--budget", "90s")
         profile = load_profile(path)
         rows = [
             {"case": f"{where} {plan.schedule}", "plan": plan, "name": args.workload, "runs": []}
             for where, policy, placement in cases(profile.model)
             for plan in [planned(profile, args.workload, policy, placement, slack=args.slack)]
         ]
-        run_rounds(rows, path, rounds=args.rounds, speed=speed, least=args.duration)
+        run_rounds(rows, path, rounds=args.rounds, least=args.duration)
         report(rows, profile, record=f"fidelity-workers-{args.model}")
 
 

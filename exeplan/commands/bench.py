@@ -130,6 +130,8 @@ class _Split:
     at_profile_speed: "Estimate | None"
     """None without reference passes."""
     why_none: str
+    speed: dict[str, float] | None
+    """Of the machine, by its reference passes; None without."""
 
     @classmethod
     def of(
@@ -144,6 +146,7 @@ class _Split:
             on_cpu_clock=summary(run.on_cpu_clock()) if alone else None,
             at_profile_speed=summary(run.at_profile_speed(one_thread=alone)) if run.speed else None,
             why_none="" if run.speed else _why_no_reference(plan),
+            speed={"slowness": run.speed.mean, "others": run.speed.others} if run.speed else None,
         )
 
 
@@ -306,7 +309,8 @@ def _print(
         estimates = {"replay": replayed, "measured": measured, **_other_clocks(split)}
         shown = {name: e.to_dict() if e else None for name, e in estimates.items()}
         passes = asdict(split.passes) if split and split.passes else None
-        print(json_line({**body, **shown, "passes": passes, "evidence": evidence_rows(**estimates)}))
+        more = {"passes": passes, "speed": split.speed if split else None, "evidence": evidence_rows(**estimates)}
+        print(json_line({**body, **shown, **more}))
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""

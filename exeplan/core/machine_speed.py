@@ -106,6 +106,12 @@ class MachineSpeed:
         return _running_mean(self._logs)
 
 
+def slowness_between(passes: Sequence[ReferencePass], others: Sequence[ReferencePass]) -> float:
+    """How much slower the engine's passes were while the other reference passes were timed; 1 without any."""
+    logs = [math.log(b.seconds / a.seconds) for a, b in zip(passes, others, strict=True)]
+    return math.exp(_SENSITIVITY * sum(logs) / len(logs)) if logs else 1.0
+
+
 def _running_mean(logs: Floats) -> Floats:
     """[samples] Each the mean of `_NEAR` around it, of as many as there are at the ends.
 

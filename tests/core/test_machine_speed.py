@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exeplan.core.machine_speed import MachineSpeed, SpeedSample, levelled
+from exeplan.core.machine_speed import MachineSpeed, SpeedSample, levelled, slowness_between
 from exeplan.core.profile import ReferencePass
 
 PASSES = (
@@ -71,3 +71,11 @@ def test_what_other_processes_took_is_the_wall_clock_over_the_own_seconds_of_all
     assert (replace(speed, samples=()).others, replace(speed, samples=()).others_error) == (1.0, 0.0)
     assert replace(speed, samples=()).mean == 1.0
     assert speed.mean == pytest.approx((100 * 300) ** 0.4)
+
+
+def test_two_profiles_are_compared_by_their_reference_passes() -> None:
+    slower = tuple(
+        replace(one, seconds=one.seconds * factor) for one, factor in zip(PASSES, (1.0, 2.0, 4.0), strict=True)
+    )
+    assert slowness_between(PASSES, slower) == pytest.approx(2.0**0.8)
+    assert slowness_between((), ()) == 1.0

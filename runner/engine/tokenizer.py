@@ -150,7 +150,10 @@ class FileCodec:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # The library raises bare Exception, for example without a token for the unknown.
+            raise InputError(f"the model's tokenizer does not take this text: {error}") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)

@@ -112,22 +112,25 @@ class Sampling(Part, frozen=True):
 
 
 class Prompt(Part, frozen=True):
-    """One sequence to generate."""
+    """A prompt and how to continue it, `n` times; sequence i of a seeded one draws from the seed plus i."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
+    n: int = 1
     deadline: float | None = None
     """Seconds from now by which it must have begun; None for no limit."""
     weight: float = 1.0
 
 
 class Submit(Message, frozen=True):
-    """Adds all sequences of a job, by request id, or none of them."""
+    """Adds all sequences of a job, or none of them."""
 
     job: str
     stream: bool
     """False: only the first token and the whole answer are of interest, each in one event."""
-    requests: dict[str, Prompt]
+    prompts: Sequence[Prompt]
+    request_ids: Sequence[str]
+    """Of the sequences: those of the first prompt, then those of the next."""
 
 
 class Abort(Message, frozen=True):

@@ -13,10 +13,12 @@ change the queue.
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -54,6 +56,10 @@ MAX_DEADLINE = 86_400.0
 MAX_WEIGHT = 1e6
 MAX_OBJECT_FIELDS = 4096
 """Of any object in a body: bounds the work of saying what is wrong with it."""
+MAX_OBJECTS = 32_768
+"""Lists and objects in a body."""
+MAX_DEPTH = 64
+"""Of lists and objects in each other: far below what any later step could fail at."""
 TOKEN_ID_FORMAT, MODEL_NAME_FORMAT = "token-id", "model-name"
 """Formats in the JSON schemas, whose limits only a server of one model knows."""
 _SAMPLING_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
@@ -241,13 +247,22 @@ class GenerationRequest(NotOffered, Labels, Sampling, ABC):
         """Raises RequestError where two fields contradict each other."""
         given = self.model_dump(include=set(Sampling.model_fields))
         given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        given["logit_bias"] = _by_token_id(self.logit_bias)
         given["max_tokens"] = self.output_limit
         try:
             return SamplingParams(**given, logprobs=self.num_logprobs)
         except InputError as error:
             param = next((name for name in given if name in str(error).split()), None)
             raise RequestError(str(error), param=param) from None
+
+
+def _by_token_id(biases: Mapping[str, float]) -> dict[int, float]:
+    """Raises RequestError for a token id that is given twice, as "7" and "07"."""
+    found: dict[int, float] = {}
+    for text, bias in biases.items():
+        if found.setdefault(token := int(text), bias) is not bias:
+            raise RequestError(f"logit_bias has the token id {token} twice", param="logit_bias")
+    return found
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -297,9 +312,9 @@ class CompletionRequest(GenerationRequest):
 
 
 def _fault_of_prompt(value: Any) -> str:
-    if value in ("", []) or (isinstance(value, list) and any(prompt in ("", []) for prompt in value)):
+    if value in ("", []) or (isinstance(value, list) and ("" in value or [] in value)):
         return "must not be empty"
-    if isinstance(value, list) and len(value) > MAX_PROMPTS:
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         return f"is a batch of {len(value)}, at most {MAX_PROMPTS} are taken"
     return "must be a string, a list of token ids, or a list of strings or of lists of token ids"
 
@@ -364,39 +379,78 @@ def check(kind: type[Model], given: Mapping[str, Any]) -> Model:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body: strict JSON, no field twice. Raises RequestError saying what is wrong."""
+    """The JSON object in a body: strict JSON, no field twice. Raises RequestError saying what is wrong.
+
+    The time is linear in the bytes, and nothing that is returned is deeper than `MAX_DEPTH`.
+    """
     try:
+        _check_count(body)
         value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-        if b"\\u" in body:  # The only way a lone surrogate gets through the decoder.
-            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise RequestError(
             f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid UTF-8 (byte {error.start})") from None
-    except UnicodeEncodeError:
-        raise RequestError("the body holds half of a surrogate pair, which is not a character") from None
     except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
+        raise _too_deep() from None
     except RequestError:
         raise
     except ValueError:  # Python refuses to convert integers of thousands of digits.
         raise RequestError("the body holds a number that is too long") from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    if b"\\u" in body:  # The only way a lone surrogate gets through the decoder.
+        _check_text(value)
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value
 
 
+def _check_count(body: bytes) -> None:
+    """Before anything is made of it: the memory of small things is many times that of their bytes."""
+    if body.count(b"[") + body.count(b"{") <= MAX_OBJECTS:
+        return
+    bare = _STRING.sub(b"", body)
+    if bare.count(b"[") + bare.count(b"{") > MAX_OBJECTS:
+        raise RequestError(f"the body has more than {MAX_OBJECTS} lists and objects")
+
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""It matches at every quotation mark, so that each byte is looked at once."""
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
     if len(pairs) > MAX_OBJECT_FIELDS:
         message = f"an object of the body has {len(pairs)} fields, at most {MAX_OBJECT_FIELDS} are taken"
         raise RequestError(message)
+    found = dict(pairs)
     if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise RequestError(f"the body has the field '{_short(twice, quoted=False)}' twice", param=twice)
+        twice = _short(Counter(name for name, _ in pairs).most_common(1)[0][0], quoted=False)
+        raise RequestError(f"the body has the field '{twice}' twice", param=twice)
     return found
+
+
+def _check_depth(value: Any) -> None:
+    """Level by level, as a recursion would fail where the call stack is deep already."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        members = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [member for each in members for member in each if isinstance(member, (dict, list))]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the body is nested too deeply; at most {MAX_DEPTH} levels are taken")
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body holds half of a surrogate pair, which is not a character") from None
 
 
 def _no_constant(name: str) -> float:
@@ -418,7 +472,7 @@ _REASONS = {
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
-    "too_long": "holds {actual_length} entries, at most {max_length} are taken",
+    "too_long": "holds {num_entries} entries, at most {max_length} are taken",
     "too_short": "must not be empty",
     "literal_error": "must be {expected}",
     "value_error": "{error}",
@@ -447,7 +501,9 @@ def _readable(error: ValidationError, given: Mapping[str, Any]) -> RequestError:
 
 
 def _reason(finding: Mapping[str, Any]) -> str:
-    return _REASONS.get(finding["type"], finding["msg"]).format(**finding.get("ctx", {}))
+    found = finding["input"]
+    more = {"num_entries": len(found)} if isinstance(found, (list, dict)) else {}
+    return _REASONS.get(finding["type"], finding["msg"]).format(**finding.get("ctx", {}), **more)
 
 
 def _path(finding: Mapping[str, Any], given: Any) -> list[str]:
@@ -463,5 +519,12 @@ def _path(finding: Mapping[str, Any], given: Any) -> list[str]:
 
 
 def _short(value: Any, *, quoted: bool = True) -> str:
-    text = json.dumps(value) if quoted and not isinstance(value, Mapping) else str(value)
+    """The first characters of a value; of a long one no more is written than is shown."""
+    if isinstance(value, str):
+        text = json.dumps(value[:61]) if quoted else value[:61]
+    else:
+        text = "".join(islice(_PIECES.iterencode(value), 61))
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_PIECES = json.JSONEncoder()

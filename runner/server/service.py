@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.drift import state as drift_state
 from exeplan.runner.compute.sampling import SamplingParams, check_token_ids
+from exeplan.runner.engine.admit_request import check_prompt_length
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.client import EngineClient, Job
 from exeplan.runner.engine_process.replicas import ReplicaSet
@@ -170,16 +171,13 @@ class Service:
             raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
         prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
         check_token_ids("stop_token_ids", params.stop_token_ids, self.spec.vocab_size)
-        sequences = []
-        for prompt in prompts:
+        for prompt in prompts:  # The engine checks as well; a wrong id may be one that no message can hold.
+            check_prompt_length(self.spec, len(prompt))
             check_token_ids("the prompt", prompt, self.spec.vocab_size)
-            for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
-                seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
-                sampling = Sampling(**asdict(replace(params, seed=seed)))
-                sequences.append(
-                    Prompt(prompt_token_ids=prompt, sampling=sampling, deadline=request.deadline, weight=request.weight)
-                )
-        self.engine.submit(job, sequences, stream=request.stream)
+        options = {"n": request.n, "deadline": request.deadline, "weight": request.weight}
+        sampling = Sampling(**asdict(params))
+        sent = [Prompt(prompt_token_ids=prompt, sampling=sampling, **options) for prompt in prompts]
+        self.engine.submit(job, sent, stream=request.stream)
         return prompts
 
     def response_builder(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> ResponseBuilder:

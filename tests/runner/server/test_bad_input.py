@@ -62,9 +62,12 @@ BODIES = {
     "invalid JSON": (b'{"prompt": ', 400, "not valid JSON"),
     "no body": (b"", 400, "not valid JSON"),
     "array body": (b'["prompt"]', 400, "JSON object"),
-    "deep nesting": (b'{"a":' * 100_000, 400, "nested too deeply"),
+    "deep nesting": (b'{"a":' * 20_000, 400, "nested too deeply"),
     "5000 digits": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "number that is too long"),
     "4000 digits": (b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}", 400, "seed"),
+    "100000 lists": (b'{"prompt": ' + b"[" * 100_000, 400, "more than 32768 lists and objects"),
+    "a logit_bias of one token twice": ({"prompt": "a", "logit_bias": {"7": 1, "07": 1}}, 400, "token id 7 twice"),
+    "a prompt longer than the context, often": ({"prompt": [1] * 100_000, "n": 60}, 400, "has 100000 tokens; the"),
     "body over the cap": (b" " * (2 * 1024 * 1024 + 1), 413, "2 MiB"),
 }
 MESSAGES = {

@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="allow pages of this origin, such as https://chat.example.org, to use the server; may be repeated",
     )
     parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests to this name, such as llm.example.org, or to any (*); may be repeated (default: loopback "
+        "names and the --host)",
+    )
+    parser.add_argument(
         "--replan",
         default="advise",
         metavar="MODE",
@@ -86,6 +94,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         admission=args.admission,
         request_seconds=seconds(args.request_timeout, "--request-timeout"),
         cors_origins=tuple(args.cors_origin),
+        allowed_hosts=tuple(args.allowed_host),
         served_model_name=args.served_model_name,
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from exeplan.drift.state import MODES
 from exeplan.errors import InputError
 from exeplan.runner.ipc.messages import LauncherSetup
+from exeplan.runner.server.hosts import check_host_name
 
 ADMISSIONS = ("queue", "refuse-late")
 LOG_FORMATS = ("text", "json")
@@ -30,6 +31,8 @@ class ServeOptions:
     """Timeout of a request."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call this server from a browser."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may be addressed to, besides loopback and `host`; "*" for any."""
     served_model_name: str | None = None
     dummy_weights: bool = False
     drain_seconds: float = 30.0
@@ -74,6 +77,8 @@ class ServeOptions:
                 raise InputError(f"{name} must be one of {', '.join(known)}, found '{value}'")
         for origin in self.cors_origins:
             _check_origin(origin)
+        for name in self.allowed_hosts:
+            check_host_name(name)
 
 
 def _check_origin(origin: str) -> None:

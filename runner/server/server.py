@@ -25,6 +25,7 @@ from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
+from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
 from exeplan.runner.server.listener import open_listener
 from exeplan.runner.server.notify import notify
@@ -87,7 +88,8 @@ def serve(
                 notify(READY="1", STATUS=line)
                 on_ready(url)
 
-            app = build_app(service, api_key=options.api_key, cors_origins=options.cors_origins)
+            hosts = Hosts(host, options.allowed_hosts)
+            app = build_app(service, hosts, api_key=options.api_key, cors_origins=options.cors_origins)
             try:
                 await serve_until_stopped(
                     app,

@@ -113,6 +113,8 @@ def test_wrong_options_end_with_status_2_and_one_sentence(tmp_path, capsys):
         ["--request-timeout", "soon"],
         ["--cors-origin", "chat.example.org"],
         ["--cors-origin", "*"],
+        ["--allowed-host", "https://llm.example.org"],
+        ["--allowed-host", "llm.example.org:443"],
         ["--log-format", "xml"],
         ["--log-level", "loud"],
         ["--replan", "perhaps"],

@@ -68,9 +68,7 @@ class HostGate:
 
 def _foreign(host: str) -> RequestError:
     shown = f"{host!a:.80}"[1:].rstrip("'")
-    message = (
-        f"this server does not answer to the host '{shown}'; if it is its name, add --allowed-host to exeplan serve"
-    )
+    message = f"this server does not answer to the host '{shown}'; exeplan serve --allowed-host allows a name"
     return RequestError(message, status=403, code="host_not_allowed")
 
 

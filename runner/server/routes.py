@@ -1,7 +1,7 @@
 """The application: the views of `views/` behind the gate and the request log.
 
-A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin, key), and the view of its path. Every error, also
-of routing, is an OpenAI error object.
+A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin, key), and the view of its path.
+Every error, also of routing, is an OpenAI error object.
 """
 
 from collections.abc import Sequence

@@ -68,11 +68,13 @@ class Tokenizer:
         """
         return self._encode(text, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """A conversation as the chat template renders it. Raises InputError where there is no template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it takes completions only")
-        return self._encode(self.chat_template.render(messages), special=False)
+        return self._encode(self.chat_template.render(messages, variables), special=False)
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raises InputError for a text that is too long for any tokenization; does not tokenize."""

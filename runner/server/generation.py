@@ -107,6 +107,7 @@ class Generation(Response):
         """Chunks as they come, one an event; several at a time where the client is slower than the engine."""
         options = self._request.stream_options
         wants_usage = options is not None and options.include_usage
+        wants_each = wants_usage and options is not None and options.continuous_usage_stats
         while not builder.finished:
             found = []
             for event in events:
@@ -114,7 +115,7 @@ class Generation(Response):
                 choice.take(event)
                 chunk = builder.chunk(choice, event)
                 if wants_usage:
-                    chunk["usage"] = None
+                    chunk["usage"] = builder.usage() if wants_each else None
                 found.append(chunk)
             if builder.finished and wants_usage:
                 found.append(builder.last_chunk())

@@ -52,6 +52,7 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
+MAX_TEMPLATE_VARIABLES = 64
 MAX_DEADLINE = 86_400.0
 MAX_WEIGHT = 1e6
 MAX_OBJECT_FIELDS = 4096
@@ -110,6 +111,10 @@ class Strict(BaseModel):
     )
 
 
+class _NotOfferedError(ValueError):
+    """A value of a field that is taken only where it changes nothing."""
+
+
 class Only:
     """A field that OpenAI documents and this server does not offer: null and `values` change nothing, and are taken."""
 
@@ -119,7 +124,7 @@ class Only:
     def _check(self, value: Any) -> Any:
         # 1, 1.0 and true are equal in Python.
         if not any(type(value) is type(allowed) and value == allowed for allowed in self._values):
-            raise ValueError("is not offered by this server; leave it out")
+            raise _NotOfferedError("is not offered by this server; leave it out")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -132,20 +137,35 @@ class Only:
 class NotOffered(Strict):
     """Fields that clients send although this server does not offer what they ask for."""
 
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    allowed_token_ids: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None
+    bad_words: Annotated[Any, Only([])] = None
     best_of: Annotated[Any, Only(1)] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
+    early_stopping: Annotated[Any, Only(False)] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     functions: Annotated[Any, Only([])] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1.0, 1)] = None
     modalities: Annotated[Any, Only(["text"])] = None
     parallel_tool_calls: Annotated[Any, Only(True, False)] = None
     prediction: Annotated[Any, Only()] = None
+    priority: Annotated[Any, Only(0)] = None
+    prompt_logprobs: Annotated[Any, Only()] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
+    return_token_ids: Annotated[Any, Only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
+    skip_special_tokens: Annotated[Any, Only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True, False)] = None
     store: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
     tools: Annotated[Any, Only([])] = None
+    truncate_prompt_tokens: Annotated[Any, Only()] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
     verbosity: Annotated[Any, Only("medium")] = None
     web_search_options: Annotated[Any, Only()] = None
 
@@ -193,26 +213,43 @@ class Sampling(Strict):
     """By token id; JSON has only strings as keys."""
 
 
-class StreamOptions(Strict):
-    """Taken only with stream=true."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-    """Padding against traffic analysis; accepted because clients send it, and never added."""
+def _without_nulls(given: Any) -> Any:
+    """A field that is null counts as absent."""
+    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """Says in a JSON schema what `GenerationRequest.without_nulls` does."""
+    """Says in a JSON schema what `Lenient` does."""
     for name in set(schema["properties"]) - set(schema.get("required", ())):
         described = schema["properties"][name]
         if not any(branch.get("type") == "null" for branch in (described, *described.get("anyOf", ()))):
             schema["properties"][name] = {"anyOf": [described, {"type": "null"}]}
 
 
-class GenerationRequest(NotOffered, Labels, Sampling, ABC):
-    """What completions and chat completions have in common."""
+class Lenient(Strict):
+    """An object whose fields clients may write as null where they mean nothing by them, unknown ones too."""
 
     model_config = ConfigDict(json_schema_extra=_nullable)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return _without_nulls(given)
+
+
+class StreamOptions(Lenient):
+    """Taken only with stream=true."""
+
+    include_usage: bool = False
+    """A last chunk has the usage, and no choices."""
+    continuous_usage_stats: bool = False
+    """With include_usage, every chunk has the usage so far; vLLM's name."""
+    include_obfuscation: bool = False
+    """Padding against traffic analysis; accepted because clients send it, and never added."""
+
+
+class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
+    """What completions and chat completions have in common."""
 
     model: Annotated[str, Field(json_schema_extra={"format": MODEL_NAME_FORMAT})] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -221,12 +258,6 @@ class GenerationRequest(NotOffered, Labels, Sampling, ABC):
     deadline: float | None = Field(None, gt=0, le=MAX_DEADLINE)
     """Seconds from now; None for no deadline."""
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """A field that is null counts as absent."""
-        return {name: value for name, value in given.items() if value is not None}
 
     @property
     @abstractmethod
@@ -319,15 +350,22 @@ def _fault_of_prompt(value: Any) -> str:
     return "must be a string, a list of token ids, or a list of strings or of lists of token ids"
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(Lenient):
+    """Clients send an answer back as they got it, with what it lacks written as null or as an empty list."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+    annotations: Annotated[Any, Only([])] = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only()] = None
+    refusal: Annotated[Any, Only()] = None
+    tool_calls: Annotated[Any, Only([])] = None
 
     def plain(self) -> dict[str, str]:
         """As a chat template sees it: text parts joined by line breaks, `developer` under its older name."""
@@ -341,7 +379,9 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Taken only with logprobs=true."""
     max_completion_tokens: int | None = _limited("max_tokens")
-    """OpenAI's newer name of max_tokens; only one of them is taken."""
+    """OpenAI's newer name of max_tokens; where both are given they must be equal."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] = {}
+    """Further variables of the model's chat template, such as `enable_thinking`; vLLM's name."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -353,8 +393,12 @@ class ChatRequest(GenerationRequest):
 
     def check_together(self) -> None:
         super().check_together()
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_tokens and max_completion_tokens are the same thing; give one", param="max_tokens")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = (
+                f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} are the same "
+            )
+            raise RequestError(message + "limit; give one", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is taken only with logprobs=true", param="top_logprobs")
 
@@ -494,7 +538,7 @@ def _readable(error: ValidationError, given: Mapping[str, Any]) -> RequestError:
         others = [_reason(other) for where, other in findings if where == path and other is not finding]
         reasons += [reason.removeprefix("must be ") for reason in others]
     value = _short(finding["input"])
-    if name in NotOffered.model_fields:
+    if finding["type"] == "value_error" and isinstance(finding["ctx"]["error"], _NotOfferedError):
         return RequestError(f"{name}={value} {reasons[0]}", param=name)
     shown = "" if kind in _WITHOUT_VALUE else f", found {value}"
     return RequestError(f"{name} {' or '.join(reasons)}{shown}", param=name)

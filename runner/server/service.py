@@ -205,7 +205,7 @@ class Service:
         if isinstance(request, ChatRequest):
             messages = [message.plain() for message in request.messages]
             self.tokenizer.check_length("".join(message["content"] for message in messages), self.max_context)
-            return [self.tokenizer.encode_chat(messages)]
+            return [self.tokenizer.encode_chat(messages, request.chat_template_kwargs)]
         assert isinstance(request, CompletionRequest)
         return [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in request.prompts]
 

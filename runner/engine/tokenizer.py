@@ -61,29 +61,36 @@ class Tokenizer:
         """The tokenizer's own end-of-sequence token, for a model whose config names none."""
         return self.codec.eos_token_ids if self.codec else ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """A completion's prompt, with the model's special tokens.
 
         Raises InputError when there is no tokenizer, or the text is not Unicode.
         """
-        return self._encode(text, special=True)
+        return self._encode(text, special=special)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        special: bool = False,
     ) -> list[int]:
-        """A conversation as the chat template renders it. Raises InputError where there is no template."""
+        """A conversation as the chat template renders it, with `variables` of its own.
+
+        Raises InputError where there is no template, or it does not take them.
+        """
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it takes completions only")
-        return self._encode(self.chat_template.render(messages, variables), special=False)
+        return self._encode(self.chat_template.render(messages, variables), special=special)
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raises InputError for a text that is too long for any tokenization; does not tokenize."""
         if self.codec and len(text) > self.codec.longest_token * max_tokens:
             raise InputError(f"the prompt has {len(text)} characters, which is more than {max_tokens} tokens can hold")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; empty when there is no tokenizer."""
-        return self.codec.decode(token_ids, skip_special=True) if self.codec else ""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text, without special tokens unless `special`; empty when there is no tokenizer."""
+        return self.codec.decode(token_ids, skip_special=not special) if self.codec else ""
 
     def token_text(self, token_id: int) -> str:
         """One token as within a text: with its leading space, special tokens by name."""

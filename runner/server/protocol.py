@@ -134,6 +134,10 @@ class Only:
         return {"enum": [*self._values]} if self._values else {"type": "null"}
 
 
+ServedModel = Annotated[str, Field(json_schema_extra={"format": MODEL_NAME_FORMAT})]
+"""The model's name, of which there is one."""
+
+
 class NotOffered(Strict):
     """Fields that clients send although this server does not offer what they ask for."""
 
@@ -251,7 +255,7 @@ class StreamOptions(Lenient):
 class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     """What completions and chat completions have in common."""
 
-    model: Annotated[str, Field(json_schema_extra={"format": MODEL_NAME_FORMAT})] | None = None
+    model: ServedModel | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -403,6 +407,31 @@ class ChatRequest(GenerationRequest):
             raise RequestError("top_logprobs is taken only with logprobs=true", param="top_logprobs")
 
 
+class TokenizeRequest(Lenient):
+    """Either a prompt or messages; vLLM's fields."""
+
+    model: ServedModel | None = None
+    prompt: _Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    """By default of a prompt, and not of messages, whose template has them."""
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] = {}
+    continue_final_message: Annotated[Any, Only(False)] = None
+    return_token_strs: bool = False
+    tools: Annotated[Any, Only([])] = None
+
+    def check_together(self) -> None:
+        """Raises RequestError unless exactly one of the two is given."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+
+
+class DetokenizeRequest(Lenient):
+    model: ServedModel | None = None
+    tokens: list[TokenId] = Field(fail_fast=True)
+
+
 Model = TypeVar("Model", bound=BaseModel)
 Request = TypeVar("Request", bound=GenerationRequest)
 
@@ -412,6 +441,12 @@ def parse(kind: type[Request], body: bytes) -> tuple[Request, SamplingParams]:
     request = check(kind, read_object(body))
     request.check_together()
     return request, request.sampling_params()
+
+
+def unknown_model(name: str | None, served: str) -> RequestError:
+    """404, for every name but that of the served model."""
+    message = f"no model '{name:.80}'; this server has '{served}'"
+    return RequestError(message, status=404, param="model", code="model_not_found")
 
 
 def check(kind: type[Model], given: Mapping[str, Any]) -> Model:

@@ -1,8 +1,8 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
 This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
-of sockets, each replica of a plan in a child of its own. The responses are in `views`, the start and the end in
-`lifecycle`.
+of sockets, each replica of a plan in a child of its own; two more children read requests (`readers`). The responses are
+in `views`, the start and the end in `lifecycle`.
 Not here: TLS and several models; put a proxy in front.
 """
 

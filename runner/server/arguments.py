@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replan-file", type=Path, metavar="PLAN", help="where re-plans are written (default: PLAN-replanned.yaml)"
     )
+    parser.add_argument(
+        "--metrics-aliases",
+        metavar="NAME",
+        help="vllm: show the metrics that vLLM has too under its names as well, as autoscalers made for it ask",
+    )
     parser.add_argument("--log-format", default="text", help="text (default) or json, one object per line")
     parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
@@ -105,6 +110,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         replan=args.replan,
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
         replan_file=args.replan_file,
+        metrics_aliases=args.metrics_aliases,
         log_format=args.log_format,
         log_level=args.log_level,
     )

@@ -65,6 +65,7 @@ def serve(
                 model_name=options.served_model_name or spec.name,
                 request_seconds=options.request_seconds,
                 plan_file=options.plan_file,
+                metrics_aliases=options.metrics_aliases,
             )
             service.replanner = Replanner(
                 engine,

@@ -53,6 +53,7 @@ class Service:
         model_name: str,
         request_seconds: float,
         plan_file: Path | None = None,
+        metrics_aliases: str | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
@@ -61,7 +62,9 @@ class Service:
         self.started = time.time()
         self.replanner: Replanner | None = None
         self.observed = Observed(plan, clock=time.monotonic)
-        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed, read=self._read)
+        self.metrics = ServeMetrics(
+            model_name=model_name, plan=plan, observed=self.observed, read=self._read, aliases=metrics_aliases
+        )
         engine.on_step = self.metrics.step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
         self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
@@ -109,9 +112,9 @@ class Service:
         return self.observed.snapshot()
 
     def _read(self) -> Reading:
-        """For `/metrics`. The waiting ones are also those that have not reached the engine."""
+        """For `/metrics`. The waiting ones are also those that have not reached the engine, or are being read."""
         replanning = drift_state.summary(self.replanner.state) if self.replanner else {}
-        stats, waiting = self.engine.stats, self.engine.num_waiting
+        stats, waiting = self.engine.stats, self.engine.num_waiting + self._readers.num_reading
         return Reading(stats=stats, observed=self.snapshot(), num_waiting=waiting, replanning=replanning)
 
     @property

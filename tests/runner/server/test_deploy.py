@@ -115,6 +115,7 @@ def test_wrong_options_end_with_status_2_and_one_sentence(tmp_path, capsys):
         ["--cors-origin", "*"],
         ["--allowed-host", "https://llm.example.org"],
         ["--allowed-host", "llm.example.org:443"],
+        ["--metrics-aliases", "tgi"],
         ["--log-format", "xml"],
         ["--log-level", "loud"],
         ["--replan", "perhaps"],

@@ -31,6 +31,8 @@ READ_SECONDS = 5.0
 START_SECONDS = 60.0
 """For a process to load its tokenizer."""
 RETRY_SECONDS = 1
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+"""Of all bodies that wait to be read."""
 Command: TypeAlias = ReadGeneration | ReadTokenize | ReadDetokenize
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Readers:
 
     def __init__(self, setup: ReaderSetup) -> None:
         self._templates, self._texts = _Reader(setup), _Reader(setup)
+        self._num_bytes = 0
 
     def start(self) -> None:
         """Begins to start the processes; needs the running event loop."""
@@ -56,7 +59,20 @@ class Readers:
         return self._templates.num_commands + self._texts.num_commands
 
     async def read(self, command: Command) -> ReaderAnswer:
-        """The answer. Raises RequestError for a body that is refused, or that cannot be read in time."""
+        """The answer. Raises RequestError for a body that is refused, or that cannot be read in time.
+
+        503 where the bodies that wait are too large together.
+        """
+        size = len(command.body)
+        if self._num_bytes + size > MAX_WAITING_BYTES:
+            raise RequestError("too many large requests at once", status=503, code="busy", retry_after=RETRY_SECONDS)
+        self._num_bytes += size
+        try:
+            return await self._read(command)
+        finally:
+            self._num_bytes -= size
+
+    async def _read(self, command: Command) -> ReaderAnswer:
         renders = isinstance(command, ReadTokenize) or (isinstance(command, ReadGeneration) and command.chat)
         answer = await (self._templates if renders else self._texts).read(command)
         if isinstance(answer, BodyRefused):

@@ -50,7 +50,7 @@ HANDLERS = {
     "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor],
     "RankReport": [links._answers],
     "ReaderCommand": [Reader.take],
-    "ReaderAnswer": [Readers.read, readers._started, Service.read_generation, Service.tokenize, Service.detokenize],
+    "ReaderAnswer": [Readers._read, readers._started, Service.read_generation, Service.tokenize, Service.detokenize],
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Reading a request may take any time, or end its process: other requests, probes and signals never wait for it."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -8,6 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from exeplan.runner.ipc.messages import ModelSource, ReadDetokenize, ReaderSetup
+from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.readers import MAX_WAITING_BYTES, Readers
 
 from ..processes import PATIENCE, descendants, eventually, is_alive
 from .conftest import CHAT_TEMPLATE, Running
@@ -37,6 +42,26 @@ def server(launch, directory):
 def readers(server: Running) -> list[int]:
     found = descendants(server.process.pid)
     return [pid for pid in found if b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_bodies_that_wait_share_one_limit():
+    """Nothing is started, so that all of them wait."""
+
+    async def ask():
+        readers = Readers(ReaderSetup(model=ModelSource(name="m", directory=None, config={}), served_name="m"))
+        command = ReadDetokenize(body=bytes(MAX_WAITING_BYTES // 4))
+        waiting = [asyncio.ensure_future(readers.read(command)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert readers.num_reading == 4
+        with pytest.raises(RequestError, match="too many large requests at once") as error:
+            await readers.read(command)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert readers.num_reading == 0
+        return error.value.status
+
+    assert asyncio.run(ask()) == 503
 
 
 def chat(server: Running, body: dict[str, object]):

@@ -93,7 +93,7 @@ async def leave(port: int, draw: random.Random) -> str:
     fields = {"max_tokens": draw.randint(1, 200), "ignore_eos": True, "n": draw.choice((1, 1, 1, 4))}
     prompt = [draw.randrange(200) for _ in range(draw.randint(1, 60))]
     body = json.dumps({"prompt": prompt, "stream": kind == "streamed", **fields}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
     sent = {"half a header": head[: len(head) // 2], "half a body": head + body[: len(body) // 2]}.get(
         kind, head + body
     )

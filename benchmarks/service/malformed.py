@@ -20,6 +20,7 @@ _HEADERS = (
     b"expect: 100-continue",
     b"connection: upgrade\r\nupgrade: websocket",
     b"host: a\r\nhost: b",
+    b"host: elsewhere.example",
     b"x: " + b"y" * 20_000,
     b"x\x00y: z",
     b" folded: line",
@@ -95,7 +96,7 @@ def malformed(draw: random.Random, key: str) -> tuple[str, bytes]:
 
 def request(body: bytes, method: bytes, path: bytes, extra: list[bytes], *, length: bool = True) -> bytes:
     """A request of these parts, valid or not."""
-    lines = [method + b" " + path + b" HTTP/1.1", b"host: x", *extra]
+    lines = [method + b" " + path + b" HTTP/1.1", b"host: localhost", *extra]
     if length and not any(b"content-length" in line for line in extra):
         lines.append(b"content-length: %d" % len(body))
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

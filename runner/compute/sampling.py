@@ -11,7 +11,7 @@ without it. Not here: beam search, and structured output such as grammars.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -115,6 +115,13 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _check_number("each token id of logit_bias", token, (0, 2**31 - 1), (int,))
             _check_number(f"logit_bias of token {token}", bias, BIAS_LIMITS, (int, float))
+
+    def with_choice(self, number: int) -> "SamplingParams":
+        """For this of several answers to one prompt: each draws from a seed of its own."""
+        if self.seed is None or number == 0:
+            return self
+        low, high = INT_LIMITS["seed"]
+        return replace(self, seed=(self.seed + number - low) % (high - low + 1) + low)
 
     @property
     def penalises(self) -> bool:

@@ -14,12 +14,14 @@ def admit_request(
     request: Request, *, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
 ) -> RequestState:
     """The state of a request in a KV cache of `num_slots` tokens. Raises InputError for one that cannot run."""
-    params, prompt = request.sampling, list(request.prompt_token_ids)
+    params, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+    check_prompt_length(spec, num_prompt_tokens)
+    prompt = list(request.prompt_token_ids)
     check_token_ids("the prompt", prompt, spec.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)
     check_token_ids("logit_bias", list(params.logit_bias), spec.vocab_size)
     begin = [] if spec.first_token_from_prefill else [decoder_start_token_id(spec)]
-    max_output_tokens = _max_output_tokens(spec, len(prompt), params.max_tokens, num_slots)
+    max_output_tokens = _max_output_tokens(spec, num_prompt_tokens, params.max_tokens, num_slots)
     if params.min_tokens > max_output_tokens:
         raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
     ends = (*params.stop_token_ids, *eos_token_ids)
@@ -33,7 +35,7 @@ def admit_request(
         prompt_token_ids=begin or prompt,
         token_ids=[*prompt, *begin],
         num_begin_tokens=len(begin),
-        banned_token_ids=ends,
+        banned_token_ids=tuple(token for token in ends if 0 <= token < spec.vocab_size),
         end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
         stream=tokenizer.stream(begin or prompt, params.stop),
         arrival=request.arrival,
@@ -42,13 +44,19 @@ def admit_request(
     )
 
 
-def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, num_slots: int) -> int:
+def check_prompt_length(spec: ModelSpec, num_prompt_tokens: int) -> None:
+    """Raises InputError for a prompt that the context has no room for; a server asks before it copies the prompt."""
     context = spec.max_context
     if num_prompt_tokens == 0:
         raise InputError("the prompt is empty; it needs at least one token")
     most = context - 1 if spec.first_token_from_prefill else context
     if num_prompt_tokens > most:
         raise InputError(f"the prompt has {num_prompt_tokens} tokens; the context of {context} takes at most {most}")
+
+
+def _max_output_tokens(spec: ModelSpec, num_prompt_tokens: int, max_tokens: int | None, num_slots: int) -> int:
+    """For a prompt that fits."""
+    context = spec.max_context
     rest = context - num_prompt_tokens if spec.first_token_from_prefill else context
     if max_tokens is None:
         return max(min(rest, num_slots - num_prompt_tokens), 1)

@@ -42,16 +42,23 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
         # transformers always passes these, so templates test them with `is none`.
-        self._variables = {"tools": None, "documents": None, **(special_tokens or {})}
+        self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **(special_tokens or {})}
+        self._reserved = {"messages", *self._variables, *environment.globals}
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise InputError(f"the model's chat template is not valid: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, up to the beginning of the assistant's answer. Raises InputError when the template fails."""
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """The prompt, up to the beginning of the assistant's answer. Raises InputError when the template fails.
+
+        `variables` are the client's own, such as `enable_thinking`.
+        """
+        given = variables or {}
+        if taken := self._reserved.intersection(given):
+            raise InputError(f"chat_template_kwargs must not set '{min(taken)}', which the server or the template has")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._variables)
+            return self._template.render({**given, **self._variables, "messages": messages})
         except InputError:
             raise
         except Exception as error:  # A template may raise anything.

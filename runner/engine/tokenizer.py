@@ -61,27 +61,36 @@ class Tokenizer:
         """The tokenizer's own end-of-sequence token, for a model whose config names none."""
         return self.codec.eos_token_ids if self.codec else ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """A completion's prompt, with the model's special tokens.
 
         Raises InputError when there is no tokenizer, or the text is not Unicode.
         """
-        return self._encode(text, special=True)
+        return self._encode(text, special=special)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation as the chat template renders it. Raises InputError where there is no template."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        special: bool = False,
+    ) -> list[int]:
+        """A conversation as the chat template renders it, with `variables` of its own.
+
+        Raises InputError where there is no template, or it does not take them.
+        """
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it takes completions only")
-        return self._encode(self.chat_template.render(messages), special=False)
+        return self._encode(self.chat_template.render(messages, variables), special=special)
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raises InputError for a text that is too long for any tokenization; does not tokenize."""
         if self.codec and len(text) > self.codec.longest_token * max_tokens:
             raise InputError(f"the prompt has {len(text)} characters, which is more than {max_tokens} tokens can hold")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; empty when there is no tokenizer."""
-        return self.codec.decode(token_ids, skip_special=True) if self.codec else ""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text, without special tokens unless `special`; empty when there is no tokenizer."""
+        return self.codec.decode(token_ids, skip_special=not special) if self.codec else ""
 
     def token_text(self, token_id: int) -> str:
         """One token as within a text: with its leading space, special tokens by name."""
@@ -150,7 +159,10 @@ class FileCodec:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=special).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # The library raises bare Exception, for example without a token for the unknown.
+            raise InputError(f"the model's tokenizer does not take this text: {error}") from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)

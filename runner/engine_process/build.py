@@ -46,9 +46,7 @@ def engine_setup(
     prefill time that the plan predicts.
     """
     return EngineSetup(
-        model=ModelSource(
-            name=spec.name, directory=str(spec.directory) if spec.directory else None, config=dict(spec.config)
-        ),
+        model=model_source(spec),
         schedule=plan.schedule,
         placement=plan.placement,
         engine=EngineOptions(
@@ -64,6 +62,12 @@ def engine_setup(
         timeline=str(timeline) if timeline else None,
         launcher=launcher,
     )
+
+
+def model_source(spec: ModelSpec) -> ModelSource:
+    """The model as a message names it; another process reads it with `exeplan.core.model.model_spec`."""
+    directory = str(spec.directory) if spec.directory else None
+    return ModelSource(name=spec.name, directory=directory, config=dict(spec.config))
 
 
 def _utilization(plan: Plan) -> float | None:

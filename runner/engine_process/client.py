@@ -222,15 +222,15 @@ class EngineClient:
         return self._jobs[job_id]
 
     def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
-        """Sends the job's sequences to the engine, in the order of `request_ids`.
+        """Sends the job's prompts to the engine; their sequences are in the order of `request_ids`.
 
         Streamed, each has an event a token; otherwise one for its first token and one for all the others.
         """
         if self.failure:
             raise EngineError(self.failure)
         job.streamed = stream
-        requests = dict(zip(job.request_ids, prompts, strict=True))
-        self._writer.write(frame(Submit(job=job.job_id, stream=stream, requests=requests)))
+        assert sum(prompt.n for prompt in prompts) == len(job.request_ids)
+        self._writer.write(frame(Submit(job=job.job_id, stream=stream, prompts=prompts, request_ids=job.request_ids)))
 
     def release(self, job: Job) -> None:
         """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""

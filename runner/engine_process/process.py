@@ -44,7 +44,6 @@ from exeplan.runner.ipc.messages import (
     LengthStatsReport,
     Loading,
     Logprob,
-    Prompt,
     SetupRefused,
     Stats,
     Submit,
@@ -218,7 +217,7 @@ class _EngineLoop:
         """Adds a job's requests. Returns the refusal where one of them is invalid; none of them runs then."""
         added: list[str] = []
         try:
-            for request in [_request(name, prompt, arrival) for name, prompt in job.requests.items()]:
+            for request in _requests(job, arrival):
                 self._engine.add(request)
                 added.append(request.request_id)
         except InputError as error:
@@ -267,18 +266,23 @@ def _joined(events: Sequence[Event]) -> Event:
     )
 
 
-def _request(request_id: str, prompt: Prompt, arrival: float) -> "Request":
+def _requests(job: Submit, arrival: float) -> "Iterator[Request]":
+    """The sequences of a job. Raises InputError for sampling parameters out of their limits."""
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.requests import Request
 
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=prompt.prompt_token_ids,
-        sampling=SamplingParams(**msgspec.structs.asdict(prompt.sampling)),
-        arrival=arrival,
-        deadline=None if prompt.deadline is None else arrival + prompt.deadline,
-        weight=prompt.weight,
-    )
+    request_ids = iter(job.request_ids)
+    for prompt in job.prompts:
+        sampling = SamplingParams(**msgspec.structs.asdict(prompt.sampling))
+        for choice in range(prompt.n):
+            yield Request(
+                request_id=next(request_ids),
+                prompt_token_ids=prompt.prompt_token_ids,
+                sampling=sampling.with_choice(choice),
+                arrival=arrival,
+                deadline=None if prompt.deadline is None else arrival + prompt.deadline,
+                weight=prompt.weight,
+            )
 
 
 def _event(output: "Output", arrival: float) -> Event:

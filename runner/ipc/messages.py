@@ -1,6 +1,7 @@
 """Messages: everything that one process of exeplan sends to another, a Struct a kind and a tagged union a channel.
 
     front end    <-> engine process   EngineCommand,  EngineEvent    a socket pair
+    front end    <-> reader           ReaderCommand,  ReaderAnswer   a socket pair
     engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP to a worker on another host
     engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
@@ -113,22 +114,25 @@ class Sampling(Part, frozen=True):
 
 
 class Prompt(Part, frozen=True):
-    """One sequence to generate."""
+    """A prompt and how to continue it, `n` times; sequence i of a seeded one draws from the seed plus i."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
+    n: int = 1
     deadline: float | None = None
     """Seconds from now by which it must have begun; None for no limit."""
     weight: float = 1.0
 
 
 class Submit(Message, frozen=True):
-    """Adds all sequences of a job, by request id, or none of them."""
+    """Adds all sequences of a job, or none of them."""
 
     job: str
     stream: bool
     """False: only the first token and the whole answer are of interest, each in one event."""
-    requests: dict[str, Prompt]
+    prompts: Sequence[Prompt]
+    request_ids: Sequence[str]
+    """Of the sequences: those of the first prompt, then those of the next."""
 
 
 class Abort(Message, frozen=True):
@@ -294,6 +298,90 @@ EngineEvent: TypeAlias = (
 )
 ENGINE_COMMANDS: Channel[EngineCommand] = Channel("EngineCommand", EngineCommand)
 ENGINE_EVENTS: Channel[EngineEvent] = Channel("EngineEvent", EngineEvent)
+
+
+# Front end and reader.
+
+
+class ReaderSetup(Message, frozen=True):
+    """The first command: answered by ReaderReady."""
+
+    model: ModelSource
+    served_name: str
+    """What clients call the model."""
+
+
+class ReadGeneration(Message, frozen=True):
+    """Answered by Generate or BodyRefused."""
+
+    chat: bool
+    body: bytes
+    max_tokens: int
+    """A text that is too long for any tokenization into as many is refused before it is tokenized."""
+
+
+class ReadTokenize(Message, frozen=True):
+    """Answered by TokensRead or BodyRefused."""
+
+    body: bytes
+    max_tokens: int
+
+
+class ReadDetokenize(Message, frozen=True):
+    """Answered by TextRead or BodyRefused."""
+
+    body: bytes
+
+
+class ReaderReady(Message, frozen=True):
+    """The tokenizer is loaded."""
+
+
+class Generate(Message, frozen=True):
+    """A request for generation, its limits checked and its prompts tokenized."""
+
+    chat: bool
+    prompts: list[list[int]]
+    echoes: list[str]
+    """The prompts as texts, where they are to be repeated; else empty."""
+    sampling: Sampling
+    n: int
+    stream: bool
+    usage: bool
+    """Of a stream: a last chunk has the usage."""
+    usage_in_each_chunk: bool
+    logprobs: bool
+    deadline: float | None
+    weight: float
+
+
+class TokensRead(Message, frozen=True):
+    """A text as tokens."""
+
+    token_ids: list[int]
+    texts: list[str] | None
+    """Of each token, where they were asked for."""
+
+
+class TextRead(Message, frozen=True):
+    """Tokens as a text."""
+
+    text: str
+
+
+class BodyRefused(Message, frozen=True):
+    """A body that is no request; the fields of OpenAI's error object."""
+
+    message: str
+    status: int
+    param: str | None
+    code: str | None
+
+
+ReaderCommand: TypeAlias = ReaderSetup | ReadGeneration | ReadTokenize | ReadDetokenize
+ReaderAnswer: TypeAlias = ReaderReady | Generate | TokensRead | TextRead | BodyRefused
+READER_COMMANDS: Channel[ReaderCommand] = Channel("ReaderCommand", ReaderCommand)
+READER_ANSWERS: Channel[ReaderAnswer] = Channel("ReaderAnswer", ReaderAnswer)
 
 
 # Engine and worker.

@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="allow pages of this origin, such as https://chat.example.org, to use the server; may be repeated",
     )
     parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests to this name, such as llm.example.org, or to any (*); may be repeated (default: loopback "
+        "names and the --host)",
+    )
+    parser.add_argument(
         "--replan",
         default="advise",
         metavar="MODE",
@@ -51,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--replan-file", type=Path, metavar="PLAN", help="where re-plans are written (default: PLAN-replanned.yaml)"
+    )
+    parser.add_argument(
+        "--metrics-aliases",
+        metavar="NAME",
+        help="vllm: show the metrics that vLLM has too under its names as well, as autoscalers made for it ask",
     )
     parser.add_argument("--log-format", default="text", help="text (default) or json, one object per line")
     parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
@@ -86,6 +99,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         admission=args.admission,
         request_seconds=seconds(args.request_timeout, "--request-timeout"),
         cors_origins=tuple(args.cors_origin),
+        allowed_hosts=tuple(args.allowed_host),
         served_model_name=args.served_model_name,
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),
@@ -96,6 +110,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         replan=args.replan,
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
         replan_file=args.replan_file,
+        metrics_aliases=args.metrics_aliases,
         log_format=args.log_format,
         log_level=args.log_level,
     )

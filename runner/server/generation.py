@@ -1,8 +1,9 @@
 """Generation: one generation request from its body to the last byte of its response, whole or streamed.
 
-In this order: does the queue have room (`Service.check_capacity`), the body (`read_body`), is it a request (`parse`),
-is it admitted (`Service.admit`). The status line waits for the first token, so that a wrong request still gets an HTTP
-error. After that an error is an event of the stream. When the client disconnects, its sequences are dropped.
+In this order: does the queue have room (`Service.check_capacity`), the body (`read_body`), is it a request
+(`Service.read_generation`), is it admitted (`Service.admit`). The status line waits for the first token, so that a
+wrong request still gets an HTTP error. After that an error is an event of the stream. When the client disconnects, its
+sequences are dropped.
 """
 
 import asyncio
@@ -16,33 +17,32 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from exeplan.errors import InputError
-from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.client import EngineError, Job
-from exeplan.runner.ipc.messages import Event
+from exeplan.runner.ipc.messages import Event, Generate
 from exeplan.runner.server.connection import error_response, read_body
-from exeplan.runner.server.protocol import GenerationRequest, RequestError, parse
+from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import note
 from exeplan.runner.server.responses import ChatChunk, CompletionChunk, ResponseBuilder
 from exeplan.runner.server.service import Service
 
 
-async def generate(service: Service, kind: type[GenerationRequest], http_request: Request) -> Response:
+async def generate(service: Service, http_request: Request, *, chat: bool) -> Response:
     """The response to a request for generation. Raises RequestError where it is refused."""
     service.check_capacity()
     try:
         body = await read_body(http_request)
     except ClientDisconnect:
         return Response()
-    request, params = parse(kind, body)
-    return Generation(service, service.admit(request, params), request, params)
+    request = await service.read_generation(body, chat=chat)
+    return Generation(service, service.admit(request), request)
 
 
 class Generation(Response):
     """The response to an admitted request; it owns the job and releases it however it ends."""
 
-    def __init__(self, service: Service, job: Job, request: GenerationRequest, params: SamplingParams) -> None:
+    def __init__(self, service: Service, job: Job, request: Generate) -> None:
         super().__init__()
-        self._service, self._job, self._request, self._params = service, job, request, params
+        self._service, self._job, self._request = service, job, request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note(job=self._job.job_id)
@@ -67,9 +67,9 @@ class Generation(Response):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: Response
         try:
-            prompts = await self._service.start(self._job, self._request, self._params)
+            self._service.start(self._job, self._request)
             first = await self._job.next_events()
-            builder = self._service.response_builder(self._request, prompts)
+            builder = self._service.response_builder(self._request)
             if self._request.stream:
                 await self._stream(builder, first, send)
                 return note(**builder.usage())
@@ -105,8 +105,7 @@ class Generation(Response):
         self, builder: ResponseBuilder, events: Sequence[Event]
     ) -> AsyncIterator[list[CompletionChunk | ChatChunk]]:
         """Chunks as they come, one an event; several at a time where the client is slower than the engine."""
-        options = self._request.stream_options
-        wants_usage = options is not None and options.include_usage
+        wants_usage = self._request.usage
         while not builder.finished:
             found = []
             for event in events:
@@ -114,7 +113,7 @@ class Generation(Response):
                 choice.take(event)
                 chunk = builder.chunk(choice, event)
                 if wants_usage:
-                    chunk["usage"] = None
+                    chunk["usage"] = builder.usage() if self._request.usage_in_each_chunk else None
                 found.append(chunk)
             if builder.finished and wants_usage:
                 found.append(builder.last_chunk())

@@ -68,6 +68,14 @@ _REPLANNING = {
 }
 
 
+ALIASES = {
+    "vllm": frozenset(_HISTOGRAMS)
+    | {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+    | {"num_preemptions", "prompt_tokens", "generation_tokens", "request_success"}
+}
+"""By prefix: families that another server has under the same name with the same meaning, counters without `_total`."""
+
+
 class Histogram:
     """Counts of values at or below each edge."""
 
@@ -106,10 +114,20 @@ class _Progress:
 class ServeMetrics(Collector):
     """Counts what the engine reports: `step` for every iteration, `dropped` for a sequence that is aborted.
 
-    `registry` holds nothing else; `read` is called once a scrape.
+    `registry` holds nothing else; `read` is called once a scrape. `aliases` is a prefix of `ALIASES`, under which its
+    families are shown a second time.
     """
 
-    def __init__(self, *, model_name: str, plan: Plan, observed: Observed, read: Callable[[], Reading]) -> None:
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        plan: Plan,
+        observed: Observed,
+        read: Callable[[], Reading],
+        aliases: str | None = None,
+    ) -> None:
+        self._aliases = aliases
         self._model_name, self._plan, self.observed, self._read = model_name, plan, observed, read
         self._histograms = {name: Histogram(edges) for name, (_, edges) in _HISTOGRAMS.items()}
         self._open: dict[str, _Progress] = {}
@@ -189,7 +207,14 @@ class ServeMetrics(Collector):
         self._histograms[name].add(value)
 
     def collect(self) -> Iterator[Metric]:
-        """All families, in the order of the page."""
+        """All families, in the order of the page, and those with another name after them."""
+        families = list(self._families())
+        yield from families
+        if self._aliases:
+            shared = ALIASES[self._aliases]
+            yield from (_renamed(one, self._aliases) for one in families if one.name.partition(":")[2] in shared)
+
+    def _families(self) -> Iterator[Metric]:
         reading = self._read()
         yield from self._engine(reading.stats, reading.num_waiting)
         for name, histogram in self._histograms.items():
@@ -257,6 +282,16 @@ def _with_rows(
     for label, value in rows:
         family.add_metric([model_name, label], value)
     return family
+
+
+def _renamed(family: Metric, prefix: str) -> Metric:
+    found = Metric(_with_prefix(family.name, prefix), family.documentation, family.type)
+    found.samples = [sample._replace(name=_with_prefix(sample.name, prefix)) for sample in family.samples]
+    return found
+
+
+def _with_prefix(name: str, prefix: str) -> str:
+    return f"{prefix}:{name.partition(':')[2]}"
 
 
 def _unit_name(name: str) -> str:

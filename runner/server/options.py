@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 from exeplan.drift.state import MODES
 from exeplan.errors import InputError
 from exeplan.runner.ipc.messages import LauncherSetup
+from exeplan.runner.server.hosts import check_host_name
+from exeplan.runner.server.metrics import ALIASES
 
 ADMISSIONS = ("queue", "refuse-late")
 LOG_FORMATS = ("text", "json")
@@ -30,6 +32,8 @@ class ServeOptions:
     """Timeout of a request."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call this server from a browser."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may be addressed to, besides loopback and `host`; "*" for any."""
     served_model_name: str | None = None
     dummy_weights: bool = False
     drain_seconds: float = 30.0
@@ -46,6 +50,8 @@ class ServeOptions:
     """Minimum time between two re-plans."""
     replan_file: Path | None = None
     """Where re-plans are written; None for the folder of the plan."""
+    metrics_aliases: str | None = None
+    """`vllm`: metrics that vLLM has too are shown under its names as well."""
     log_format: str = "text"
     log_level: str = "info"
 
@@ -64,6 +70,8 @@ class ServeOptions:
             raise InputError("--api-key must not be empty; leave it out to serve without one")
         if not 0 < self.request_seconds < math.inf:
             raise InputError(f"--request-timeout must be a positive time, found {self.request_seconds:g} s")
+        if self.metrics_aliases not in (None, *ALIASES):
+            raise InputError(f"--metrics-aliases must be {', '.join(ALIASES)}, found '{self.metrics_aliases}'")
         for name, value, known in (
             ("--admission", self.admission, ADMISSIONS),
             ("--replan", self.replan, MODES),
@@ -74,6 +82,8 @@ class ServeOptions:
                 raise InputError(f"{name} must be one of {', '.join(known)}, found '{value}'")
         for origin in self.cors_origins:
             _check_origin(origin)
+        for name in self.allowed_hosts:
+            check_host_name(name)
 
 
 def _check_origin(origin: str) -> None:

@@ -13,10 +13,12 @@ change the queue.
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -50,10 +52,15 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
+MAX_TEMPLATE_VARIABLES = 64
 MAX_DEADLINE = 86_400.0
 MAX_WEIGHT = 1e6
 MAX_OBJECT_FIELDS = 4096
 """Of any object in a body: bounds the work of saying what is wrong with it."""
+MAX_OBJECTS = 32_768
+"""Lists and objects in a body."""
+MAX_DEPTH = 64
+"""Of lists and objects in each other: far below what any later step could fail at."""
 TOKEN_ID_FORMAT, MODEL_NAME_FORMAT = "token-id", "model-name"
 """Formats in the JSON schemas, whose limits only a server of one model knows."""
 _SAMPLING_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
@@ -104,6 +111,10 @@ class Strict(BaseModel):
     )
 
 
+class _NotOfferedError(ValueError):
+    """A value of a field that is taken only where it changes nothing."""
+
+
 class Only:
     """A field that OpenAI documents and this server does not offer: null and `values` change nothing, and are taken."""
 
@@ -113,7 +124,7 @@ class Only:
     def _check(self, value: Any) -> Any:
         # 1, 1.0 and true are equal in Python.
         if not any(type(value) is type(allowed) and value == allowed for allowed in self._values):
-            raise ValueError("is not offered by this server; leave it out")
+            raise _NotOfferedError("is not offered by this server; leave it out")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -123,23 +134,42 @@ class Only:
         return {"enum": [*self._values]} if self._values else {"type": "null"}
 
 
+ServedModel = Annotated[str, Field(json_schema_extra={"format": MODEL_NAME_FORMAT})]
+"""The model's name, of which there is one."""
+
+
 class NotOffered(Strict):
     """Fields that clients send although this server does not offer what they ask for."""
 
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    allowed_token_ids: Annotated[Any, Only()] = None
     audio: Annotated[Any, Only()] = None
+    bad_words: Annotated[Any, Only([])] = None
     best_of: Annotated[Any, Only(1)] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
+    early_stopping: Annotated[Any, Only(False)] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     functions: Annotated[Any, Only([])] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1.0, 1)] = None
     modalities: Annotated[Any, Only(["text"])] = None
     parallel_tool_calls: Annotated[Any, Only(True, False)] = None
     prediction: Annotated[Any, Only()] = None
+    priority: Annotated[Any, Only(0)] = None
+    prompt_logprobs: Annotated[Any, Only()] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
+    return_token_ids: Annotated[Any, Only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
+    skip_special_tokens: Annotated[Any, Only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True, False)] = None
     store: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
     tools: Annotated[Any, Only([])] = None
+    truncate_prompt_tokens: Annotated[Any, Only()] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
     verbosity: Annotated[Any, Only("medium")] = None
     web_search_options: Annotated[Any, Only()] = None
 
@@ -187,40 +217,51 @@ class Sampling(Strict):
     """By token id; JSON has only strings as keys."""
 
 
-class StreamOptions(Strict):
-    """Taken only with stream=true."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-    """Padding against traffic analysis; accepted because clients send it, and never added."""
+def _without_nulls(given: Any) -> Any:
+    """A field that is null counts as absent."""
+    return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """Says in a JSON schema what `GenerationRequest.without_nulls` does."""
+    """Says in a JSON schema what `Lenient` does."""
     for name in set(schema["properties"]) - set(schema.get("required", ())):
         described = schema["properties"][name]
         if not any(branch.get("type") == "null" for branch in (described, *described.get("anyOf", ()))):
             schema["properties"][name] = {"anyOf": [described, {"type": "null"}]}
 
 
-class GenerationRequest(NotOffered, Labels, Sampling, ABC):
-    """What completions and chat completions have in common."""
+class Lenient(Strict):
+    """An object whose fields clients may write as null where they mean nothing by them, unknown ones too."""
 
     model_config = ConfigDict(json_schema_extra=_nullable)
 
-    model: Annotated[str, Field(json_schema_extra={"format": MODEL_NAME_FORMAT})] | None = None
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return _without_nulls(given)
+
+
+class StreamOptions(Lenient):
+    """Taken only with stream=true."""
+
+    include_usage: bool = False
+    """A last chunk has the usage, and no choices."""
+    continuous_usage_stats: bool = False
+    """With include_usage, every chunk has the usage so far; vLLM's name."""
+    include_obfuscation: bool = False
+    """Padding against traffic analysis; accepted because clients send it, and never added."""
+
+
+class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
+    """What completions and chat completions have in common."""
+
+    model: ServedModel | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     deadline: float | None = Field(None, gt=0, le=MAX_DEADLINE)
     """Seconds from now; None for no deadline."""
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """A field that is null counts as absent."""
-        return {name: value for name, value in given.items() if value is not None}
 
     @property
     @abstractmethod
@@ -241,13 +282,22 @@ class GenerationRequest(NotOffered, Labels, Sampling, ABC):
         """Raises RequestError where two fields contradict each other."""
         given = self.model_dump(include=set(Sampling.model_fields))
         given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        given["logit_bias"] = _by_token_id(self.logit_bias)
         given["max_tokens"] = self.output_limit
         try:
             return SamplingParams(**given, logprobs=self.num_logprobs)
         except InputError as error:
             param = next((name for name in given if name in str(error).split()), None)
             raise RequestError(str(error), param=param) from None
+
+
+def _by_token_id(biases: Mapping[str, float]) -> dict[int, float]:
+    """Raises RequestError for a token id that is given twice, as "7" and "07"."""
+    found: dict[int, float] = {}
+    for text, bias in biases.items():
+        if found.setdefault(token := int(text), bias) is not bias:
+            raise RequestError(f"logit_bias has the token id {token} twice", param="logit_bias")
+    return found
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -297,22 +347,29 @@ class CompletionRequest(GenerationRequest):
 
 
 def _fault_of_prompt(value: Any) -> str:
-    if value in ("", []) or (isinstance(value, list) and any(prompt in ("", []) for prompt in value)):
+    if value in ("", []) or (isinstance(value, list) and ("" in value or [] in value)):
         return "must not be empty"
-    if isinstance(value, list) and len(value) > MAX_PROMPTS:
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         return f"is a batch of {len(value)}, at most {MAX_PROMPTS} are taken"
     return "must be a string, a list of token ids, or a list of strings or of lists of token ids"
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     type: Literal["text"]
     text: str
 
 
-class Message(Strict):
+class Message(Lenient):
+    """Clients send an answer back as they got it, with what it lacks written as null or as an empty list."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+    annotations: Annotated[Any, Only([])] = None
+    audio: Annotated[Any, Only()] = None
+    function_call: Annotated[Any, Only()] = None
+    refusal: Annotated[Any, Only()] = None
+    tool_calls: Annotated[Any, Only([])] = None
 
     def plain(self) -> dict[str, str]:
         """As a chat template sees it: text parts joined by line breaks, `developer` under its older name."""
@@ -326,7 +383,9 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Taken only with logprobs=true."""
     max_completion_tokens: int | None = _limited("max_tokens")
-    """OpenAI's newer name of max_tokens; only one of them is taken."""
+    """OpenAI's newer name of max_tokens; where both are given they must be equal."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] = {}
+    """Further variables of the model's chat template, such as `enable_thinking`; vLLM's name."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -338,10 +397,39 @@ class ChatRequest(GenerationRequest):
 
     def check_together(self) -> None:
         super().check_together()
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise RequestError("max_tokens and max_completion_tokens are the same thing; give one", param="max_tokens")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = (
+                f"max_tokens {self.max_tokens} and max_completion_tokens {self.max_completion_tokens} are the same "
+            )
+            raise RequestError(message + "limit; give one", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is taken only with logprobs=true", param="top_logprobs")
+
+
+class TokenizeRequest(Lenient):
+    """Either a prompt or messages; vLLM's fields."""
+
+    model: ServedModel | None = None
+    prompt: _Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    """By default of a prompt, and not of messages, whose template has them."""
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] = {}
+    continue_final_message: Annotated[Any, Only(False)] = None
+    return_token_strs: bool = False
+    tools: Annotated[Any, Only([])] = None
+
+    def check_together(self) -> None:
+        """Raises RequestError unless exactly one of the two is given."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+
+
+class DetokenizeRequest(Lenient):
+    model: ServedModel | None = None
+    tokens: list[TokenId] = Field(fail_fast=True)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -355,6 +443,12 @@ def parse(kind: type[Request], body: bytes) -> tuple[Request, SamplingParams]:
     return request, request.sampling_params()
 
 
+def unknown_model(name: str | None, served: str) -> RequestError:
+    """404, for every name but that of the served model."""
+    message = f"no model '{name:.80}'; this server has '{served}'"
+    return RequestError(message, status=404, param="model", code="model_not_found")
+
+
 def check(kind: type[Model], given: Mapping[str, Any]) -> Model:
     """A JSON object as a declared model. Raises RequestError with the most precise finding."""
     try:
@@ -364,39 +458,78 @@ def check(kind: type[Model], given: Mapping[str, Any]) -> Model:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body: strict JSON, no field twice. Raises RequestError saying what is wrong."""
+    """The JSON object in a body: strict JSON, no field twice. Raises RequestError saying what is wrong.
+
+    The time is linear in the bytes, and nothing that is returned is deeper than `MAX_DEPTH`.
+    """
     try:
+        _check_count(body)
         value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-        if b"\\u" in body:  # The only way a lone surrogate gets through the decoder.
-            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise RequestError(
             f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid UTF-8 (byte {error.start})") from None
-    except UnicodeEncodeError:
-        raise RequestError("the body holds half of a surrogate pair, which is not a character") from None
     except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
+        raise _too_deep() from None
     except RequestError:
         raise
     except ValueError:  # Python refuses to convert integers of thousands of digits.
         raise RequestError("the body holds a number that is too long") from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    if b"\\u" in body:  # The only way a lone surrogate gets through the decoder.
+        _check_text(value)
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value
 
 
+def _check_count(body: bytes) -> None:
+    """Before anything is made of it: the memory of small things is many times that of their bytes."""
+    if body.count(b"[") + body.count(b"{") <= MAX_OBJECTS:
+        return
+    bare = _STRING.sub(b"", body)
+    if bare.count(b"[") + bare.count(b"{") > MAX_OBJECTS:
+        raise RequestError(f"the body has more than {MAX_OBJECTS} lists and objects")
+
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""It matches at every quotation mark, so that each byte is looked at once."""
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
     if len(pairs) > MAX_OBJECT_FIELDS:
         message = f"an object of the body has {len(pairs)} fields, at most {MAX_OBJECT_FIELDS} are taken"
         raise RequestError(message)
+    found = dict(pairs)
     if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise RequestError(f"the body has the field '{_short(twice, quoted=False)}' twice", param=twice)
+        twice = _short(Counter(name for name, _ in pairs).most_common(1)[0][0], quoted=False)
+        raise RequestError(f"the body has the field '{twice}' twice", param=twice)
     return found
+
+
+def _check_depth(value: Any) -> None:
+    """Level by level, as a recursion would fail where the call stack is deep already."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        members = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [member for each in members for member in each if isinstance(member, (dict, list))]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> RequestError:
+    return RequestError(f"the body is nested too deeply; at most {MAX_DEPTH} levels are taken")
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body holds half of a surrogate pair, which is not a character") from None
 
 
 def _no_constant(name: str) -> float:
@@ -418,7 +551,7 @@ _REASONS = {
     "list_type": "must be a list",
     "dict_type": "must be an object",
     "model_type": "must be an object",
-    "too_long": "holds {actual_length} entries, at most {max_length} are taken",
+    "too_long": "holds {num_entries} entries, at most {max_length} are taken",
     "too_short": "must not be empty",
     "literal_error": "must be {expected}",
     "value_error": "{error}",
@@ -440,14 +573,16 @@ def _readable(error: ValidationError, given: Mapping[str, Any]) -> RequestError:
         others = [_reason(other) for where, other in findings if where == path and other is not finding]
         reasons += [reason.removeprefix("must be ") for reason in others]
     value = _short(finding["input"])
-    if name in NotOffered.model_fields:
+    if finding["type"] == "value_error" and isinstance(finding["ctx"]["error"], _NotOfferedError):
         return RequestError(f"{name}={value} {reasons[0]}", param=name)
     shown = "" if kind in _WITHOUT_VALUE else f", found {value}"
     return RequestError(f"{name} {' or '.join(reasons)}{shown}", param=name)
 
 
 def _reason(finding: Mapping[str, Any]) -> str:
-    return _REASONS.get(finding["type"], finding["msg"]).format(**finding.get("ctx", {}))
+    found = finding["input"]
+    more = {"num_entries": len(found)} if isinstance(found, (list, dict)) else {}
+    return _REASONS.get(finding["type"], finding["msg"]).format(**finding.get("ctx", {}), **more)
 
 
 def _path(finding: Mapping[str, Any], given: Any) -> list[str]:
@@ -463,5 +598,12 @@ def _path(finding: Mapping[str, Any], given: Any) -> list[str]:
 
 
 def _short(value: Any, *, quoted: bool = True) -> str:
-    text = json.dumps(value) if quoted and not isinstance(value, Mapping) else str(value)
+    """The first characters of a value; of a long one no more is written than is shown."""
+    if isinstance(value, str):
+        text = json.dumps(value[:61]) if quoted else value[:61]
+    else:
+        text = "".join(islice(_PIECES.iterencode(value), 61))
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+_PIECES = json.JSONEncoder()

@@ -1,7 +1,7 @@
 """The application: the views of `views/` behind the gate and the request log.
 
-A request passes `RequestLog` (its id), `Gate` (header size, origin, key), and the view of its path. Every error, also
-of routing, is an OpenAI error object.
+A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin, key), and the view of its path.
+Every error, also of routing, is an OpenAI error object.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from exeplan.runner.server.connection import Gate, error_response
+from exeplan.runner.server.hosts import HostGate, Hosts
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import RequestLog
 from exeplan.runner.server.service import Service
@@ -23,7 +24,9 @@ _EXPOSED = ["x-request-id", "retry-after"]
 """Headers that a page of an allowed origin may read."""
 
 
-def build_app(service: Service, *, api_key: str | None = None, cors_origins: Sequence[str] = ()) -> ASGIApp:
+def build_app(
+    service: Service, hosts: Hosts, *, api_key: str | None = None, cors_origins: Sequence[str] = ()
+) -> ASGIApp:
     """The whole application."""
     app = route_views()
     app.state.service, app.state.has_key = service, api_key is not None
@@ -39,7 +42,7 @@ def build_app(service: Service, *, api_key: str | None = None, cors_origins: Seq
         guarded = CORSMiddleware(
             guarded, allow_origins=cors_origins, allow_methods=methods, allow_headers=["*"], expose_headers=_EXPOSED
         )
-    return RequestLog(guarded)
+    return RequestLog(HostGate(guarded, hosts))
 
 
 def route_views() -> FastAPI:

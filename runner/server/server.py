@@ -1,8 +1,8 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
 This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
-of sockets, each replica of a plan in a child of its own. The responses are in `views`, the start and the end in
-`lifecycle`.
+of sockets, each replica of a plan in a child of its own; two more children read requests (`readers`). The responses are
+in `views`, the start and the end in `lifecycle`.
 Not here: TLS and several models; put a proxy in front.
 """
 
@@ -25,6 +25,7 @@ from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
+from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
 from exeplan.runner.server.listener import open_listener
 from exeplan.runner.server.notify import notify
@@ -64,6 +65,7 @@ def serve(
                 model_name=options.served_model_name or spec.name,
                 request_seconds=options.request_seconds,
                 plan_file=options.plan_file,
+                metrics_aliases=options.metrics_aliases,
             )
             service.replanner = Replanner(
                 engine,
@@ -87,7 +89,8 @@ def serve(
                 notify(READY="1", STATUS=line)
                 on_ready(url)
 
-            app = build_app(service, api_key=options.api_key, cors_origins=options.cors_origins)
+            hosts = Hosts(host, options.allowed_hosts)
+            app = build_app(service, hosts, api_key=options.api_key, cors_origins=options.cors_origins)
             try:
                 await serve_until_stopped(
                     app,

@@ -1,15 +1,11 @@
 """Service: one plan being served. Which requests are admitted, and what the engine is asked to do.
 
-In this order, cheapest first: is the server up, does the request name its model, does the queue have room
-(`admission`); then tokenization; the engine checks the rest. A batch of prompts is admitted or refused as one.
+In this order: is the server up, does the queue have room (`admission`); a process reads the request (`readers`); does
+the queue have room for all of it; the engine checks the rest. A batch of prompts is admitted or refused as one.
 Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses (`responses`).
 """
 
-import asyncio
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,16 +13,26 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.drift import state as drift_state
-from exeplan.runner.compute.sampling import SamplingParams, check_token_ids
 from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.engine_process.build import model_source
 from exeplan.runner.engine_process.client import EngineClient, Job
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.ipc.messages import Prompt, Sampling
+from exeplan.runner.ipc.messages import (
+    Generate,
+    Prompt,
+    ReadDetokenize,
+    ReaderSetup,
+    ReadGeneration,
+    ReadTokenize,
+    TextRead,
+    TokensRead,
+)
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
 from exeplan.runner.server.metrics import Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed, Snapshot
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, RequestError
+from exeplan.runner.server.protocol import RequestError
+from exeplan.runner.server.readers import Readers
 from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
 
 RETRY_LOADING = 5
@@ -34,7 +40,7 @@ RETRY_LOADING = 5
 
 
 class Service:
-    """What the views share."""
+    """What the views share; made within the running event loop."""
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class Service:
         model_name: str,
         request_seconds: float,
         plan_file: Path | None = None,
+        metrics_aliases: str | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
@@ -55,11 +62,13 @@ class Service:
         self.started = time.time()
         self.replanner: Replanner | None = None
         self.observed = Observed(plan, clock=time.monotonic)
-        self.metrics = ServeMetrics(model_name=model_name, plan=plan, observed=self.observed, read=self._read)
+        self.metrics = ServeMetrics(
+            model_name=model_name, plan=plan, observed=self.observed, read=self._read, aliases=metrics_aliases
+        )
         engine.on_step = self.metrics.step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
-        # One thread: tokenization releases the interpreter lock, and must not take the engine's cores.
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
+        self._readers.start()
 
     @property
     def down(self) -> str | None:
@@ -86,6 +95,7 @@ class Service:
         """Ends everything that was started for it."""
         if self.replanner:
             await self.replanner.close()
+        await self._readers.close()
         await self.engine.close()
 
     def switch_to(self, plan: Plan) -> None:
@@ -102,9 +112,9 @@ class Service:
         return self.observed.snapshot()
 
     def _read(self) -> Reading:
-        """For `/metrics`. The waiting ones are also those that have not reached the engine."""
+        """For `/metrics`. The waiting ones are also those that have not reached the engine, or are being read."""
         replanning = drift_state.summary(self.replanner.state) if self.replanner else {}
-        stats, waiting = self.engine.stats, self.engine.num_waiting
+        stats, waiting = self.engine.stats, self.engine.num_waiting + self._readers.num_reading
         return Reading(stats=stats, observed=self.snapshot(), num_waiting=waiting, replanning=replanning)
 
     @property
@@ -133,20 +143,37 @@ class Service:
     def check_capacity(self) -> None:
         """Raises what `admit` would raise for any request, so that its body need not be read for that."""
         self.check_up()
-        if refusal := self.admission.refusal(1, num_waiting=self.engine.num_waiting, max_tokens=1):
+        waiting = self.engine.num_waiting + self._readers.num_reading
+        if refusal := self.admission.refusal(1, num_waiting=waiting, max_tokens=1):
             raise self._counted(refusal)
 
-    def admit(self, request: GenerationRequest, params: SamplingParams) -> Job:
+    async def read_generation(self, body: bytes, *, chat: bool) -> Generate:
+        """The request in a body. Raises RequestError for one that is refused, or cannot be read in time."""
+        answer = await self._readers.read(ReadGeneration(chat=chat, body=body, max_tokens=self.max_context))
+        assert isinstance(answer, Generate)
+        return answer
+
+    async def tokenize(self, body: bytes) -> TokensRead:
+        """The tokens of the text in a body. Raises RequestError as `read_generation`."""
+        answer = await self._readers.read(ReadTokenize(body=body, max_tokens=self.max_context))
+        assert isinstance(answer, TokensRead)
+        return answer
+
+    async def detokenize(self, body: bytes) -> TextRead:
+        """The text of the tokens in a body. Raises RequestError as `read_generation`."""
+        answer = await self._readers.read(ReadDetokenize(body=body))
+        assert isinstance(answer, TextRead)
+        return answer
+
+    def admit(self, request: Generate) -> Job:
         """Places in the queue for all of a request's sequences, to be given back with `release`.
 
-        Raises RequestError 404 for another model, 429 when it is not admitted, 503 when the server cannot serve it.
+        Raises RequestError 429 when it is not admitted, 503 when the server cannot serve it.
         """
         self.check_up()
-        if request.model not in (None, self.model_name):
-            raise self.unknown_model(request.model)
-        count = request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        count, limit = request.n * len(request.prompts), request.sampling.max_tokens
         waiting, deadline = self.engine.num_waiting, request.deadline
-        refusal = self.admission.refusal(count, num_waiting=waiting, max_tokens=params.max_tokens, deadline=deadline)
+        refusal = self.admission.refusal(count, num_waiting=waiting, max_tokens=limit, deadline=deadline)
         if refusal:
             raise self._counted(refusal)
         return self.engine.reserve(count)
@@ -156,64 +183,37 @@ class Service:
             self.metrics.rejected[refusal.code or ""] += 1
         return refusal
 
-    def unknown_model(self, name: str | None) -> RequestError:
-        """404, for every name but that of the served model."""
-        message = f"no model '{name:.80}'; this server has '{self.model_name}'"
-        return RequestError(message, status=404, param="model", code="model_not_found")
+    def start(self, job: Job, request: Generate) -> None:
+        """Submits the job to the engine, which checks it; a refusal is the job's first event."""
+        prompts = [
+            Prompt(
+                prompt_token_ids=token_ids,
+                sampling=request.sampling,
+                n=request.n,
+                deadline=request.deadline,
+                weight=request.weight,
+            )
+            for token_ids in request.prompts
+        ]
+        self.engine.submit(job, prompts, stream=request.stream)
 
-    async def start(self, job: Job, request: GenerationRequest, params: SamplingParams) -> list[list[int]]:
-        """Tokenizes, and submits the job to the engine, which checks it. Returns the prompts as token ids.
-
-        Raises InputError for a text that cannot be tokenized; a refusal by the engine is the job's first event.
-        """
-        if isinstance(request, CompletionRequest) and request.echo and self.spec.is_encoder_decoder:
-            raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
-        prompts = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenize, request)
-        check_token_ids("stop_token_ids", params.stop_token_ids, self.spec.vocab_size)
-        sequences = []
-        for prompt in prompts:
-            check_token_ids("the prompt", prompt, self.spec.vocab_size)
-            for choice in range(request.n):  # Each choice of a seeded request draws from a seed of its own.
-                seed = None if params.seed is None else (params.seed + choice + 2**63) % 2**64 - 2**63
-                sampling = Sampling(**asdict(replace(params, seed=seed)))
-                sequences.append(
-                    Prompt(prompt_token_ids=prompt, sampling=sampling, deadline=request.deadline, weight=request.weight)
-                )
-        self.engine.submit(job, sequences, stream=request.stream)
-        return prompts
-
-    def response_builder(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> ResponseBuilder:
+    def response_builder(self, request: Generate) -> ResponseBuilder:
         """An empty response to an admitted request."""
         common = {
             "model": self.model_name,
-            "num_prompt_tokens": sum(len(prompt) for prompt in prompts),
-            "num_choices": request.n * len(prompts),
-            "wants_logprobs": request.num_logprobs is not None,
+            "num_prompt_tokens": sum(len(prompt) for prompt in request.prompts),
+            "num_choices": request.n * len(request.prompts),
+            "wants_logprobs": request.logprobs,
         }
-        if isinstance(request, ChatRequest):
+        if request.chat:
             return ChatBuilder(self.token_text, **common)
-        assert isinstance(request, CompletionRequest)
-        given = zip(request.prompts, prompts, strict=True)
-        texts = [p if isinstance(p, str) else self.tokenizer.decode(ids) for p, ids in given] if request.echo else []
-        return CompletionBuilder(self.token_text, [text for text in texts for _ in range(request.n)], **common)
+        return CompletionBuilder(self.token_text, [text for text in request.echoes for _ in range(request.n)], **common)
 
     def release(self, job: Job) -> None:
         """Gives the places back; unfinished sequences are dropped."""
         for request_id in job.request_ids:
             self.metrics.dropped(request_id)
         self.engine.release(job)
-
-    def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
-        if isinstance(request, ChatRequest):
-            messages = [message.plain() for message in request.messages]
-            self.tokenizer.check_length("".join(message["content"] for message in messages), self.max_context)
-            return [self.tokenizer.encode_chat(messages)]
-        assert isinstance(request, CompletionRequest)
-        return [prompt if isinstance(prompt, list) else self._encode(prompt) for prompt in request.prompts]
-
-    def _encode(self, prompt: str) -> list[int]:
-        self.tokenizer.check_length(prompt, self.max_context)
-        return self.tokenizer.encode(prompt)
 
 
 def summary(service: Service, url: str) -> str:

@@ -28,7 +28,7 @@ def _responses(chunk: Any) -> dict[int | str, Schema]:
     responses=_responses(CompletionChunk),
 )
 async def completions(request: Request, service: Served) -> Response:
-    return await generate(service, CompletionRequest, request)
+    return await generate(service, request, chat=False)
 
 
 @router.post(
@@ -39,4 +39,4 @@ async def completions(request: Request, service: Served) -> Response:
     responses=_responses(ChatChunk),
 )
 async def chat_completions(request: Request, service: Served) -> Response:
-    return await generate(service, ChatRequest, request)
+    return await generate(service, request, chat=True)

@@ -6,19 +6,42 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
+from exeplan.runner.server.protocol import unknown_model
 from exeplan.runner.server.service import Service
 from exeplan.runner.server.views.interface import Served, failures
 
 router = APIRouter()
 
 
+class Permission(TypedDict):
+    """What may be done with the model, in the words that OpenAI's API once had; clients of vLLM read it."""
+
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: None
+    is_blocking: bool
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]
     created: int
+    """When the server started, in seconds since 1970."""
     owned_by: str
+    root: str
+    """The model's own name, where `--served-model-name` gives it another."""
+    parent: None
     max_model_len: int
     """Tokens of a prompt and its output; vLLM's name."""
+    permission: list[Permission]
 
 
 class ModelList(TypedDict):
@@ -37,7 +60,7 @@ async def models(service: Served) -> JSONResponse:
 @router.get("/v1/models/{name:path}", summary="one model", response_model=ModelCard, responses=failures(404, 405, 503))
 async def model(name: str, service: Served) -> JSONResponse:
     if name != service.model_name:
-        raise service.unknown_model(name)
+        raise unknown_model(name, service.model_name)
     return JSONResponse(_card(service))
 
 
@@ -46,7 +69,27 @@ def _card(service: Service) -> ModelCard:
     return {
         "id": service.model_name,
         "object": "model",
-        "created": 0,
+        "created": int(service.started),
         "owned_by": "exeplan",
+        "root": service.spec.name,
+        "parent": None,
         "max_model_len": service.max_context,
+        "permission": [_permission(service)],
+    }
+
+
+def _permission(service: Service) -> Permission:
+    return {
+        "id": f"modelperm-{service.model_name}",
+        "object": "model_permission",
+        "created": int(service.started),
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
     }

@@ -305,3 +305,9 @@ def test_a_token_reads_as_within_a_text(both):
     token_ids = tokenizer.encode("The quick brown fox")
     assert "".join(map(tokenizer.token_text, token_ids)).removeprefix("<s>").strip() == "The quick brown fox"
     assert tokenizer.token_text(theirs.eos_token_id) == "</s>"
+
+
+def test_a_text_that_the_library_refuses_is_an_input_error():
+    broken = HuggingFaceTokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))  # Which it does not have.
+    with pytest.raises(InputError, match="the model's tokenizer does not take this text"):
+        Tokenizer(FileCodec(broken, None)).encode("b")

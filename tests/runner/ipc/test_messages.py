@@ -25,6 +25,10 @@ from exeplan.runner.ipc import messages
 from exeplan.runner.ipc.frames import Channel, MessageError, frame
 from exeplan.runner.replan.advisor import Advisor
 from exeplan.runner.replan.replanner import Replanner
+from exeplan.runner.server import readers
+from exeplan.runner.server.reader_process import Reader
+from exeplan.runner.server.readers import Readers
+from exeplan.runner.server.service import Service
 
 CHANNELS = [value for value in vars(messages).values() if isinstance(value, Channel)]
 MESSAGES = [(channel, kind) for channel in CHANNELS for kind in channel.messages]
@@ -45,6 +49,8 @@ HANDLERS = {
     "AdvisorRequest": [Advisor.take],
     "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor],
     "RankReport": [links._answers],
+    "ReaderCommand": [Reader.take],
+    "ReaderAnswer": [Readers._read, readers._started, Service.read_generation, Service.tokenize, Service.detokenize],
 }  # fmt: skip
 
 
@@ -57,6 +63,8 @@ def values(declared: msgspec.inspect.Type) -> st.SearchStrategy:
             return st.floats(allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=8)
+        case msgspec.inspect.BytesType():
+            return st.binary(max_size=8)
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.NoneType():

@@ -27,6 +27,7 @@ KEY = "the key"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if enable_thinking is false %}<think></think>{% endif %}"
 )
 LINES = ["the quick brown fox jumps over the lazy dog", "a schedule that keeps its promise", "<|user|> <|assistant|>"]
 SERVE = """

@@ -62,9 +62,12 @@ BODIES = {
     "invalid JSON": (b'{"prompt": ', 400, "not valid JSON"),
     "no body": (b"", 400, "not valid JSON"),
     "array body": (b'["prompt"]', 400, "JSON object"),
-    "deep nesting": (b'{"a":' * 100_000, 400, "nested too deeply"),
+    "deep nesting": (b'{"a":' * 20_000, 400, "nested too deeply"),
     "5000 digits": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "number that is too long"),
     "4000 digits": (b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}", 400, "seed"),
+    "100000 lists": (b'{"prompt": ' + b"[" * 100_000, 400, "more than 32768 lists and objects"),
+    "a logit_bias of one token twice": ({"prompt": "a", "logit_bias": {"7": 1, "07": 1}}, 400, "token id 7 twice"),
+    "a prompt longer than the context, often": ({"prompt": [1] * 100_000, "n": 60}, 400, "has 100000 tokens; the"),
     "body over the cap": (b" " * (2 * 1024 * 1024 + 1), 413, "2 MiB"),
 }
 MESSAGES = {
@@ -147,7 +150,7 @@ def receive(connection):
 
 @pytest.mark.parametrize("size", [20_000, 100_000, 1_000_000])
 def test_large_headers_are_refused(size, server):
-    connection = send(server, b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * size)
+    connection = send(server, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"x" * size)
     with contextlib.suppress(OSError):  # The server may have closed by now.
         connection.sendall(b"\r\n\r\n")
     with contextlib.suppress(ConnectionResetError):
@@ -155,13 +158,13 @@ def test_large_headers_are_refused(size, server):
 
 
 def test_announced_oversized_body_is_refused_before_it_is_sent(server):
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300000000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 300000000\r\n\r\n"
     with send(server, head) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")  # And not 408, after ten seconds without a body.
 
 
 def test_chunked_bodies_count_against_the_same_cap(server):
-    connection = send(server, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    connection = send(server, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
     with connection:
         for _ in range(40):
             connection.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
@@ -177,7 +180,7 @@ def test_what_is_not_http_gets_400(server):
 def test_half_sent_requests_are_closed_after_ten_seconds(server):
     start = time.monotonic()
     header = send(server, b"POST /v1/completions HTTP/1.1\r\nhost:")
-    body = send(server, b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"prompt"')
+    body = send(server, b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"prompt"')
     assert receive(header).startswith(b"HTTP/1.1 408")
     assert receive(body).startswith(b"HTTP/1.1 408")
     assert time.monotonic() - start >= 10

@@ -106,7 +106,7 @@ def test_a_client_that_does_not_read_delays_no_other(server):
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", server.port))
         body = json.dumps({**LONG, "max_tokens": 500, "n": 3, "logprobs": 20, "stream": True}).encode()
-        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         assert server.complete({"prompt": "a", "max_tokens": 20}).status == 200
         eventually(lambda: server.metric("num_requests_running") == 0)
     eventually(lambda: is_idle(server))

@@ -49,11 +49,13 @@ def plan(**fields):
 class Engine:
     """What a scrape reads, apart from what `metrics` has counted."""
 
-    def __init__(self, active):
+    def __init__(self, active, aliases=None):
         self.stats, self.replanning, self.now = IDLE, {}, 0.0
         self.observed = Observed(active, clock=lambda: self.now)
         self.now = 10.0
-        self.metrics = ServeMetrics(model_name=MODEL_NAME, plan=active, observed=self.observed, read=self.read)
+        self.metrics = ServeMetrics(
+            model_name=MODEL_NAME, plan=active, observed=self.observed, read=self.read, aliases=aliases
+        )
 
     def read(self):
         observed = self.observed.snapshot()
@@ -147,6 +149,26 @@ def test_no_sample_has_another_name(engine):
     names = {name if isinstance(name, str) else name[0] for name in engine.values()}
     histograms = {f"{name}_{part}" for name in HISTOGRAMS.split() for part in ("sum", "count")}
     assert names == histograms | set(COUNTERS.split()) | set(GAUGES.split())
+
+
+def test_names_of_vllm_are_further_families_with_the_same_samples(engine):
+    """By vLLM's `vllm/v1/metrics/loggers.py`."""
+    shared = {*HISTOGRAMS.split(), *GAUGES.split()[:3], *COUNTERS.split()[:4]}
+    both = Engine(plan(), aliases="vllm")
+    for one in (engine, both):
+        one.metrics.step([event(2.0)], Stats(iteration_tokens=7, num_blocks=10, free_blocks=5))
+        one.metrics.step([event(3.0, finish_reason="stop")], Stats(iteration_tokens=1))
+    families = list(text_string_to_metric_families(both.page()))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    found = {one.name.removeprefix("vllm:"): one for one in families if one.name.startswith("vllm:")}
+    assert set(found) == {name.removesuffix("_total") if name in COUNTERS else name for name in shared}
+    for own in families:
+        if other := found.get(own.name.removeprefix("exeplan:")) if own.name.startswith("exeplan:") else None:
+            assert (other.type, other.documentation) == (own.type, own.documentation)
+            assert [s[1:] for s in other.samples] == [s[1:] for s in own.samples]
+            assert {s.name.partition(":")[0] for s in other.samples} == {"vllm"}
+    assert "vllm:" not in engine.page()
 
 
 def test_buckets_are_cumulative_and_closed_by_infinity():

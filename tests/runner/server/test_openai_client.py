@@ -2,6 +2,7 @@
 
 import concurrent.futures
 
+import openai
 import pytest
 
 PROMPT = "the quick brown"
@@ -166,3 +167,37 @@ def test_requests_together_get_what_each_gets_alone(client):
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         answers = pool.map(lambda pair: greedy(client, pair[1], max_tokens=4 + pair[0]), enumerate(prompts))
         assert [answer.choices[0].text for answer in answers] == alone
+
+
+def test_an_answer_goes_back_as_it_came(client):
+    messages = [*USER]
+    for _ in range(3):
+        answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=4)
+        messages += [answer.choices[0].message, USER[0]]
+    assert answer.usage.prompt_tokens > 3 * 4
+    dumped = [one if isinstance(one, dict) else one.model_dump() for one in messages[:-2]]
+    again = client.chat.completions.create(model="tiny", messages=dumped, temperature=0, max_tokens=4)
+    assert again.choices[0].message.content == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_chunk_has_the_usage_so_far_when_asked(client, n):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = greedy(client, stream=True, stream_options=options, max_tokens=5, n=n)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last.usage.completion_tokens == 5 * n
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    alone = {"continuous_usage_stats": True}
+    assert all(chunk.usage is None for chunk in greedy(client, stream=True, stream_options=alone))
+
+
+def test_a_template_gets_the_clients_variables(client):
+    def tokens(**variables):
+        extra = {"chat_template_kwargs": variables}
+        answer = client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, extra_body=extra)
+        return answer.usage.prompt_tokens
+
+    assert tokens(enable_thinking=False) > tokens(enable_thinking=True) == tokens()
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs must not set 'messages'"):
+        tokens(messages=[])

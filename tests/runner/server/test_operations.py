@@ -36,7 +36,7 @@ def logged(launch, tmp_path_factory):
         ids["named"] = server.call("/v1/models", x_request_id="job-7.a_B").headers["x-request-id"]
         ids["forged"] = server.call("/v1/models", x_request_id='a"} forged').headers["x-request-id"]
         ids["probe"] = server.call("/health").headers["x-request-id"]
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n" % SECRET.encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer %b\r\n" % SECRET.encode()
         with send(server, head + b"transfer-encoding: chunked\r\n\r\n") as connection:
             time.sleep(0.2)  # The request is being answered by now.
             connection.sendall(b"zz\r\nnonsense")

@@ -61,7 +61,9 @@ def test_a_slow_reader_loses_its_answer_and_nothing_else(server):
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stuck.connect(("127.0.0.1", server.port))
-        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        stuck.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+        )
         eventually(lambda: server.metric("num_requests_running") == 8)
         before = server.metric("generation_tokens_total")
         eventually(lambda: is_idle(server))
@@ -135,7 +137,7 @@ def test_a_client_that_reads_nothing_is_disconnected(monkeypatch):
         left.set()
 
     with guarded(app) as port, socket.create_connection(("127.0.0.1", port)) as stuck:
-        stuck.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        stuck.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert left.wait(PATIENCE)
 
 
@@ -169,7 +171,7 @@ async def refuses(scope, receive, send):
     await send({"type": "http.response.body", "body": b"no"})
 
 
-POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n"
 
 
 def answered(client):

@@ -115,7 +115,14 @@ def test_a_wrong_completion_is_named(fields: dict[str, Any], words: str) -> None
         ({"logprobs": 1}, "logprobs must be true or false, found 1"),
         ({"top_logprobs": 2}, "top_logprobs is taken only with logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, found 21"),
-        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens and max_completion_tokens are the same thing"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens 3 and max_completion_tokens 4 are the same limit"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": {str(n): 1 for n in range(65)}}, "chat_template_kwargs holds 65 entries, at most 64"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages.0.tool_calls=[{}] is not offered by this server"),
+        ({"messages": [{**HELLO[0], "refusal": "no"}]}, 'messages.0.refusal="no" is not offered by this server'),
+        ({"use_beam_search": True}, "use_beam_search=true is not offered by this server"),
+        ({"skip_special_tokens": False}, "skip_special_tokens=false is not offered by this server"),
+        ({"priority": 1}, "priority=1 is not offered by this server"),
         ({"tools": [{"type": "function"}]}, "tools=[{"),
     ],
     ids=str,
@@ -128,6 +135,7 @@ def test_limits_themselves_are_taken() -> None:
     assert completion(n=128, deadline=86_400, weight=1e6, logprobs=20)[0].n == 128
     assert completion(best_of=1, store=False, user="u", metadata={}, suffix="")[1] == completion()[1]
     assert chat(max_completion_tokens=7)[1].max_tokens == 7
+    assert chat(max_completion_tokens=7, max_tokens=7)[1].max_tokens == 7
 
 
 def test_log_probabilities_are_asked_for_in_two_ways() -> None:
@@ -161,7 +169,7 @@ def test_parts_of_a_message_are_joined_and_developers_speak_for_the_system() -> 
         (b'{"prompt": ', "the body is not valid JSON"),
         (b"[]", "the body must be a JSON object"),
         (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "the body holds a number that is too long"),
-        (b"[" * 100_000, "the body is nested too deeply"),
+        (b"[" * 20_000, "the body is nested too deeply"),
     ],
 )
 def test_a_body_that_is_no_object_is_named(body: bytes, words: str) -> None:

@@ -12,6 +12,7 @@ TOY = """
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from exeplan.runner.server.protocol import unknown_model
 from exeplan.runner.server.views.interface import Served, failures
 
 router = APIRouter()
@@ -20,7 +21,7 @@ router = APIRouter()
 @router.get("/toy/{size}", summary="a toy", responses=failures(404))
 async def toy(size: str, service: Served) -> JSONResponse:
     if size != "small":
-        raise service.unknown_model(size)
+        raise unknown_model(size, service.model_name)
     return JSONResponse({"model": service.model_name})
 """
 
@@ -37,7 +38,7 @@ def server(launch, tmp_path_factory):
 
 def test_every_view_has_a_router_with_routes():
     names = [view.__name__.rpartition(".")[2] for view in load_views()]
-    assert names == ["dashboard", "description", "generation", "metrics", "models", "plan", "probes"]
+    assert names == ["dashboard", "description", "generation", "metrics", "models", "plan", "probes", "tokenization"]
     assert all(isinstance(view.router, APIRouter) and view.router.routes for view in load_views())
 
 

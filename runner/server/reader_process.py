@@ -1,0 +1,205 @@
+"""Reader: from a request's body to token ids, in a process of its own that may be killed at any moment.
+
+`python -m exeplan.runner.server.reader_process FD` answers every ReaderCommand of its socket with one ReaderAnswer, and
+ends with the socket. Everything that a client's bytes, a checkpoint's template or its tokenizer can make slow happens
+here: parsing, checks, the template, tokenization. The kernel ends a process that takes too long over one command, also
+when the front end is gone; `readers.py` ends it sooner, and starts another.
+Not here: whether the request is admitted (`service.py`), and what the engine checks besides.
+"""
+
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, assert_never
+
+from exeplan.core.model import model_spec
+from exeplan.errors import InputError
+from exeplan.runner import logs
+from exeplan.runner.compute.sampling import check_token_ids
+from exeplan.runner.engine.admit_request import check_prompt_length
+from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.ipc.messages import (
+    READER_COMMANDS,
+    BodyRefused,
+    Generate,
+    ReadDetokenize,
+    ReaderAnswer,
+    ReaderCommand,
+    ReaderReady,
+    ReaderSetup,
+    ReadGeneration,
+    ReadTokenize,
+    Sampling,
+    TextRead,
+    TokensRead,
+)
+from exeplan.runner.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    RequestError,
+    TokenizeRequest,
+    check,
+    parse,
+    read_object,
+    unknown_model,
+)
+
+MAX_MEMORY_BYTES = 4 << 30
+"""A template that makes an endless text is refused at this size, where its time is not over before."""
+LAST_SECONDS = 10
+"""After which the kernel ends the process; above `readers.READ_SECONDS`."""
+
+
+class Reader:
+    """The reader of one model's requests."""
+
+    def __init__(self, setup: ReaderSetup) -> None:
+        """Raises InputError where the tokenizer cannot be loaded."""
+        source = setup.model
+        directory = None if source.directory is None else Path(source.directory)
+        self._spec = model_spec(source.config, name=source.name, directory=directory)
+        self._served, self._tokenizer = setup.served_name, Tokenizer.load(self._spec)
+
+    def take(self, command: ReaderCommand) -> ReaderAnswer:
+        """Carries a command out. Raises InputError for a body that is refused."""
+        match command:
+            case ReadGeneration():
+                return self._generation(command)
+            case ReadTokenize():
+                return self._tokenize(command)
+            case ReadDetokenize():
+                return self._detokenize(command)
+            case ReaderSetup():
+                raise MessageError("the first command, and no other, must be ReaderSetup")
+            case _:
+                assert_never(command)
+
+    def _generation(self, command: ReadGeneration) -> Generate:
+        request, params = parse(ChatRequest if command.chat else CompletionRequest, command.body)
+        self._check_model(request.model)
+        prompts = self._prompts(request, command.max_tokens)
+        for prompt in prompts:
+            check_prompt_length(self._spec, len(prompt))
+            check_token_ids("the prompt", prompt, self._spec.vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids, self._spec.vocab_size)
+        options = request.stream_options
+        wants_usage = options is not None and options.include_usage
+        return Generate(
+            chat=command.chat,
+            prompts=prompts,
+            echoes=self._echoes(request, prompts),
+            sampling=Sampling(**asdict(params)),
+            n=request.n,
+            stream=request.stream,
+            usage=wants_usage,
+            usage_in_each_chunk=wants_usage and options is not None and options.continuous_usage_stats,
+            logprobs=request.num_logprobs is not None,
+            deadline=request.deadline,
+            weight=request.weight,
+        )
+
+    def _prompts(self, request: GenerationRequest, max_tokens: int) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            return [self._conversation(request.messages, request.chat_template_kwargs, max_tokens)]
+        assert isinstance(request, CompletionRequest)
+        return [
+            prompt if isinstance(prompt, list) else self._text(prompt, max_tokens, special=True)
+            for prompt in request.prompts
+        ]
+
+    def _text(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        self._tokenizer.check_length(text, max_tokens)
+        return self._tokenizer.encode(text, special=special)
+
+    def _conversation(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], max_tokens: int, *, special: bool = False
+    ) -> list[int]:
+        plain = [message.plain() for message in messages]
+        self._tokenizer.check_length("".join(message["content"] for message in plain), max_tokens)
+        return self._tokenizer.encode_chat(plain, variables, special=special)
+
+    def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return []
+        if self._spec.is_encoder_decoder:
+            raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
+        given = zip(request.prompts, prompts, strict=True)
+        return [prompt if isinstance(prompt, str) else self._tokenizer.decode(ids) for prompt, ids in given]
+
+    def _tokenize(self, command: ReadTokenize) -> TokensRead:
+        request = check(TokenizeRequest, read_object(command.body))
+        request.check_together()
+        self._check_model(request.model)
+        special, most = request.add_special_tokens, command.max_tokens
+        if request.prompt is not None:
+            token_ids = self._text(request.prompt, most, special=special is not False)
+        else:
+            messages = request.messages or []
+            token_ids = self._conversation(messages, request.chat_template_kwargs, most, special=bool(special))
+        texts = [self._tokenizer.token_text(token) for token in token_ids] if request.return_token_strs else None
+        return TokensRead(token_ids=token_ids, texts=texts)
+
+    def _detokenize(self, command: ReadDetokenize) -> TextRead:
+        request = check(DetokenizeRequest, read_object(command.body))
+        self._check_model(request.model)
+        if self._tokenizer.codec is None:
+            raise RequestError("this model has no tokenizer")
+        check_token_ids("tokens", request.tokens, self._spec.vocab_size)
+        return TextRead(text=self._tokenizer.decode(request.tokens, special=True))
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._served):
+            raise unknown_model(name, self._served)
+
+
+def main(descriptor: int) -> int:
+    """Answers until its socket is closed. Returns 1 where what came was no ReaderCommand."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    logs.configure_child()
+    connection = socket.socket(fileno=descriptor)
+    reader: Reader | None = None
+    try:
+        while (command := READER_COMMANDS.read(connection.recv)) is not None:
+            if reader is None:
+                reader = _started(command)
+                connection.sendall(frame(ReaderReady()))
+                continue
+            signal.setitimer(signal.ITIMER_REAL, LAST_SECONDS)
+            answer = frame(_answer(reader, command))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.sendall(answer)
+    except (InputError, ConnectionError) as error:
+        print(f"exeplan.server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _started(command: ReaderCommand) -> Reader:
+    if not isinstance(command, ReaderSetup):
+        raise MessageError(f"the first command must be ReaderSetup, found {type(command).__name__}")
+    return Reader(command)
+
+
+def _answer(reader: Reader, command: ReaderCommand) -> ReaderAnswer:
+    try:
+        return reader.take(command)
+    except RequestError as error:
+        return BodyRefused(message=str(error), status=error.status, param=error.param, code=error.code)
+    except InputError as error:
+        return BodyRefused(message=str(error), status=400, param=None, code=None)
+    except MemoryError:
+        return BodyRefused(message="the request takes too much memory to read", status=400, param=None, code=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,209 @@
+"""Readers: the front end's side of the processes that read requests; the event loop only passes bytes on.
+
+There are two, so that a checkpoint's chat template that never ends cannot hold completions up; each carries out one
+command at a time, in the order in which they came. One that takes longer than `READ_SECONDS` is killed and replaced.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.ipc.messages import (
+    READER_ANSWERS,
+    BodyRefused,
+    ReadDetokenize,
+    ReaderAnswer,
+    ReaderReady,
+    ReaderSetup,
+    ReadGeneration,
+    ReadTokenize,
+)
+from exeplan.runner.server.protocol import RequestError
+
+READ_SECONDS = 5.0
+"""For one body; the largest that is accepted takes a fraction of it."""
+START_SECONDS = 60.0
+"""For a process to load its tokenizer."""
+RETRY_SECONDS = 1
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+"""Of all bodies that wait to be read."""
+Command: TypeAlias = ReadGeneration | ReadTokenize | ReadDetokenize
+log = logging.getLogger(__name__)
+
+
+class _EndedError(Exception):
+    """The process has ended before it answered."""
+
+
+class Readers:
+    """The reader processes of one server."""
+
+    def __init__(self, setup: ReaderSetup) -> None:
+        self._templates, self._texts = _Reader(setup), _Reader(setup)
+        self._num_bytes = 0
+
+    def start(self) -> None:
+        """Begins to start the processes; needs the running event loop."""
+        for reader in (self._templates, self._texts):
+            reader.start()
+
+    @property
+    def num_reading(self) -> int:
+        """Commands that are carried out or wait for that."""
+        return self._templates.num_commands + self._texts.num_commands
+
+    async def read(self, command: Command) -> ReaderAnswer:
+        """The answer. Raises RequestError for a body that is refused, or that cannot be read in time.
+
+        503 where the bodies that wait are too large together.
+        """
+        size = len(command.body)
+        if self._num_bytes + size > MAX_WAITING_BYTES:
+            raise RequestError("too many large requests at once", status=503, code="busy", retry_after=RETRY_SECONDS)
+        self._num_bytes += size
+        try:
+            return await self._read(command)
+        finally:
+            self._num_bytes -= size
+
+    async def _read(self, command: Command) -> ReaderAnswer:
+        renders = isinstance(command, ReadTokenize) or (isinstance(command, ReadGeneration) and command.chat)
+        answer = await (self._templates if renders else self._texts).read(command)
+        if isinstance(answer, BodyRefused):
+            raise RequestError(answer.message, status=answer.status, param=answer.param, code=answer.code)
+        return answer
+
+    async def close(self) -> None:
+        """Ends the processes, whatever they do."""
+        await asyncio.gather(self._templates.close(), self._texts.close())
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def end(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+
+class _Reader:
+    """One process, started again when it has ended; commands wait in a queue."""
+
+    def __init__(self, setup: ReaderSetup) -> None:
+        self._setup = setup
+        self._queue: asyncio.Queue[tuple[Command, asyncio.Future[ReaderAnswer]]] = asyncio.Queue()
+        self._connection: _Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.num_commands = 0
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def read(self, command: Command) -> ReaderAnswer:
+        answer: asyncio.Future[ReaderAnswer] = asyncio.get_running_loop().create_future()
+        self.num_commands += 1
+        try:
+            self._queue.put_nowait((command, answer))
+            return await answer
+        finally:
+            self.num_commands -= 1
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._connection:
+            await self._connection.end()
+
+    async def _run(self) -> None:
+        while True:
+            if self._connection is None:
+                self._connection = await self._launch()
+            command, answer = await self._queue.get()
+            if answer.done():  # The client has left.
+                continue
+            try:
+                found = await self._ask(command)
+            except RequestError as error:
+                if not answer.done():
+                    answer.set_exception(error)
+            else:
+                if not answer.done():
+                    answer.set_result(found)
+
+    async def _ask(self, command: Command) -> ReaderAnswer:
+        """Asks again where the process has ended, which need not be because of this command."""
+        try:
+            return await self._exchange(command)
+        except _EndedError:
+            log.warning("a process that reads requests has ended; it is replaced")
+        try:
+            return await self._exchange(command)
+        except _EndedError:
+            message = "the request cannot be read: it ends the process that reads requests"
+            raise RequestError(message, code="unreadable") from None
+
+    async def _exchange(self, command: Command) -> ReaderAnswer:
+        connection = self._connection = self._connection or await self._launch()
+        if connection is None:
+            message = "requests cannot be read now; the server's log says why"
+            raise RequestError(message, status=503, code="unavailable", retry_after=RETRY_SECONDS)
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                connection.writer.write(frame(command))
+                return await READER_ANSWERS.read_from(connection.reader)
+        except TimeoutError:
+            self._connection = None
+            await connection.end()
+            message = f"reading the request, template and tokenization included, takes longer than {READ_SECONDS:g} s"
+            log.warning("%s; the process is replaced", message)
+            raise RequestError(message, code="unreadable") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._connection = None
+            await connection.end()
+            raise _EndedError from None
+
+    async def _launch(self) -> _Connection | None:
+        """A new process; None where it does not come up, which the log tells."""
+        try:
+            return await _started(self._setup)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            log.error("the process that reads requests did not start: %s", error or type(error).__name__)
+            return None
+
+
+async def _started(setup: ReaderSetup) -> _Connection:
+    """Raises OSError or asyncio.IncompleteReadError where it does not come up; nothing is left of it then."""
+    ours, theirs = socket.socketpair()
+    # The child looks modules up where this process does, and not in the working directory.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = (sys.executable, "-P", "-m", "exeplan.runner.server.reader_process", str(theirs.fileno()))
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    connection = _Connection(process, *await asyncio.open_unix_connection(sock=ours))
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            connection.writer.write(frame(setup))
+            if not isinstance(answer := await READER_ANSWERS.read_from(connection.reader), ReaderReady):
+                raise MessageError(f"a reader sent {type(answer).__name__} before it was ready")
+    except BaseException:
+        await connection.end()
+        raise
+    return connection

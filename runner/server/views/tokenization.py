@@ -1,0 +1,65 @@
+"""`/tokenize` and `/detokenize`: a prompt, or a conversation, as token ids and back; vLLM's paths and fields."""
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from typing_extensions import TypedDict
+
+from exeplan.runner.server.connection import read_body
+from exeplan.runner.server.protocol import DetokenizeRequest, TokenizeRequest
+from exeplan.runner.server.views.interface import Served, declared, failures, reads
+
+router = APIRouter()
+_FAILURES = failures(400, 404, 408, 413, 429, 503)
+
+
+class Tokens(TypedDict):
+    count: int
+    max_model_len: int
+    """Tokens of a prompt and its output."""
+    tokens: list[int]
+    token_strs: list[str] | None
+    """The text of each token, where `return_token_strs` asks for it."""
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+@router.post(
+    "/tokenize",
+    summary="token ids of a prompt or of messages",
+    openapi_extra=reads(declared(TokenizeRequest)),
+    response_model=Tokens,
+    responses=_FAILURES,
+)
+async def tokenize(request: Request, service: Served) -> Response:
+    service.check_capacity()
+    try:
+        found = await service.tokenize(await read_body(request))
+    except ClientDisconnect:
+        return Response()
+    body: Tokens = {
+        "count": len(found.token_ids),
+        "max_model_len": service.max_context,
+        "tokens": found.token_ids,
+        "token_strs": found.texts,
+    }
+    return JSONResponse(body)
+
+
+@router.post(
+    "/detokenize",
+    summary="the text of token ids",
+    openapi_extra=reads(declared(DetokenizeRequest)),
+    response_model=Text,
+    responses=_FAILURES,
+)
+async def detokenize(request: Request, service: Served) -> Response:
+    service.check_capacity()
+    try:
+        found = await service.detokenize(await read_body(request))
+    except ClientDisconnect:
+        return Response()
+    body: Text = {"prompt": found.text}
+    return JSONResponse(body)

@@ -1,0 +1,48 @@
+"""A request becomes the state of a sequence, or is refused before anything of its prompt is copied."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from exeplan.core.model import model_spec
+from exeplan.errors import InputError
+from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.engine.admit_request import admit_request
+from exeplan.runner.engine.requests import Request, RequestState
+from exeplan.runner.engine.tokenizer import Tokenizer
+
+SIZES = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+SPEC = model_spec(
+    {**SIZES, "num_attention_heads": 1, "vocab_size": 10, "max_position_embeddings": 16, "rms_norm_eps": 1e-5},
+    name="tiny",
+)
+
+
+def admit(prompt: Sequence[int], eos: Sequence[int] = (), **sampling: Any) -> RequestState:
+    request = Request(request_id="1", prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
+    return admit_request(request, spec=SPEC, tokenizer=Tokenizer(None), eos_token_ids=eos, num_slots=64)
+
+
+class Uncopied(list[int]):
+    """A prompt of which only the length may be asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("the prompt is read")
+
+
+def test_a_prompt_that_does_not_fit_is_refused_unread() -> None:
+    with pytest.raises(InputError, match="has 16 tokens; the context of 16 takes at most 15"):
+        admit(Uncopied([1] * 16))
+
+
+def test_an_end_token_outside_the_vocabulary_cannot_come_and_is_not_banned() -> None:
+    state = admit([1], eos=(3, 10, 2**70), min_tokens=2, max_tokens=4, stop_token_ids=(5,))
+    assert state.banned_token_ids == (5, 3)
+
+
+@pytest.mark.parametrize("seed", [None, 7, 2**63 - 1])
+def test_each_choice_has_a_seed_of_its_own(seed: int | None) -> None:
+    seeds = [SamplingParams(seed=seed).with_choice(number).seed for number in range(3)]
+    wrapped = {None: [None] * 3, 7: [7, 8, 9], 2**63 - 1: [2**63 - 1, -(2**63), 1 - 2**63]}
+    assert seeds == wrapped[seed]

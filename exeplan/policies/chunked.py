@@ -101,10 +101,11 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     prefill = _own_prefill(seen, budget, workload.input_law)
     cycle = _cycle(own, seen, prefill, groups, workload, clock)
     seconds = clock.seconds(cycle)
-    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
+    through = seconds.sum(axis=0)
     count, kinds = len(own.rows), len(own.rows) * len(_SPREAD)
     shape = (len(_SPREAD), count)
-    round_ = round_seconds(through[:kinds].reshape(shape).T, slowest[:kinds].reshape(shape).T, own.probability, groups)
+    spread = seconds[:, :kinds].reshape(-1, *shape).swapaxes(1, 2)
+    round_ = round_seconds(spread, own.probability, groups)
     mean = float(own.probability @ through[:kinds].reshape(shape).mean(axis=0))
     observed = float(seen.probability @ through[kinds:-2])
     full, fresh = through[-2:]

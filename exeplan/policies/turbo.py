@@ -44,6 +44,8 @@ _DECODES = 24
 """Iterations of a batch that are timed; those between are interpolated."""
 _POINTS, _TURNS = 24, 4
 """Lengths of the largest batch that are told apart, and tries for the number of batches."""
+_SAMPLES, _KINDS = 6, 12
+"""Draws of the requests of a turn, and most kinds of batches that are timed."""
 _OVERHEADS = (512, 8192)
 """Tokens a batch that the search tries."""
 
@@ -85,15 +87,15 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     largest = max(range(len(groups)), key=lambda number: groups[number].size * groups[number].tokens)
     cycle = _cycle(groups[largest], points[largest])
     prefills, decodes = _times(groups, points, cycle, clock)
-    sizes = np.array([group.size for group in groups])
+    sizes = np.array([group.size * group.times for group in groups])
     steps = max(len(group.law.survival) for group in groups)
     times, there, waited, begun = 0.0, np.zeros(steps), np.zeros(steps), 0
     for group, prefill, timed in zip(groups, prefills, points, strict=True):
         own, begun = len(group.law.survival), begun + len(timed)
         through = np.interp(np.arange(own), timed, decodes[begun - len(timed) : begun])
-        times += float(prefill + group.law.max_survival(group.size) @ through)
-        there[:own] += group.size * group.law.survival
-        waited[:own] += group.size * group.law.survival * through
+        times += group.times * float(prefill + group.law.max_survival(group.size) @ through)
+        there[:own] += group.size * group.times * group.law.survival
+        waited[:own] += group.size * group.times * group.law.survival * through
     own_prefill = float(sizes @ prefills) / float(sizes.sum())
     ends = own_prefill + np.cumsum(waited / np.maximum(there, 1e-300))
     return Steady(
@@ -101,7 +103,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         seconds=clock.seconds(cycle),
         throughput=float(sizes.sum()) / times,
         latency=partial(latency, own_prefill, ends, first_tokens),
-        admission_interval=times / len(groups),
+        admission_interval=times / sum(group.times for group in groups),
     )
 
 
@@ -114,7 +116,7 @@ def _times(groups: "Sequence[_Group]", points: Sequence[Ints], cycle: Cycle, clo
             num_prefill=np.array([group.size]),
             num_decode=np.zeros(1),
             context_tokens=np.zeros(1),
-            prompt_law=group.prompts.longest_of(group.size),
+            prompt_law=group.longest,
         )
         prefills.append(float(clock.seconds(one).sum()))
     rows = np.repeat([group.size for group in groups], [len(timed) for timed in points])
@@ -127,7 +129,10 @@ class _Group(NamedTuple):
     """A batch of requests of like lengths; its size is a mean."""
 
     size: float
+    times: float
+    """Such batches in a turn."""
     prompts: LengthLaw
+    longest: LengthLaw
     law: DecodeLaw
 
     @property
@@ -138,34 +143,56 @@ class _Group(NamedTuple):
 
 @lru_cache(maxsize=1024)  # A search asks for the same ones on every placement.
 def _groups(workload: Workload, size: int, overhead: int, first_tokens: int) -> tuple[_Group, ...]:
-    """What the requests of a turn are cut into; a length at the border of two is in both."""
+    """What the requests of a turn are cut into, batches of like lengths taken together."""
     prompts = workload.input_law
-    ends, turn = _turn(prompts, size, overhead)
+    cut = _cut_turns(prompts, size, overhead)
+    kinds = min(max(round(len(cut) / _SAMPLES), 1), _KINDS)
     groups = []
-    for begin, end in zip([0.0, *ends[:-1]], ends, strict=True):
+    for part in np.array_split(cut[np.argsort(cut[:, 1] + cut[:, 2])], kinds):
+        count, begin, end, _ = part.mean(axis=0)
         weights = np.clip(prompts.cdf, begin, end) - np.clip(np.append(0.0, prompts.cdf[:-1]), begin, end)
         some = np.flatnonzero(weights > 0)
         own = LengthLaw(prompts.tokens[some], weights[some] / weights.sum())
         share = (weights / prompts.weights)[np.searchsorted(prompts.tokens, workload.inputs)] * workload.weights
         here = share > 0
         law = DecodeLaw.of(workload.outputs[here] - first_tokens, workload.inputs[here], share[here] / share.sum())
-        groups.append(_Group(turn * (end - begin), own, law))
+        longest = LengthLaw(np.sort(part[:, 3]).astype(np.int64), np.full(len(part), 1.0 / len(part)))
+        groups.append(_Group(float(count), len(part) / _SAMPLES, own, longest, law))
     return tuple(groups)
 
 
-def _turn(prompts: LengthLaw, size: int, overhead: int) -> tuple[list[float], float]:
-    """Shares of the law at which the batches end, and the requests of all of them, A."""
+def _cut_turns(prompts: LengthLaw, size: int, overhead: int) -> Floats:
+    """The batches of random draws of A requests, [batches, 4]: requests, shares of the law where they begin and end,
+    and the longest prompt.
+
+    Draws, not even lengths: a batch ends where chance leaves a gap, and is padded to a length that chance makes longer.
+    """
+    turn = _turn(prompts, size, overhead)
+    of_batch = min(size, _POINTS)
+    each, rng, found = size / of_batch, np.random.default_rng(0), []
+    for _ in range(_SAMPLES):
+        shares = np.sort(rng.random(turn))
+        lengths = prompts.quantiles(shares)
+        last = np.rint(np.arange(1, round(turn / each) + 1) * each).astype(int) - 1
+        ends = last[_cut(lengths[last], of_batch, overhead / each) - 1] + 1
+        middles = np.concatenate([[0.0], (shares[1:] + shares[:-1]) / 2, [1.0]])
+        begins = np.concatenate([[0], ends[:-1]])
+        found.append(np.stack([ends - begins, middles[begins], middles[ends], lengths[ends - 1]], axis=1))
+    return np.concatenate(found)
+
+
+def _turn(prompts: LengthLaw, size: int, overhead: int) -> int:
+    """A, as whole batches: where their size binds, all are full."""
     waiting, of_batch = _lookahead(size), min(size, _POINTS)
-    each, count = size / of_batch, np.inf
+    turn, count = 0, np.inf
     for _ in range(_TURNS):
-        turn = 2.0 * waiting * (1.0 - 1.0 / (count + 1.0))
-        # Whole batches: where their size binds, all are full.
-        points = max(round(turn / size), 1) * of_batch
-        ends = _cut(prompts.slice_means(points), of_batch, overhead / each)
+        turn = max(round(2.0 * waiting * (1.0 - 1.0 / (count + 1.0)) / size), 1) * size
+        points = turn // size * of_batch
+        ends = _cut(prompts.slice_means(points), of_batch, overhead * of_batch / size)
         if len(ends) == count:
             break
         count = len(ends)
-    return (ends / points).tolist(), points * each
+    return turn
 
 
 def _cycle(group: _Group, timed: Ints) -> Cycle:
@@ -176,7 +203,7 @@ def _cycle(group: _Group, timed: Ints) -> Cycle:
         num_prefill=np.concatenate([first * count, np.zeros(steps)]),
         num_decode=np.concatenate([first * 0, np.full(steps, count)]),
         context_tokens=np.concatenate([first * 0, count * (mean_input + generated(law)[timed])]),
-        prompt_law=group.prompts.longest_of(count),
+        prompt_law=group.longest,
         padded=True,
         kv_tokens=count * group.tokens,
         kv_tokens_std=float(np.sqrt(count) * (group.prompts.std + law.std_steps)),

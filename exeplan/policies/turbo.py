@@ -148,36 +148,38 @@ def _groups(workload: Workload, size: int, overhead: int, first_tokens: int) -> 
     cut = _cut_turns(prompts, size, overhead)
     kinds = min(max(round(len(cut) / _SAMPLES), 1), _KINDS)
     groups = []
-    for part in np.array_split(cut[np.argsort(cut[:, 1] + cut[:, 2])], kinds):
-        count, begin, end, _ = part.mean(axis=0)
+    parts = np.array_split(cut[np.argsort(cut[:, 1])], kinds)
+    # The shares of the kinds are laid end to end, so that every length is in one.
+    ends = np.cumsum([part[:, 0].sum() for part in parts]) / cut[:, 0].sum()
+    for part, begin, end in zip(parts, [0.0, *ends[:-1]], ends, strict=True):
         weights = np.clip(prompts.cdf, begin, end) - np.clip(np.append(0.0, prompts.cdf[:-1]), begin, end)
         some = np.flatnonzero(weights > 0)
         own = LengthLaw(prompts.tokens[some], weights[some] / weights.sum())
         share = (weights / prompts.weights)[np.searchsorted(prompts.tokens, workload.inputs)] * workload.weights
         here = share > 0
         law = DecodeLaw.of(workload.outputs[here] - first_tokens, workload.inputs[here], share[here] / share.sum())
-        longest = LengthLaw(np.sort(part[:, 3]).astype(np.int64), np.full(len(part), 1.0 / len(part)))
-        groups.append(_Group(float(count), len(part) / _SAMPLES, own, longest, law))
+        longest = LengthLaw(np.sort(part[:, 2]).astype(np.int64), np.full(len(part), 1.0 / len(part)))
+        groups.append(_Group(float(part[:, 0].mean()), len(part) / _SAMPLES, own, longest, law))
     return tuple(groups)
 
 
 def _cut_turns(prompts: LengthLaw, size: int, overhead: int) -> Floats:
-    """The batches of random draws of A requests, [batches, 4]: requests, shares of the law where they begin and end,
-    and the longest prompt.
+    """The batches of random draws of A requests, [batches, 3]: requests, the share of the law in their middle, and the
+    longest prompt.
 
     Draws, not even lengths: a batch ends where chance leaves a gap, and is padded to a length that chance makes longer.
+    All draws together are even, so that their mean is the law's.
     """
     turn = _turn(prompts, size, overhead)
     of_batch = min(size, _POINTS)
-    each, rng, found = size / of_batch, np.random.default_rng(0), []
-    for _ in range(_SAMPLES):
-        shares = np.sort(rng.random(turn))
+    each, found = size / of_batch, []
+    for draws in np.random.default_rng(0).permutation(turn * _SAMPLES).reshape(_SAMPLES, turn):
+        shares = np.sort(draws + 0.5) / (turn * _SAMPLES)
         lengths = prompts.quantiles(shares)
         last = np.rint(np.arange(1, round(turn / each) + 1) * each).astype(int) - 1
         ends = last[_cut(lengths[last], of_batch, overhead / each) - 1] + 1
-        middles = np.concatenate([[0.0], (shares[1:] + shares[:-1]) / 2, [1.0]])
         begins = np.concatenate([[0], ends[:-1]])
-        found.append(np.stack([ends - begins, middles[begins], middles[ends], lengths[ends - 1]], axis=1))
+        found.append(np.stack([ends - begins, (shares[begins] + shares[ends - 1]) / 2, lengths[ends - 1]], axis=1))
     return np.concatenate(found)
 
 

@@ -42,6 +42,8 @@ _CONTEXT = 2048
 _ATTEMPTS = 100
 _FEWEST, _GENERATIONS = 1500, 15
 """Requests of a replay, and generations of them."""
+_TURNS = 12
+"""Of a turbo schedule's batches, about twice the requests that wait: the first ones are not in their turns."""
 _LARGEST = 1000.0
 """The largest generation that is drawn."""
 _NOISE = np.array([0.002, 0.004])
@@ -128,6 +130,8 @@ def _errors(variant: Variant, schedule: Schedule, *, seed: int) -> dict:
     steady = steady_state(schedule, problem.workload, problem.cost)
     generation = _generation(variant, schedule)
     number = int(max(_FEWEST, _GENERATIONS * generation))
+    if schedule.policy == "turbo":
+        number = max(number, _TURNS * min(16 * schedule["batch_size"], 2048))
     predicted = np.array([1.0 / steady.throughput, steady.bound_latency("p99-length")])
     replayed, noise = _replayed(variant, schedule, number, seed)
     stages = "+".join(f"{len(stage.devices)}{stage.phase[:1]}" for stage in problem.cost.placement)

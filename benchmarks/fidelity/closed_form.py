@@ -147,7 +147,8 @@ def _errors(variant: Variant, schedule: Schedule, *, seed: int) -> dict:
 
 def _replayed(variant: Variant, schedule: Schedule, number: int, seed: int) -> tuple[Floats, Floats]:
     """Seconds a request and latency, mean over replays of `number` requests, and their relative standard errors."""
-    problem, found = variant.problem, []
+    problem = variant.problem
+    found: list[tuple[float, float]] = []
     while True:
         inputs, outputs = problem.workload.sample(number, seed=seed + 10_000 * len(found))
         run = replay(

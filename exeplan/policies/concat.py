@@ -203,7 +203,7 @@ def _held(prompts: LengthLaw, batch: float, rows: int, row_tokens: int, slot_tok
     )
     one_batch = batch / (count * repeats)
     num_slots = float(sum(packing.num_slots for packing, _ in packings)) * one_batch
-    return _Held(num_slots, law, contents, times * one_batch)
+    return _Held(num_slots, law, contents, times.astype(np.float64) * one_batch)
 
 
 def _packing(tokens: Ints, rows: int, row_tokens: int, slot_tokens: int) -> tuple[Packing, Ints]:

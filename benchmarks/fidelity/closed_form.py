@@ -3,9 +3,12 @@ of the 99th-percentile output.
 
     python -m benchmarks.fidelity.closed_form [--cases 60] [--policies rra orca ...] [--seed 0]
 
+A case is replayed with other requests again and again until the standard error of its replays' mean is small, or for as
+long as a limit allows: what is left of their noise is in the record, and part of the errors.
+
 Models on datasheet profiles: OPT-13B on A40s, Llama-3.1-8B on H100s, T5-11B on A40s, on 1 to 8 GPUs with any degree of
-(partial) tensor parallelism. A schedule's residents fit the memory and are few enough that a replay holds eight
-generations of them; the KV cache is large enough that no request is preempted. Writes records/closed-form.json.
+(partial) tensor parallelism. A schedule's residents fit the memory and are few enough that a replay of 15 generations
+of them is short; the KV cache is large enough that no request is preempted. Writes records/closed-form.json.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from functools import cache
 import numpy as np
 
 from benchmarks.lib.record import write_record
+from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
 from exeplan.core.metrics import summarize
@@ -36,9 +40,16 @@ MODELS = (("opt-13b", "a40"), ("llama-3.1-8b", "h100"), ("t5-11b", "a40"))
 WORKLOADS = ("S", "T", "G", "C1", "alpaca", "azure-2023-conv", "wmt17-ende")
 _CONTEXT = 2048
 _ATTEMPTS = 100
-_REQUESTS = (1500, 8000)
-_LARGEST = _REQUESTS[1] / 8
-"""The largest generation of requests of which a replay still holds many."""
+_FEWEST, _GENERATIONS = 1500, 15
+"""Requests of a replay, and generations of them."""
+_TURNS = 12
+"""Of a turbo schedule's batches, about twice the requests that wait: the first ones are not in their turns."""
+_LARGEST = 1000.0
+"""The largest generation that is drawn."""
+_NOISE = np.array([0.002, 0.004])
+"""Relative standard errors of throughput and latency that are small enough."""
+_REPLAYS, _MOST_REQUESTS = 4, 150_000
+"""Replays of a case at least, and requests of all of them at most."""
 
 
 def main() -> None:
@@ -51,7 +62,7 @@ def main() -> None:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = [case for case in pool.map(compare, *zip(*jobs, strict=True)) if case]
     for case in sorted(found, key=lambda case: -max(map(abs, case["errors"])))[:12]:
-        print(f"{case['case']}: throughput {case['errors'][0]:+.1%}, latency {case['errors'][1]:+.1%}")
+        print(f"{case['case']}: throughput {_with_noise(case, 0)}, latency {_with_noise(case, 1)}")
     rows = [_row(policy, [c for c in found if c["policy"] == policy]) for policy in args.policies]
     rows.append(_row("all", found))
     header = ("", "cases", "throughput median", "p95", "worst", "latency median", "p95", "worst")
@@ -118,21 +129,49 @@ def _errors(variant: Variant, schedule: Schedule, *, seed: int) -> dict:
     problem = variant.problem
     steady = steady_state(schedule, problem.workload, problem.cost)
     generation = _generation(variant, schedule)
-    number = int(min(max(_REQUESTS[0], 15 * generation), _REQUESTS[1]))
-    inputs, outputs = problem.workload.sample(number, seed=seed)
-    run = replay(schedule, problem.cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**7)
-    replayed = summarize(run.requests, p99_output=problem.workload.output_quantile(0.99))
-    assert replayed.latency is not None
+    number = int(max(_FEWEST, _GENERATIONS * generation))
+    if schedule.policy == "turbo":
+        number = max(number, _TURNS * min(16 * schedule["batch_size"], 2048))
+    predicted = np.array([1.0 / steady.throughput, steady.bound_latency("p99-length")])
+    replayed, noise = _replayed(variant, schedule, number, seed)
     stages = "+".join(f"{len(stage.devices)}{stage.phase[:1]}" for stage in problem.cost.placement)
     return {
         "policy": schedule.policy,
         "case": f"{schedule} {problem.profile.model.name} on {stages}, {problem.workload.name}",
-        "errors": [
-            steady.throughput / replayed.throughput - 1,
-            steady.bound_latency("p99-length") / replayed.latency - 1,
-        ],
+        "seed": seed,
+        "errors": [float(replayed[0] / predicted[0]) - 1, float(predicted[1] / replayed[1]) - 1],
+        "noise": noise.tolist(),
         "generations": number / generation,
     }
+
+
+def _replayed(variant: Variant, schedule: Schedule, number: int, seed: int) -> tuple[Floats, Floats]:
+    """Seconds a request and latency, mean over replays of `number` requests, and their relative standard errors."""
+    problem = variant.problem
+    found: list[tuple[float, float]] = []
+    while True:
+        inputs, outputs = problem.workload.sample(number, seed=seed + 10_000 * len(found))
+        run = replay(
+            schedule,
+            problem.cost,
+            input_tokens=inputs,
+            output_tokens=outputs,
+            num_blocks=10**7,
+            record_passes=False,
+        )
+        summary = summarize(run.requests, p99_output=problem.workload.output_quantile(0.99))
+        assert summary.latency is not None
+        found.append((1.0 / summary.throughput, summary.latency))
+        if len(found) < _REPLAYS:
+            continue
+        mean = np.mean(found, axis=0)
+        noise = np.std(found, axis=0, ddof=1) / np.sqrt(len(found)) / mean
+        if (noise <= _NOISE).all() or (len(found) + 1) * number > _MOST_REQUESTS:
+            return mean, noise
+
+
+def _with_noise(case: dict, which: int) -> str:
+    return f"{case['errors'][which]:+.1%} (standard error {case['noise'][which]:.1%})"
 
 
 def _row(name: str, cases: list[dict]) -> list[str]:

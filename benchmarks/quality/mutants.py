@@ -412,9 +412,9 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/_groups.py",
-        "below**groups",
-        "below",
-        "a round is an average pass instead of the longest of the groups'",
+        "groups / circulate(_drawn(seconds, probability), groups).rate",
+        "groups * float(probability @ seconds.max(axis=0).mean(axis=1))",
+        "a round is as long as average passes on the slowest stage: no group holds up another",
         (FORESIGHT,),
     ),
     Mutant(

@@ -29,6 +29,8 @@ _POINTS = 9
 """Values of a prompt's length, and of the sum of several."""
 _PARTLY_FULL = 8
 """Kinds of passes with prompt tokens and room for more."""
+SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])
+"""Points with mean 0 and variance 1, of equal weight."""
 _RESTART = 1e-9
 """Probability with which the chain restarts, so that it has one steady state."""
 
@@ -67,14 +69,14 @@ def chunk_passes(prompts: LengthLaw, steps: float, slots: float, budget: float) 
     lengths = prompts.slice_means(_POINTS)
     levels = _levels(lengths, prompts, steps, slots, budget)
     waiting = _waiting(levels, prompts.mean, steps, slots, budget)
-    new, chance = _binomials(slots - waiting, 1 / steps)
+    new, chance = binomials(slots - waiting, 1 / steps)
     # The sum of k prompts spreads like one prompt times sqrt(k).
     sums = np.maximum(new[:, None] * prompts.mean + np.sqrt(new)[:, None] * (lengths - prompts.mean), new[:, None])
     rows = np.maximum((slots - waiting)[:, None] - new, 0.0)
     wanted = levels[:, None, None] + sums
     taken = np.minimum(wanted, np.maximum(budget - rows, 0.0)[:, :, None])
     moves = np.repeat(chance[:, :, None] / _POINTS, _POINTS, axis=2)
-    level_chance = _stationary(levels, wanted - taken, moves)
+    level_chance = stationary(levels, wanted - taken, moves)
     kinds = _kinds(level_chance[:, None, None] * moves, rows, taken, waiting[:, None] + new, budget, prompts.mean)
     mean_waiting = float(level_chance @ waiting)
     return ChunkPasses(
@@ -130,7 +132,7 @@ def _waiting(levels: Floats, mean: float, steps: float, slots: float, budget: fl
     return np.where(levels > 0, np.minimum(some, slots), 0.0)
 
 
-def _binomials(trials: Floats, chance: float) -> tuple[Floats, Floats]:
+def binomials(trials: Floats, chance: float) -> tuple[Floats, Floats]:
     """Values k and their probabilities under Binomial(trials[i], chance), [trials, values].
 
     Between two whole numbers of trials, the mixture of both that has the right mean.
@@ -154,7 +156,7 @@ def _binomial(trials: Floats, chance: float, k: Floats) -> Floats:
     return np.where(rest >= 0, np.exp(np.minimum(log_chance, 0.0)), 0.0)
 
 
-def _stationary(levels: Floats, following: Floats, moves: Floats) -> Floats:
+def stationary(levels: Floats, following: Floats, moves: Floats) -> Floats:
     """Steady probabilities of the levels; a move that ends between two of them goes to both, its mean kept."""
     count = len(levels)
     if levels[-1] <= 0:

@@ -13,6 +13,10 @@ the variance of both; the density of such a diffusion is proportional to exp(int
     variance    2 v X; v = [sum_k F (1 - F) + c^2 sum_k F^2] / mu is the variance of N over its mean when requests are
                 admitted evenly (c = 0) or by chance (c = 1) and R does not change
 
+Where prefills are the slower side, a batch of B_E goes through many decode iterations before the next one comes: rows
+come in pulses, and a token sees more of them than the mean over time. With n iterations between two batches they are
+those of the survival comb, as in `rra.py`, and n is such that these take as long as a prefill.
+
 Fewer groups than stages do not stay evenly spaced. They bunch behind the slowest, which takes most of the ready
 requests and so becomes the largest; its iteration time is that of all groups.
 """
@@ -43,6 +47,8 @@ _LEAST_SPREAD = 0.02
 """Even requests of one length do not keep step for ever."""
 _BATCHES = 8
 """Sizes of prefill batches that are timed where requests come at a rate."""
+_PULSE = 0.5
+"""Of the residents that a prefilled batch must be for them to come in pulses."""
 _SIGMAS = 3.0
 """Standard deviations of the prompts' tokens for which stages that prefill have room."""
 
@@ -66,11 +72,19 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     flow = _Flow.of(states, density, going_on)
     round_ = flow.residents / (decodes.steps * flow.throughput)  # Little's law on the residents.
     last = decodes.pass_seconds(flow.residents, round_)
+    first_tokens = 1.0 if clock.first_token_from_prefill else 0.0
+    latency = partial(_latency, flow, round_, last, first_tokens)
+    every = batch / flow.throughput
+    if batch >= _PULSE * flow.residents and every >= round_:
+        pulses = _pulses(decodes, law, batch, every)
+        residents = flow.throughput * float(law.survival @ np.resize(pulses, len(law.survival)))  # Little's law.
+        flow = replace(flow, residents=min(residents, decodes.slots))
+        latency = partial(_pulsed_latency, flow, pulses, first_tokens)
     return Steady(
         cycle=_filled(cycle, flow, law, workload),
         seconds=seconds,
         throughput=flow.throughput,
-        latency=partial(_latency, flow, round_, last, 1.0 if clock.first_token_from_prefill else 0.0),
+        latency=latency,
         arriving=partial(_arriving, schedule, workload, clock, decodes, cycle),
     )
 
@@ -138,7 +152,7 @@ class _Behind:
         number = np.arange(len(chance), dtype=float)
         served = np.minimum(number, decodes.slots)
         round_, _ = decodes.timing(grid)
-        counts = np.clip(grid / decodes.together, 1.0, decodes.groups)
+        counts = np.clip(grid / decodes.lasting, 1.0, decodes.groups)
         queue = float(chance @ (number - served)) / rate
         turn = float(chance[1:] @ np.interp(served[1:], grid, round_ / counts)) / 2
         pace = float(chance @ served) / (rate * decodes.steps)
@@ -177,6 +191,9 @@ class _Decodes:
     """Mean decode iterations of a request."""
     together: float
     """Requests that join a group at once."""
+    lasting: float
+    """Rows of such a group, mean over the iterations until its longest request is done: B mu / E[longest of B]. As an
+    empty group is the one that has waited longest, every batch has one of its own while there are any."""
     alike: float
     """sum F^2 / sum F: of those that came together, how many are there together."""
     of_largest: float
@@ -194,11 +211,15 @@ class _Decodes:
     def of(cls, schedule: Schedule, law: DecodeLaw, rows: Floats, seconds: Floats) -> "_Decodes":
         slots = schedule["decode_batch"]
         groups = min(schedule.num_micro_batches, slots)
+        going_on = float(law.survival[0])
+        together = min(max(1.0, schedule["prefill_batch"] * going_on), slots / groups)
+        longest = float(law.max_survival(together / going_on).sum())
         return cls(
             slots=slots,
             groups=groups,
             steps=law.mean_steps,
-            together=min(max(1.0, schedule["prefill_batch"] * float(law.survival[0])), slots / groups),
+            together=together,
+            lasting=max(together / going_on * law.mean_steps / longest, 1.0),
             alike=float(law.survival @ law.survival) / law.mean_steps,
             of_largest=_of_largest(groups) if 1 < groups <= len(seconds) else 0.0,
             rows=rows,
@@ -209,9 +230,11 @@ class _Decodes:
 
     def timing(self, residents: Floats) -> tuple[Floats, Floats]:
         """Seconds of a round, and from the entry of one group to that of the next behind it."""
+        lasting = np.clip(residents / self.lasting, 1.0, self.groups)
+        in_turn = lasting * self._at(np.maximum(residents, 1.0) / lasting, self.slowest)
+        # A group that has just been joined is as large as its batch, and the others bunch behind it.
         counts = np.clip(residents / self.together, 1.0, self.groups)
         mean = np.maximum(residents, 1.0) / counts
-        in_turn = counts * self._at(mean, self.slowest)
         others, uneven = mean, mean + self._unevenness(residents)
         for _ in range(_BUNCHING):
             largest = np.maximum(residents - (counts - 1.0) * others, uneven)
@@ -350,6 +373,35 @@ def _latency(flow: _Flow, round_: float, last: float, first_tokens: float, outpu
     """A round for every token; the last one is there when its pass has left the last stage."""
     decodes = np.asarray(output_tokens, dtype=float) - first_tokens
     return np.where(decodes > 0, flow.until_decode + (decodes - 1.0) * round_ + last, flow.prefill)
+
+
+def _pulses(decodes: _Decodes, law: DecodeLaw, batch: int, every: float) -> Floats:
+    """Seconds of the decode iterations from one prefilled batch to the next, `every` seconds later; as many as that
+    takes, at most as many as the longest request has."""
+    low, high = 1, len(law.survival)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if float(_rounds(decodes, law, batch, middle).sum()) <= every:
+            low = middle
+        else:
+            high = middle - 1
+    return _rounds(decodes, law, batch, low)
+
+
+def _rounds(decodes: _Decodes, law: DecodeLaw, batch: int, count: int) -> Floats:
+    """As a request that is there observes them, which is sure to be there itself."""
+    comb = law.comb(count)
+    others = batch * comb.active - (1.0 - comb.active_var / np.maximum(comb.active, 1e-300))
+    return decodes.timing(np.clip(others + 1.0, 1.0, decodes.slots))[0]
+
+
+def _pulsed_latency(flow: _Flow, rounds: Floats, first_tokens: float, output_tokens: Floats) -> Floats:
+    """The rounds from its own batch on, over and over."""
+    decodes = np.asarray(output_tokens, dtype=float) - first_tokens
+    ends = np.concatenate([[0.0], np.cumsum(rounds)])
+    whole = np.maximum(np.floor(decodes / len(rounds)), 0.0)
+    took = whole * ends[-1] + np.interp(decodes - whole * len(rounds), np.arange(len(ends)), ends)
+    return np.where(decodes > 0, flow.until_decode + took, flow.prefill)
 
 
 def _filled(cycle: Cycle, flow: _Flow, law: DecodeLaw, workload: Workload) -> Cycle:

@@ -8,7 +8,9 @@ for a pass that has tokens left. The closed form counts such a limit as tokens o
 
 In the steady state under a backlog (`_chunk_passes.py`) either slots bind, and a pass carries what they ask for, or
 tokens do, and every pass is full; a group completes `completed` prompts a pass. With m groups in flight a round takes
-as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token.
+as long as in `orca`. A request first goes through (I + what is before it) / room passes, then one a token. An
+encoder-decoder model's prompts are not cut: one that does not fit waits for the next pass, where it comes first and may
+exceed the budget (`_whole_passes.py`).
 """
 
 import math
@@ -23,8 +25,9 @@ from exeplan.core.batch import Batch, Chunk
 from exeplan.core.control_variables import micro_batchings, require, slot_share
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
-from exeplan.policies._chunk_passes import ChunkPasses, chunk_passes
+from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
+from exeplan.policies._whole_passes import whole_passes
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
 from exeplan.workload.workload import Workload
@@ -35,8 +38,6 @@ PADS_PROMPTS = False
 FOR_DEADLINES = False
 
 _BUDGETS = (128, 256, 512, 1024, 2048, 4096, 8192)
-_SPREAD = np.sqrt(1.5) * np.array([-1.0, 0.0, 1.0])
-"""Points with mean 0 and variance 1, of equal weight."""
 _LENGTHS = 16
 """Lengths of one's own prompt at which the passes of its prefill are counted."""
 
@@ -96,15 +97,18 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     slots, budget = schedule["max_num_seqs"] / groups, float(schedule["max_num_batched_tokens"])
     if cap := schedule.variables.get("max_num_prefills"):
         budget = min(budget, slots + cap * workload.mean_input)
+    if not clock.first_token_from_prefill:  # An encoder attends to all of a prompt at once.
+        return _whole_steady(steps, groups, slots, budget, workload, clock)
     own = chunk_passes(workload.input_law, steps, slots, budget)
     seen = chunk_passes(workload.input_law, steps, slots - 1, budget - 1)
     prefill = _own_prefill(seen, budget, workload.input_law)
     cycle = _cycle(own, seen, prefill, groups, workload, clock)
     seconds = clock.seconds(cycle)
-    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
-    count, kinds = len(own.rows), len(own.rows) * len(_SPREAD)
-    shape = (len(_SPREAD), count)
-    round_ = round_seconds(through[:kinds].reshape(shape).T, slowest[:kinds].reshape(shape).T, own.probability, groups)
+    through = seconds.sum(axis=0)
+    count, kinds = len(own.rows), len(own.rows) * len(SPREAD)
+    shape = (len(SPREAD), count)
+    spread = seconds[:, :kinds].reshape(-1, *shape).swapaxes(1, 2)
+    round_ = round_seconds(spread, own.probability, groups)
     mean = float(own.probability @ through[:kinds].reshape(shape).mean(axis=0))
     observed = float(seen.probability @ through[kinds:-2])
     full, fresh = through[-2:]
@@ -118,6 +122,44 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         latency=lambda output_tokens: first + (np.asarray(output_tokens, dtype=float) - shift) * later,
         admission_interval=round_ / groups,
         first=partial(_first_token, seen, budget, prefill, (full, fresh, each)),
+    )
+
+
+def _whole_steady(steps: float, groups: int, slots: float, budget: float, workload: Workload, clock: Clock) -> Steady:
+    """Where prompts are not cut: the passes of a group, and those that a resident request observes.
+
+    Its own prefill is one pass, met by chance in proportion to the prompts of a pass.
+    """
+    own = whole_passes(workload.input_law, steps, slots, budget)
+    seen = whole_passes(workload.input_law, steps, slots - 1, budget - 1) if slots > 1 else own
+    alone = slots <= 1
+    comb = workload.decode_law(first_token_from_prefill=False).comb(1)
+    rows = np.concatenate([own.rows, [1.0] if alone else seen.rows + 1])
+    held, square = resident_tokens(workload)
+    serving = own.completed * steps
+    cycle = Cycle(
+        num_prefill=np.concatenate([own.num_prompts, [0.0] if alone else seen.num_prompts]),
+        num_decode=rows,
+        context_tokens=rows * comb.context[0] / comb.active[0],
+        prompt_law=workload.input_law,
+        prompt_tokens=np.concatenate([own.prompt_tokens, [0.0] if alone else seen.prompt_tokens]),
+        kv_tokens=groups * serving * held,
+        kv_tokens_std=float(np.sqrt(groups * (serving * max(square - held**2, 0.0) + (held * own.waiting_std) ** 2))),
+        num_seqs=groups * serving,
+    )
+    seconds = clock.seconds(cycle)
+    kinds, through = len(own.rows), seconds.sum(axis=0)
+    round_ = round_seconds(seconds[:, :kinds, None], own.probability, groups)
+    mean = float(own.probability @ through[:kinds])
+    observed = float(through[-1] if alone else seen.probability @ through[kinds:])
+    first = float((own.probability * own.num_prompts) @ through[:kinds]) / own.completed
+    later = max(round_ + observed - mean, observed)
+    return Steady(
+        cycle=cycle,
+        seconds=seconds,
+        throughput=own.completed * groups / round_,
+        latency=lambda output_tokens: first + np.asarray(output_tokens, dtype=float) * later,
+        admission_interval=round_ / groups,
     )
 
 
@@ -193,19 +235,19 @@ def _cycle(
     law = workload.input_law
     comb = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill).comb(1)
     per_row = comb.context[0] / comb.active[0] if comb.active[0] > 0 else 0.0
-    rows = np.concatenate([*[own.rows] * len(_SPREAD), seen.rows + 1, [seen.crowded_rows, seen.fresh_rows]])
+    rows = np.concatenate([*[own.rows] * len(SPREAD), seen.rows + 1, [seen.crowded_rows, seen.fresh_rows]])
     prompts = [1 + prefill.room / law.mean, 1 + prefill.others]
     held, square = resident_tokens(workload)
     serving = own.completed * (comb.active[0] + 1.0)  # Slots with their prefill done, or in its last pass.
     cut = law.mean + law.std**2 / law.mean  # Tokens of the prompt that is cut: long ones are cut more often.
     spread = serving * max(square - held**2, 0.0) + (held * own.waiting_std) ** 2
     return Cycle(
-        num_prefill=np.concatenate([*[own.num_prompts] * len(_SPREAD), seen.num_prompts, prompts]),
+        num_prefill=np.concatenate([*[own.num_prompts] * len(SPREAD), seen.num_prompts, prompts]),
         num_decode=rows,
         context_tokens=rows * per_row,
         prompt_law=law,
         prompt_tokens=np.concatenate(
-            [*[own.prompt_tokens] * len(_SPREAD), seen.prompt_tokens, [prefill.room, prefill.last_tokens]]
+            [*[own.prompt_tokens] * len(SPREAD), seen.prompt_tokens, [prefill.room, prefill.last_tokens]]
         ),
         prompt_attention=np.concatenate([_attention(own.prompt_tokens, law), np.ones(len(seen.rows) + 2)]),
         kv_tokens=groups * (serving * held + own.left_over * cut),
@@ -226,7 +268,7 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
     one = 4 / 3 * float(length**3 @ weight) / prompts.mean / mean_of_token**2 - 1
     many = float((length**2 - mean_of_token * length) ** 2 @ weight) / prompts.mean / mean_of_token**2
     deviation = np.sqrt(1 / (1 / one + tokens / (many + one * prompts.mean / 4)))
-    return np.maximum(1 + np.outer(_SPREAD, deviation), 0.0).ravel()
+    return np.maximum(1 + np.outer(SPREAD, deviation), 0.0).ravel()
 
 
 def start(schedule: Schedule, num_groups: int) -> Stateless:

@@ -11,20 +11,22 @@ no more rows, and none longer, than its requests need. Not here: early loading o
 stay on the device.
 
 In the steady state under a backlog requests are taken as they come, whatever the order: one that prefers short ones
-has none as long as there are long ones left over. How many a batch holds is counted on draws of the length law (best
-fit, until one fits nowhere); n of them decode until the longest is done. A slot of m requests is still there in
-iteration k with probability 1 - (1 - F(k))^m.
+has none as long as there are long ones left over. How many a batch holds, in how many slots of what length, and which
+prompts share one is counted on draws of the length law, packed as real ones (best fit, until one fits nowhere; then
+like lengths together). n of them decode until the longest is done. A slot is still there in iteration k with
+probability 1 - prod (1 - F(k)) over its requests, F that of outputs to prompts of like lengths: slots of short prompts
+may leave much earlier than others.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 
 from exeplan.arrays import Floats
-from exeplan.core.batch import Batch
+from exeplan.core.batch import Batch, Packing
 from exeplan.core.control_variables import require
 from exeplan.core.queue_order import (
     ORDER_VARIABLES,
@@ -35,7 +37,6 @@ from exeplan.core.queue_order import (
     Pick,
     QueueArrays,
     das_of,
-    evenly_spread,
     in_rows,
     in_slots,
     in_slots_of_their_own,
@@ -59,6 +60,10 @@ _SLOT_PROMPTS = (1, 2, 4)
 """How many of the longest prompts a slot holds, in the search."""
 _COUNTED_SLOTS, _COUNTED_REQUESTS = 32, 512
 """Slots in which, and draws with which, it is counted how many requests a batch holds."""
+_PACKED_SLOTS = 256
+"""Slots of a batch that are packed with draws."""
+_CLASSES = 8
+"""Lengths of prompts that are told apart in the slots."""
 
 
 def check(schedule: Schedule) -> None:
@@ -111,17 +116,18 @@ def starts_together(schedule: Schedule) -> int:
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
     """The prefill of all rows, then as many decode iterations as the longest output of the batch needs."""
     prompts, slot, row = workload.input_law, _slot_tokens(schedule), schedule["row_tokens"]
-    slots = schedule["rows"] * (row // slot)
     counted = min(schedule["rows"], max(_COUNTED_SLOTS * slot // row, 1))
     # Beyond this number of rows each further one is like the others.
     room = _capacity(prompts, counted, row, slot) * schedule["rows"] / counted
     batch = min(room, schedule.variables.get("max_num_seqs", room))
-    used = slots * batch / room
-    used = math.ceil(used) if used <= row // slot else math.ceil(used * slot / row - 0.1) * (row // slot)
-    held = _held(prompts, batch, min(used, slots))
+    held = _held(workload.input_law, batch, schedule["rows"], row, slot)
     law = workload.decode_law(first_token_from_prefill=clock.first_token_from_prefill)
     still_going = law.max_survival(batch)
-    decoding, context = _kept(law, workload.mean_input, held if slot < row else None, batch)
+    first_tokens = 1 if clock.first_token_from_prefill else 0
+    if slot < row:
+        decoding, context = _kept(workload, first_tokens, held, batch)
+    else:
+        decoding, context = np.full(len(still_going), batch), batch * (workload.mean_input + generated(law))
     first, steps = np.array([1.0]), len(still_going)
     cycle = Cycle(
         num_prefill=np.concatenate([first * batch, np.zeros(steps)]),
@@ -129,7 +135,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         context_tokens=np.concatenate([first * 0, context]),
         prompt_law=held.slot_law,
         padded=True,
-        packed_slots=float(min(used, slots)),
+        packed_slots=held.num_slots,
         kv_tokens=batch * (workload.mean_input + workload.mean_output),
         kv_tokens_std=float(np.sqrt(batch) * workload.total_std),
         num_seqs=batch,
@@ -137,7 +143,6 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     seconds = clock.seconds(cycle)
     through = seconds.sum(axis=0)
     throughput = batch / float(through[0] + still_going @ through[1:])
-    first_tokens = 1.0 if clock.first_token_from_prefill else 0.0
     return Steady(
         cycle=cycle,
         seconds=seconds,
@@ -164,30 +169,58 @@ def _capacity(prompts: LengthLaw, rows: int, row_tokens: int, slot_tokens: int) 
     return at / batches
 
 
-class _Held(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
     """What slots hold."""
 
+    num_slots: float
+    """Of a batch, empty ones included."""
     slot_law: LengthLaw
     """Tokens of a batch's slots, all as long as the largest."""
-    requests: Floats
-    """Requests in a slot; `shares` is the share of the slots that hold as many."""
+    contents: Floats
+    """[kinds of slots, _CLASSES]: how many prompts of each class a slot holds."""
     shares: Floats
+    """Slots of each kind, of one batch in the mean."""
 
 
 @lru_cache(maxsize=4096)
-def _held(prompts: LengthLaw, batch: float, slots: int) -> _Held:
-    """The contents of the slots for a batch of even draws; counted on a part of the slots where there are many."""
-    some = min(slots, _COUNTED_SLOTS)
-    tokens = _drawn(prompts, max(round(batch * some / slots), 1))
-    where = evenly_spread(tokens.tolist(), some)
-    largest = max(offset + length for (_, offset), length in zip(where, tokens.tolist(), strict=True))
-    longest = prompts.longest_of(batch)
-    counts, times = np.unique(np.bincount([slot for slot, _ in where], minlength=some), return_counts=True)
-    return _Held(
-        slot_law=LengthLaw(np.maximum(longest.tokens, largest), longest.weights),
-        requests=counts.astype(float),
-        shares=times / times.sum(),
+def _held(prompts: LengthLaw, batch: float, rows: int, row_tokens: int, slot_tokens: int) -> _Held:
+    """The slots of a batch, counted on draws that are packed; on a part of the rows where there are many."""
+    part = min(rows, max(_PACKED_SLOTS * slot_tokens // row_tokens, 1))
+    count = max(round(batch * part / rows), 1)
+    repeats = max(_COUNTED_REQUESTS // (2 * count), 1)
+    packings = [
+        _packing(tokens, part, row_tokens, slot_tokens)
+        for tokens in np.random.default_rng(0).permutation(_drawn(prompts, count * repeats)).reshape(repeats, count)
+    ]
+    sizes = np.sort([packing.slot_tokens for packing, _ in packings])
+    law = LengthLaw(sizes, np.full(repeats, 1.0 / repeats))
+    if repeats == 1:
+        longest = prompts.longest_of(batch)
+        law = LengthLaw(np.maximum(longest.tokens, sizes[0]), longest.weights)
+    contents, times = np.unique(
+        np.concatenate([_contents(prompts, *found) for found in packings]), axis=0, return_counts=True
     )
+    one_batch = batch / (count * repeats)
+    num_slots = float(sum(packing.num_slots for packing, _ in packings)) * one_batch
+    return _Held(num_slots, law, contents, times.astype(np.float64) * one_batch)
+
+
+def _packing(tokens: Ints, rows: int, row_tokens: int, slot_tokens: int) -> tuple[Packing, Ints]:
+    """How these prompts lie, and the tokens of those that fit."""
+    queue = QueueArrays(np.minimum(tokens, slot_tokens), np.zeros(len(tokens)), np.ones(len(tokens)))
+    packed = in_slots("fcfs", queue, rows=rows, row_tokens=row_tokens, slot_tokens=slot_tokens, das=Das())
+    return packed.packing(queue), tokens[[pick.request for pick in packed.picks]]
+
+
+def _contents(prompts: LengthLaw, packing: Packing, tokens: Ints) -> Floats:
+    """[slots that are used, _CLASSES]: prompts in them; classes are slices of the law of equal probability."""
+    at = np.searchsorted(prompts.tokens, tokens)
+    middle = (np.append(0.0, prompts.cdf)[at] + prompts.cdf[at]) / 2
+    slots = np.array(packing.slots) if packing.slot_tokens < packing.row_tokens else np.zeros(len(tokens), dtype=int)
+    found = np.zeros((int(slots.max()) + 1, _CLASSES))
+    np.add.at(found, (slots, np.minimum(middle * _CLASSES, _CLASSES - 1).astype(int)), 1.0)
+    return found[found.sum(axis=1) > 0]
 
 
 def _drawn(prompts: LengthLaw, count: int) -> Ints:
@@ -196,21 +229,46 @@ def _drawn(prompts: LengthLaw, count: int) -> Ints:
     return prompts.tokens[np.searchsorted(prompts.cdf, shares).clip(max=len(prompts.tokens) - 1)]
 
 
-def _kept(law: DecodeLaw, mean_input: float, held: _Held | None, batch: float) -> tuple[Floats, Floats]:
-    """Rows that decode in each iteration, given that it occurs, and their context; all of the batch without slots."""
-    tokens = mean_input + generated(law)
-    if held is None:
-        return np.full(len(tokens), batch), batch * tokens
-    done, k = 1.0 - law.survival, np.arange(1, len(law.survival) + 1)
-    # Tokens of the finished requests: E[(I + D); D < k].
-    of_done = mean_input - law.input_sum + generated(law) - (k - 1) * law.survival
-    weights = held.requests * held.shares / float(held.requests @ held.shares)
-    all_done = done[:, None] ** held.requests
-    others_done = done[:, None] ** np.maximum(held.requests - 1, 0)
+@lru_cache(maxsize=64)
+def _classes(workload: Workload, first_tokens: int) -> tuple[Floats, Floats, Floats]:
+    """By slices of the prompts' law, [_CLASSES, iterations]: Pr(D < k); tokens of a request before iteration k, and
+    those times that it is done, E[(I + D); D < k]."""
+    order = np.argsort(workload.inputs, kind="stable")
+    inputs, decodes, weights = workload.inputs[order], workload.outputs[order] - first_tokens, workload.weights[order]
+    end = np.cumsum(weights) / weights.sum()
+    edges = np.linspace(0.0, 1.0, _CLASSES + 1)
+    found = np.zeros((3, _CLASSES, int(decodes.max())))
+    k = np.arange(1, found.shape[2] + 1)
+    for number in range(_CLASSES):
+        share = np.diff(np.clip(np.append(0.0, end), edges[number], edges[number + 1]))
+        here = share > 0
+        share, own_inputs = share[here] / share.sum(), inputs[here]
+        law = DecodeLaw.of(decodes[here], own_inputs, share)
+        more = found.shape[2] - len(law.survival)
+        survival, input_sum = np.pad(law.survival, (0, more)), np.pad(law.input_sum, (0, more))
+        decoded, mean_input = np.append(0.0, np.cumsum(survival)[:-1]), float(share @ own_inputs)
+        found[:, number] = (
+            1.0 - survival,
+            mean_input + decoded,
+            mean_input - input_sum + decoded - (k - 1) * survival,
+        )
+    return found[0], found[1], found[2]
+
+
+@lru_cache(maxsize=1024)
+def _kept(workload: Workload, first_tokens: int, held: _Held, batch: float) -> tuple[Floats, Floats]:
+    """Rows that decode in each iteration, given that it occurs, and their context."""
+    done, tokens, of_done = _classes(workload, first_tokens)
+    law = workload.decode_law(first_token_from_prefill=first_tokens > 0)
+    number = held.contents.sum(axis=1)
+    all_done = np.exp(held.contents @ np.log(np.maximum(done, 1e-300)))
     occurs = np.maximum(law.max_survival(batch), 1e-300)
-    rows = batch * ((1 - all_done) @ weights) / occurs
-    context = batch * (tokens - of_done * (others_done @ weights)) / occurs
-    return np.minimum(rows, batch), np.minimum(context, batch * tokens)
+    rows = (held.shares * number) @ (1.0 - all_done) / occurs
+    everything = (held.shares @ held.contents) @ tokens
+    # Of a slot that is done: E[I + D | D < k] of each class, times its requests in such slots.
+    of_each = of_done / np.maximum(done, 1e-300)
+    context = (everything - (of_each * ((held.shares[:, None] * held.contents).T @ all_done)).sum(axis=0)) / occurs
+    return np.minimum(rows, batch), np.minimum(context, everything)
 
 
 def start(schedule: Schedule, num_groups: int) -> Stateless:

@@ -6,10 +6,9 @@ preempted and no deadlock is possible. The prefill of a new request rides in the
 (selective batching).
 
 In the steady state under a backlog a batch is always full: each of its b slots starts a new request with probability
-1/mu an iteration (renewal), so an iteration carries k ~ Binomial(b, 1/mu) prefills and b - k decodes, and takes t on
-the slowest stage and T through all of them, by the number and the lengths of its prompts. With m batches in flight the
-one that takes longest holds up the others behind it: a round takes max(T*, t* + (m - 1) E[t | t <= t*]), t* the longest
-of m draws.
+1/mu an iteration (renewal), so an iteration carries k ~ Binomial(b, 1/mu) prefills and b - k decodes, and takes a time
+on each stage by the number and the lengths of its prompts. With m batches in flight the one that takes longest holds up
+those behind it (`_groups.py`).
 """
 
 import math
@@ -84,11 +83,9 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
         num_seqs=float(slots * groups),
     )
     seconds = clock.seconds(cycle)
-    through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
+    through = seconds.sum(axis=0)
     own_prefill, own_decode = (slice(len(prefills) + i * len(others), None) for i in (0, 1))
-    round_ = round_seconds(
-        _spread(through[: len(prefills)], prefills, workload), _spread(slowest, prefills, workload), probability, groups
-    )
+    round_ = round_seconds(_spread(seconds, prefills, workload), probability, groups)
     first = float(seen @ through[own_prefill][: len(others)])
     # Time that the request's own row adds to an average iteration of its group.
     own_share = float(seen @ through[own_decode] - probability @ through[: len(prefills)])
@@ -104,13 +101,14 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
 
 
 def _spread(seconds: Floats, prefills: Floats, workload: Workload) -> Floats:
-    """Times of passes with k prefills, [passes, points]: a sum of k prompts spreads like one prompt times sqrt(k)."""
-    seconds = seconds[: len(prefills)]
+    """Times of passes with k prefills, [stages, passes, points]: a sum of k prompts spreads like one prompt times
+    sqrt(k)."""
+    seconds = seconds[:, : len(prefills)]
     if len(prefills) == 1:
-        return np.repeat(seconds[:, None], _POINTS, axis=1)
-    one_prompt = np.gradient(seconds, prefills)
+        return np.repeat(seconds[:, :, None], _POINTS, axis=2)
+    one_prompt = np.gradient(seconds, prefills, axis=1)
     points = workload.input_law.slice_means(_POINTS) / workload.mean_input - 1.0
-    return np.asarray(seconds[:, None] + (np.sqrt(prefills) * one_prompt)[:, None] * points)
+    return np.asarray(seconds[:, :, None] + (np.sqrt(prefills) * one_prompt)[:, :, None] * points)
 
 
 def start(schedule: Schedule, num_groups: int) -> Stateless:

@@ -5,11 +5,18 @@ length and cut into batches of at most `batch_size` by dynamic programming, at t
 `overhead_tokens` for each batch, the cost of its passes apart from its prompts. The batch with the first request of the
 schedule's order runs next; the others are cut again after it.
 
-In the steady state under a backlog the lengths that wait are those of the law, so are the batches that they are cut
-into, and each of these runs as often as any other. Not here: several micro-batches on a pipeline.
+In the steady state under a backlog K batches take turns: the next one is that of the oldest request, so that its
+lengths have waited longest. Of the A requests that come in a turn of all, lengths that were served j batches ago have
+the share j / K waiting; W requests wait in all, hence
+
+    A = 2 W K / (K + 1)
+
+and a batch is as large as if the lengths of A requests were cut, not of W: nearly twice as many. Not here: several
+micro-batches on a pipeline.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -33,8 +40,12 @@ _LOOKAHEAD, _MOST_LOOKAHEAD = 8, 1024
 """Waiting requests that are considered: a multiple of the batch size, at most this number, at least one batch."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes that the search tries."""
-_DECODES = 48
+_DECODES = 24
 """Iterations of a batch that are timed; those between are interpolated."""
+_POINTS, _TURNS = 24, 4
+"""Lengths of the largest batch that are told apart, and tries for the number of batches."""
+_SAMPLES, _KINDS = 6, 12
+"""Draws of the requests of a turn, and most kinds of batches that are timed."""
 _OVERHEADS = (512, 8192)
 """Tokens a batch that the search tries."""
 
@@ -66,56 +77,124 @@ def starts_together(schedule: Schedule) -> int:
 
 
 def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady:
-    """Each of the batches that the lengths of the law are cut into, one after the other."""
+    """Each of the batches that the lengths of a turn are cut into, one after the other.
+
+    A token k comes in one of the batches by their requests that get so far.
+    """
     first_tokens = 1 if clock.first_token_from_prefill else 0
-    cycles, seconds, times, latencies = [], [], [], []
     groups = _groups(workload, schedule["batch_size"], _overhead(schedule), first_tokens)
-    for group in groups:
-        steps = len(group.law.survival)
-        timed = np.unique(np.linspace(0, steps - 1, min(steps, _DECODES)).astype(int))
-        cycles.append(_cycle(group, timed))
-        seconds.append(clock.seconds(cycles[-1]))
-        prefill, *decodes = seconds[-1].sum(axis=0)
-        through = np.interp(np.arange(steps), timed, decodes)
-        times.append(float(prefill + group.law.max_survival(group.size) @ through))
-        latencies.append(partial(latency, prefill, prefill + np.cumsum(through), first_tokens))
-    largest = int(np.argmax([cycle.kv_tokens for cycle in cycles]))
-    counts = np.array([group.size for group in groups])
-    weights = counts / counts.sum()
+    points = [np.unique(np.linspace(0, len(g.law.survival) - 1, _DECODES).astype(int)) for g in groups]
+    largest = max(range(len(groups)), key=lambda number: groups[number].size * groups[number].tokens)
+    cycle = _cycle(groups[largest], points[largest])
+    prefills, decodes = _times(groups, points, cycle, clock)
+    sizes = np.array([group.size * group.times for group in groups])
+    steps = max(len(group.law.survival) for group in groups)
+    times, there, waited, begun = 0.0, np.zeros(steps), np.zeros(steps), 0
+    for group, prefill, timed in zip(groups, prefills, points, strict=True):
+        own, begun = len(group.law.survival), begun + len(timed)
+        through = np.interp(np.arange(own), timed, decodes[begun - len(timed) : begun])
+        times += group.times * float(prefill + group.law.max_survival(group.size) @ through)
+        there[:own] += group.size * group.times * group.law.survival
+        waited[:own] += group.size * group.times * group.law.survival * through
+    own_prefill = float(sizes @ prefills) / float(sizes.sum())
+    ends = own_prefill + np.cumsum(waited / np.maximum(there, 1e-300))
     return Steady(
-        cycle=cycles[largest],
-        seconds=seconds[largest],
-        throughput=int(counts.sum()) / sum(times),
-        latency=lambda tokens: np.asarray(sum(w * own(tokens) for w, own in zip(weights, latencies, strict=True))),
-        admission_interval=float(np.mean(times)),
+        cycle=cycle,
+        seconds=clock.seconds(cycle),
+        throughput=float(sizes.sum()) / times,
+        latency=partial(latency, own_prefill, ends, first_tokens),
+        admission_interval=times / sum(group.times for group in groups),
     )
 
 
-class _Group(NamedTuple):
-    """A batch of requests of like lengths."""
+def _times(groups: "Sequence[_Group]", points: Sequence[Ints], cycle: Cycle, clock: Clock) -> tuple[Floats, Floats]:
+    """Seconds of the prefill of each batch, and of the decode iterations that are timed of all of them."""
+    prefills = []
+    for group in groups:
+        one = replace(
+            cycle,
+            num_prefill=np.array([group.size]),
+            num_decode=np.zeros(1),
+            context_tokens=np.zeros(1),
+            prompt_law=group.longest,
+        )
+        prefills.append(float(clock.seconds(one).sum()))
+    rows = np.repeat([group.size for group in groups], [len(timed) for timed in points])
+    held = [group.prompts.mean + generated(group.law)[timed] for group, timed in zip(groups, points, strict=True)]
+    all_decodes = replace(cycle, num_prefill=0.0 * rows, num_decode=rows, context_tokens=rows * np.concatenate(held))
+    return np.array(prefills), clock.seconds(all_decodes).sum(axis=0)
 
-    size: int
+
+class _Group(NamedTuple):
+    """A batch of requests of like lengths; its size is a mean."""
+
+    size: float
+    times: float
+    """Such batches in a turn."""
     prompts: LengthLaw
+    longest: LengthLaw
     law: DecodeLaw
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a request that is done."""
+        return self.prompts.mean + 1 + self.law.mean_steps
 
 
 @lru_cache(maxsize=1024)  # A search asks for the same ones on every placement.
 def _groups(workload: Workload, size: int, overhead: int, first_tokens: int) -> tuple[_Group, ...]:
-    """What a full queue of the law's lengths is cut into; a length at the border of two is in both."""
+    """What the requests of a turn are cut into, batches of like lengths taken together."""
     prompts = workload.input_law
-    waiting = _lookahead(size)
-    ends = _cut(prompts.slice_means(waiting), size, overhead)
+    cut = _cut_turns(prompts, size, overhead)
+    kinds = min(max(round(len(cut) / _SAMPLES), 1), _KINDS)
     groups = []
-    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-        low, high = begin / waiting, end / waiting
-        weights = np.clip(prompts.cdf, low, high) - np.clip(np.append(0.0, prompts.cdf[:-1]), low, high)
+    parts = np.array_split(cut[np.argsort(cut[:, 1])], kinds)
+    # The shares of the kinds are laid end to end, so that every length is in one.
+    ends = np.cumsum([part[:, 0].sum() for part in parts]) / cut[:, 0].sum()
+    for part, begin, end in zip(parts, [0.0, *ends[:-1]], ends, strict=True):
+        weights = np.clip(prompts.cdf, begin, end) - np.clip(np.append(0.0, prompts.cdf[:-1]), begin, end)
         some = np.flatnonzero(weights > 0)
         own = LengthLaw(prompts.tokens[some], weights[some] / weights.sum())
         share = (weights / prompts.weights)[np.searchsorted(prompts.tokens, workload.inputs)] * workload.weights
         here = share > 0
         law = DecodeLaw.of(workload.outputs[here] - first_tokens, workload.inputs[here], share[here] / share.sum())
-        groups.append(_Group(int(end - begin), own, law))
+        longest = LengthLaw(np.sort(part[:, 2]).astype(np.int64), np.full(len(part), 1.0 / len(part)))
+        groups.append(_Group(float(part[:, 0].mean()), len(part) / _SAMPLES, own, longest, law))
     return tuple(groups)
+
+
+def _cut_turns(prompts: LengthLaw, size: int, overhead: int) -> Floats:
+    """The batches of random draws of A requests, [batches, 3]: requests, the share of the law in their middle, and the
+    longest prompt.
+
+    Draws, not even lengths: a batch ends where chance leaves a gap, and is padded to a length that chance makes longer.
+    All draws together are even, so that their mean is the law's.
+    """
+    turn = _turn(prompts, size, overhead)
+    of_batch = min(size, _POINTS)
+    each, found = size / of_batch, []
+    for draws in np.random.default_rng(0).permutation(turn * _SAMPLES).reshape(_SAMPLES, turn):
+        shares = np.sort(draws + 0.5) / (turn * _SAMPLES)
+        lengths = prompts.quantiles(shares)
+        last = np.rint(np.arange(1, round(turn / each) + 1) * each).astype(int) - 1
+        ends = last[_cut(lengths[last], of_batch, overhead / each) - 1] + 1
+        begins = np.concatenate([[0], ends[:-1]])
+        found.append(np.stack([ends - begins, (shares[begins] + shares[ends - 1]) / 2, lengths[ends - 1]], axis=1))
+    return np.concatenate(found)
+
+
+def _turn(prompts: LengthLaw, size: int, overhead: int) -> int:
+    """A, as whole batches: where their size binds, all are full."""
+    waiting, of_batch = _lookahead(size), min(size, _POINTS)
+    turn, count = 0, np.inf
+    for _ in range(_TURNS):
+        turn = max(round(2.0 * waiting * (1.0 - 1.0 / (count + 1.0)) / size), 1) * size
+        points = turn // size * of_batch
+        ends = _cut(prompts.slice_means(points), of_batch, overhead * of_batch / size)
+        if len(ends) == count:
+            break
+        count = len(ends)
+    return turn
 
 
 def _cycle(group: _Group, timed: Ints) -> Cycle:
@@ -124,13 +203,13 @@ def _cycle(group: _Group, timed: Ints) -> Cycle:
     first, steps = np.array([1.0]), len(timed)
     return Cycle(
         num_prefill=np.concatenate([first * count, np.zeros(steps)]),
-        num_decode=np.concatenate([first * 0, np.full(steps, float(count))]),
+        num_decode=np.concatenate([first * 0, np.full(steps, count)]),
         context_tokens=np.concatenate([first * 0, count * (mean_input + generated(law)[timed])]),
-        prompt_law=group.prompts.longest_of(count),
+        prompt_law=group.longest,
         padded=True,
-        kv_tokens=count * (mean_input + 1 + law.mean_steps),
+        kv_tokens=count * group.tokens,
         kv_tokens_std=float(np.sqrt(count) * (group.prompts.std + law.std_steps)),
-        num_seqs=float(count),
+        num_seqs=count,
     )
 
 
@@ -169,7 +248,7 @@ def _alike(ahead: tuple[SequenceState, ...], schedule: Schedule) -> list[Sequenc
     return [ahead[number] for number in sorted(by_length[start:end])]
 
 
-def _cut(lengths: Floats | Ints, size: int, overhead: int) -> Ints:
+def _cut(lengths: Floats | Ints, size: int, overhead: float) -> Ints:
     """Where the batches end into which these rising lengths are cut at the least cost."""
     cost = np.zeros(len(lengths) + 1)
     begins = np.zeros(len(lengths) + 1, dtype=np.int64)

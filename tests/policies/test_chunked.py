@@ -11,6 +11,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import chunked
 from exeplan.policies._chunk_passes import chunk_passes
+from exeplan.policies._whole_passes import whole_passes
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
@@ -192,6 +193,42 @@ def test_as_many_prompts_are_completed_a_pass_as_single_requests_complete() -> N
         off.append(abs(found / completed_a_pass(inputs, outputs, slots, budget, 20_000) - 1))
     assert np.median(off) < 0.002
     assert np.quantile(off, 0.95) < 0.02
+
+
+def passes_of_whole_prompts(inputs: np.ndarray, outputs: np.ndarray, slots: int, budget: int, num: int) -> float:
+    """Prompts a pass of a long sequence of single requests, none of them cut, without the first tenth as warm-up."""
+    ends = np.zeros(num + int(outputs.max()) + 1, dtype=int)  # Rows that decode for the last time, by pass.
+    rows = number = done = 0
+    for now in range(num):
+        room, before = budget - rows, number
+        while room > 0 and number - before < slots - rows:
+            length = int(inputs[number % len(inputs)])
+            if number > before and length > room:
+                break
+            room -= length
+            ends[now + int(outputs[number % len(outputs)])] += 1
+            number += 1
+        rows += number - before - ends[now]
+        done += (number - before) * (now >= num // 10)
+        ends[now] = 0
+    return done / (num - num // 10)
+
+
+def test_as_many_whole_prompts_fit_a_pass_as_single_requests_do() -> None:
+    off = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        inputs = lognormal(rng, rng.uniform(20, 500), rng.uniform(0.1, 0.8), 2000)
+        outputs = lognormal(rng, rng.uniform(5, 100), rng.uniform(0.1, 0.8), 500)
+        workload, budget = workload_of(inputs, outputs), int(rng.choice([64, 128, 256, 512]))
+        even = budget * workload.mean_output / (workload.mean_input + workload.mean_output)
+        slots = int(np.clip(rng.uniform(0.2, 3) * even, 1, budget))
+        found = whole_passes(workload.input_law, workload.mean_output + 1, float(slots), float(budget))
+        assert found.probability @ found.prompt_tokens == pytest.approx(found.completed * workload.mean_input, rel=1e-6)
+        drawn = (values[rng.integers(0, len(values), 50_000)] for values in (inputs, outputs))
+        off.append(abs(found.completed / passes_of_whole_prompts(*drawn, slots, budget, 20_000) - 1))
+    assert np.median(off) < 0.01
+    assert np.quantile(off, 0.95) < 0.04
 
 
 def test_closed_form_agrees_with_the_replay(cost: CostModel) -> None:

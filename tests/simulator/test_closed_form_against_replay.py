@@ -43,6 +43,8 @@ PERCENTILES = {
 """Of each policy."""
 PASSES = 3500
 """How many a replay takes, about."""
+TURNS = 12
+"""Of a turbo schedule's batches, each twice the eight batches that wait: the first requests are not in their turns."""
 REQUESTS = (300, 4000)
 """How many it has at least and at most."""
 WIDTHS = ([1], [1], [2], [1, 1], [2, 1], [2, 2], [1, 1, 1])
@@ -147,6 +149,8 @@ def compared(steady: SteadyState, cost: CostModel, seed: int) -> Errors:
     workload = steady.workload
     rows = steady.cycle.num_seqs / steady.schedule.variables.get("micro_batches", 1)
     number = int(np.clip(PASSES * rows / workload.mean_output, *REQUESTS))
+    if steady.schedule.policy == "turbo":
+        number = max(number, TURNS * 16 * steady.schedule["batch_size"])
     inputs, outputs = workload.sample(number, seed=seed)
     run = replay(steady.schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=10**6)
     replayed = summarize(run.requests, p99_output=workload.output_quantile(0.99))

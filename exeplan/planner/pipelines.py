@@ -53,7 +53,8 @@ weights, 1 % of latency is worth 10 % of throughput."""
 _DOUBT = 0.05
 """How much better than its closed form a replay may be; nearly all are within half of it."""
 _MOST_ADDED = 40_000
-"""Requests of further seeds, after which an order may stay uncertain, and the means of these seeds prove bounds."""
+"""Requests of further seeds, after which the order may stay uncertain, and the means of one schedule's seeds decide
+whether it keeps the bounds."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
 at; and how many are given up at most."""
@@ -146,7 +147,7 @@ class Pipelines:
         self.known: dict[Hashable, tuple[Run, tuple[Estimate, ...]]] = {}
         """Replays by what they are of: searches under other bounds may find the same schedule again."""
         self.added_requests = 0
-        """Replayed with further seeds, to make an order or a bound certain."""
+        """Replayed with further seeds, to make an order certain."""
         self.given_up: dict[Key, list[tuple[Placement, Schedule]]] = {}
         self.shelved: dict[Key, tuple[Candidate, _Proof]] = {}
         """Proved variants of which the closed form promised far more, while another one is looked at."""
@@ -267,8 +268,7 @@ class Pipelines:
         part = self.parts[size]
         placed = _at(part, winner.placement)
         assert winner.estimate is not None
-        hopeful = max(utilizations(part.bounds, winner.estimate)) <= 1
-        run, replays = self._replays(size, placed, winner.schedule, most=MOST_SEEDS if hopeful else 1)
+        run, replays = self._replays(size, placed, winner.schedule, winner.estimate)
         proof = _Proof(run=run, replays=replays, margin=self.margin)
         if self.risk:
             try:
@@ -299,20 +299,22 @@ class Pipelines:
         return replay_estimate(placed, schedule, seed=self.seed + more, num_requests=num_requests, record_passes=False)
 
     def _replays(
-        self, size: int, placed: Problem, schedule: Schedule, *, most: int = MOST_SEEDS
+        self, size: int, placed: Problem, schedule: Schedule, estimate: Estimate
     ) -> tuple[Run, tuple[Estimate, ...]]:
         """The first replay of a pipeline, and Estimates of it and of as many further seeds as bounds at a rate need.
 
-        They are at most as many as `most`. Candidates have the same seeds, and so the same requests.
+        There are none where its closed form breaks a bound, as no replay can mend that. Candidates have the same seeds,
+        and so the same requests.
         """
+        most = MOST_SEEDS if max(utilizations(self.parts[size].bounds, estimate)) <= 1 else 1
         of = size, placed.cost.placement, schedule.policy, schedule.order, tuple(sorted(schedule.variables.items()))
         if of not in self.known:
             run, first = self._replayed(size, placed, schedule)
-            found = [first]
-            while len(found) < most and self._needs_more(found):
+            found, added = [first], 0
+            while len(found) < most and added < _MOST_ADDED and self._needs_more(found):
                 another, replayed = self._replayed(size, placed, schedule, more=len(found))
                 found.append(replayed)
-                self.added_requests += len(another.requests) * self._count(size)
+                added += len(another.requests) * self._count(size)
             self.known[of] = run, tuple(found)
         return self.known[of]
 
@@ -321,9 +323,7 @@ class Pipelines:
         arrivals = self.problem.arrivals
         if arrivals is None or arrivals.of_trace or not self.effort.close_ones:
             return False
-        return self.added_requests < _MOST_ADDED and not decided(
-            [utilizations(self.problem.bounds, one) for one in replays]
-        )
+        return not decided([utilizations(self.problem.bounds, one) for one in replays])
 
     def _replayed(self, size: int, placed: Problem, schedule: Schedule, *, more: int = 0) -> tuple[Run, Estimate]:
         """The replay of a pipeline by the `more`-th further seed, and its Estimate; at a rate that of all its replicas
@@ -581,7 +581,7 @@ class Pipelines:
         placed = _at(part, best.placement)
         schedule = self.problem.schedule(best.policy, best.search.lowest_latency.point)
         estimate = placed.estimate(schedule)  # Refuses a rate beyond its capacity before a long replay.
-        run, replays = self._replays(key[0], placed, schedule)
+        run, replays = self._replays(key[0], placed, schedule, estimate)
         winner = replace(best, schedule=schedule, estimate=estimate, refusal="")
         margin = self.margin
         if self.risk:

@@ -6,6 +6,7 @@ the enumerated variables between those of the best variant and its neighbours ar
 method 'exhaustive' searches all variants that a policy lists, and no others.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ _WORTH = 1e-3
 """The least gain for which a value that no policy lists is taken."""
 _FAR = 0.8
 """Share of the throughput to beat below which values between the listed ones are not tried."""
+_AROUND = 16
+"""How many values below and above those of the best point are all tried, where throughput falls on the way up."""
 _SLACK = 0.02
 """A variant that misses a limit, or the best throughput, by less than this may still contain the winner."""
 
@@ -127,6 +130,8 @@ def search_variants(
             refined = search_grid(grid)
             if refined.best and refined.best.outcome.throughput >= grid.at_least:
                 results[len(grids) - 1] = refined
+        if (nearby := _looked_around(grids[(number := _chosen(results))], results[number])) is not None:
+            results[number] = nearby
     else:
         results = {number: search_grid(grid, method=method) for number, grid in enumerate(grids)}
     number = _chosen(results)
@@ -261,6 +266,21 @@ def _is_valid(policy: Policy, point: Mapping[str, int], problem: Problem) -> boo
     return True
 
 
+def _looked_around(grid: Grid, result: Result) -> Result | None:
+    """The search of the best variant again, with all that is near its best point: falls too small to look for in all
+    variants. None where none was seen."""
+    if grid.best is None or result.dips is None or not result.dips.throughput or grid.falls:
+        return None
+    start = None
+    while (here := grid.best[2]) != start:
+        start = here
+        for knob, steps in itertools.product(range(len(here)), range(-_AROUND, _AROUND + 1)):
+            nearby = (*here[:knob], here[knob] + steps, *here[knob + 1 :])
+            if nearby in grid:
+                grid(nearby)
+    return search_grid(grid)
+
+
 def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, Result]:
     """The results of the variants that may contain the best point, by their position; at least one."""
     promises, one_knob = _promises(grids, at_least), len(grids[0].shape) == 1
@@ -268,7 +288,7 @@ def _most_promising_first(grids: Sequence[Grid], at_least: float) -> dict[int, R
     while promises:
         number = max(promises, key=lambda n: promises[n])
         grid, promise, (most, _) = grids[number], promises.pop(number), _lead(grids, at_least)
-        if one_knob and not _may_win(grid, promise, most):
+        if one_knob and grid.falls <= _SLACK and not _may_win(grid, promise, most):
             continue
         grid.at_least = most
         results[number] = search_grid(grid)
@@ -288,8 +308,9 @@ def _promises(grids: Sequence[Grid], at_least: float) -> dict[int, float]:
     for number, grid in enumerate(grids):
         most, where = _lead(grids, at_least)
         promise = reach(grid, where, at_least=most, slack=_SLACK)
-        # With a single knob the estimate is complete, where there is a throughput to beat.
-        if promise or (not (one_knob and most) and grid.fits(grid.bottom, _SLACK)):
+        # With a single knob that rises the estimate is complete, where there is a throughput to beat.
+        complete = one_knob and most and grid.falls <= _SLACK
+        if promise or (not complete and grid.fits(grid.bottom, max(_SLACK, grid.falls))):
             promises[number] = promise
     return promises
 

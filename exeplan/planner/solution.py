@@ -138,8 +138,9 @@ def solve(request: PlanRequest, *, told: Told = SILENT) -> Solution:
         more = told.part(0.5, 1.0, "no plan, more GPUs")
         # More of the pipelines that were searched: larger ones hardly ever sustain more a GPU.
         largest = max(request.cluster.num_gpus, request.whole.gpus_per_node)
-        copies = partial(best, effort=Effort(largest=largest))
-        solve_again = copies if error.reached else best
+        # Of what is only advised a first replay decides.
+        effort = Effort(largest=largest if error.reached else None, close_ones=False)
+        solve_again = partial(best, effort=effort)
         raise with_more_gpus(error, problem, request.whole, solve_again, policies, more) from None
     return Solution(request=request, problem=request.problem(request.cluster), optimum=optimum, known=known)
 

@@ -23,6 +23,9 @@ class Knob:
 
     name: str
     values: tuple[int, ...]
+    falls: float = 0.0
+    """How far, relative, throughput and latency may yet fall on the way up, as far as is known: of falls that are not
+    declared the search finds only those that it meets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

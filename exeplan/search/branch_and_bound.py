@@ -8,9 +8,10 @@ latency, then first in the order of the grid). Where the algorithm is loose in p
   Thach 2005): each knob comes down to the last value that the lower-left corner can afford, and up to the first one
   with which the top-right corner can still win. That takes half to a tenth of the evaluations.
 - Its boxes share their edges, and it queues what is affordable as a whole. Here they are disjoint and shrink to points.
-- Fixed tolerances would list every point of a plateau. Here they are ceilings. The first pass has none. If the points
-  tried show dips (one above another has less throughput, or less load), another pass has the largest dip as its slack,
-  up to the tolerance, and tries a limited number of points more. The gap says what it left open.
+- Fixed tolerances would list every point of a plateau. Here they are ceilings. The first pass has none, but for falls
+  that a knob declares (`Knob.falls`): a few points show nothing of teeth that are narrower than what lies between them.
+  If the points tried show dips (one above another has less throughput, or less load), another pass has the largest dip
+  as its slack, up to the tolerance, and tries a limited number of points more. The gap says what it left open.
 - A dip above the tolerance (caches overflow, a prefill in every pass) breaks the bound itself: the corner may be worse
   than what lies below it. Then a pass before that one bounds a box by an estimate of the monotone envelope: the best of
   the corner and of the points 1, 2, 4, ... below it along each knob. That is a heuristic, as is the polish after each
@@ -49,15 +50,16 @@ def branch_and_bound(grid: Grid, tolerance: Slack, budget: int) -> tuple[float, 
 
     The gap is (largest throughput that a box left over could hold - best) / best, 0 when none is left over.
     """
-    gap = _pass(grid, Doubt(), budget)
+    used = declared = Slack(grid.falls, grid.falls)
+    gap = _pass(grid, Doubt(declared), budget)
     if grid.at_least and not _near(grid):
         return 0.0, Slack()
-    dips, used = grid.dips(), Slack()
-    steep = dips.throughput > tolerance.throughput
+    dips = grid.dips()
+    steep = dips.throughput > max(tolerance.throughput, grid.falls)
     limit = min(budget, len(grid.tried) + _allowance(grid))
     if steep:
-        gap = _pass(grid, Doubt(Slack(load=_capped(dips, tolerance).load), envelope=True), limit)
-    while (slack := _capped(dips, tolerance)) != used and len(grid.tried) < limit:
+        gap = _pass(grid, Doubt(Slack(load=_doubted(dips, declared, tolerance).load), envelope=True), limit)
+    while (slack := _doubted(dips, declared, tolerance)) != used and len(grid.tried) < limit:
         gap = _pass(grid, Doubt(slack, envelope=steep), limit)
         dips, used = grid.dips(), slack
     return (1 + gap) * (1 + slack.throughput) / (1 + used.throughput) - 1, dips
@@ -71,8 +73,12 @@ def _near(grid: Grid) -> bool:
     )
 
 
-def _capped(dips: Slack, tolerance: Slack) -> Slack:
-    return Slack(min(dips.throughput, tolerance.throughput), min(dips.load, tolerance.load))
+def _doubted(dips: Slack, declared: Slack, tolerance: Slack) -> Slack:
+    """The dips up to the tolerance, but no less than was declared."""
+    return Slack(
+        max(min(dips.throughput, tolerance.throughput), declared.throughput),
+        max(min(dips.load, tolerance.load), declared.load),
+    )
 
 
 def _allowance(grid: Grid) -> int:

@@ -71,6 +71,8 @@ class Grid:
         self.shape = tuple(len(knob.values) for knob in knobs)
         self.bottom: Index = (0,) * len(self.shape)
         self.top: Index = tuple(n - 1 for n in self.shape)
+        self.falls = max((knob.falls for knob in self.knobs), default=0.0)
+        """How far throughput and load may fall while a knob rises, as declared."""
         self.tried: dict[Index, Outcome] = {}
         self.best: Rank | None = None
 

@@ -1,8 +1,8 @@
 """Along one knob: how far a grid's limits reach, or that it cannot win, in a few trials.
 
-Relies on throughput, latency and memory rising along the knob, as `search_boxes` does: a point that breaks a limit and
-has less throughput than what is to beat ends the matter, as those above it break the limit too and those below it have
-even less throughput.
+Relies on throughput, latency and memory rising along the knob, as `branch_and_bound` does: a point that breaks a limit
+and has less throughput than what is to beat ends the matter, as those above it break the limit too and those below
+it have even less throughput.
 """
 
 import math

@@ -1,7 +1,7 @@
 """search(): the point of a grid with the most throughput whose latency and memory stay within their limits.
 
 It knows boxes, not policies: a policy's control variables are knobs, a schedule's estimate is an outcome. Throughput,
-latency and memory are expected to rise with every knob; `search_boxes` says what follows where they do not.
+latency and memory are expected to rise with every knob; `branch_and_bound` says what follows where they do not.
 'exhaustive' is the referee and relies on nothing, 'bayesian' is there to compare with. Choosing among policies is the
 caller's.
 """

@@ -1,5 +1,6 @@
 """On a cluster the search over all variants equals exhaustive search, and every placement fits."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from exeplan.planner.problem import Problem, make_problem
 from exeplan.planner.search_space import concave_ceiling, search_variants, variants
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.search.grid import Limits
 from exeplan.workload.files import load_workload
 
 A40 = load_cluster("a40")
@@ -37,6 +39,10 @@ def opt() -> Profile:
 @pytest.fixture(scope="module")
 def t5() -> Profile:
     return profile_of("t5-11b")
+
+
+def has_falls(policy: str) -> bool:
+    return any(knob.falls for knob in load_policy(policy).knobs(load_workload(SHORT), 8))
 
 
 def asked(profile: Profile, cluster: Cluster, bound: float, *, max_seqs: int | None = None) -> Problem:
@@ -78,6 +84,56 @@ def test_branch_and_bound_finds_the_exhaustive_optimum(policy: str, bound: float
     assert found[0].best is not None
     # Values between the listed ones may be better.
     assert found[0].best.outcome.throughput >= (1 - 1e-9) * everything[0].best.outcome.throughput
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bound"), [("normal:in=424,75,1000;out=15,7,45", 1.72), ("normal:in=312,175,1000;out=6,3,18", math.inf)]
+)
+def test_the_best_of_packed_batches_is_found_though_each_row_more_costs_throughput(
+    lengths: str, bound: float, opt: Profile
+) -> None:
+    """The best batch fills its rows; one of a request more, with a row more, has up to 19 % less throughput."""
+    whole = A40.part(4)
+    problem = make_problem(opt, load_workload(lengths), Bound(seconds=bound), cluster=whole, max_seqs=96)
+    found, everything = (
+        search_variants(problem, "concat", method=method, bound=bound) for method in ("branch-and-bound", "exhaustive")
+    )
+    assert found is not None
+    assert everything is not None
+    assert found[0].best is not None
+    assert everything[0].best is not None
+    assert found[0].best.outcome.throughput >= (1 - 1e-9) * everything[0].best.outcome.throughput
+
+
+def test_the_best_on_a_plateau_with_falls_is_found(t5: Profile) -> None:
+    """Between two sizes of the prefill batch the throughput of WAA goes up and down by a few parts in ten thousand."""
+    lengths = load_workload("normal:in=227,199,1000;out=13,6,39")
+    problem = make_problem(t5, lengths, Bound(seconds=math.inf), cluster=A40.part(2), max_seqs=96)
+    found, everything = (
+        search_variants(problem, "waa-m", method=method, bound=math.inf)
+        for method in ("branch-and-bound", "exhaustive")
+    )
+    assert found is not None
+    assert everything is not None
+    assert found[0].best is not None
+    assert found[0].best == everything[0].best
+    assert found[0].num_points < everything[0].num_points
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", [name for name in policy_names() if has_falls(name)])
+def test_throughput_and_latency_fall_no_further_than_a_policy_says(policy: str, seed: int, opt: Profile) -> None:
+    rng = np.random.default_rng(seed)
+    mean = int(rng.integers(3, 40))
+    lengths = f"normal:in={rng.integers(20, 600)},{rng.integers(5, 200)},1000;out={mean},{mean // 2},{3 * mean}"
+    problem = make_problem(opt, load_workload(lengths), Bound(seconds=1.0), cluster=A40.part(2), max_seqs=60)
+    (knob,) = load_policy(policy).knobs(problem.workload, problem.max_seqs)
+    for variant in variants(problem, load_policy(policy)):
+        grid = variant.grid(load_policy(policy), (knob,), Limits(1.0, 1.0))
+        for position in range(len(knob.values)):
+            grid((position,))
+        assert grid.dips().throughput <= knob.falls
+        assert grid.dips().load <= knob.falls
 
 
 def test_a_system_that_cannot_fork_finds_the_same_plan(opt: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

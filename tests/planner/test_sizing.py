@@ -12,7 +12,9 @@ from exeplan.cli import main
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
+from exeplan.planner import pipelines
 from exeplan.planner.pipelines import Optimum
+from exeplan.planner.replays import routed_estimate
 from exeplan.planner.sizing import Tried, fewest_gpus, never_worse, sizes, sizes_table, tried_size
 from exeplan.planner.solution import Solution
 from exeplan.progress import Told
@@ -86,6 +88,24 @@ def test_the_fewest_gpus_that_suffice_are_advised_and_suffice(folder: Path, caps
     assert main(command("--gpus", advised[1], *asked)) == 0
     capsys.readouterr()
     refusal(capsys, "--gpus", str(int(advised[1]) - 1), *asked)
+
+
+def test_what_is_only_advised_is_replayed_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[object] = []
+
+    def counted(*args: object, **options: object) -> object:
+        seeds.append(options["seed"])
+        return routed_estimate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipelines, "routed_estimate", counted)
+    load = ["--arrival-rate", "180", "--latency-bound", "70ms"]
+    assert "suffice" in refusal(capsys, *load, "--gpus", "1")
+    assert seeds
+    assert set(seeds) == {0}
+    assert main(command(*load, "--gpus", "auto")) == 0
+    assert len(set(seeds)) > 1
 
 
 def test_the_rate_that_a_refusal_names_is_sustained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies import load_policy
 from exeplan.scheduling.scheduler import Scheduler
+from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload
 
 PURE = Schedule("concat", {"rows": 2, "row_tokens": 12})
@@ -206,3 +208,12 @@ def test_wrong_schedules_are_named() -> None:
         load_policy("orca").check(Schedule("orca", {"max_num_seqs": 4, "eta_percent": 50}, "edf"))
     with pytest.raises(InputError, match="q_percent must lie between 1 and 99, found 100"):
         load_policy("orca").check(Schedule("orca", {"max_num_seqs": 4, "q_percent": 100}, "das"))
+
+
+def test_the_search_tries_all_small_batches_and_large_ones_a_64th_apart() -> None:
+    (knob,) = load_policy("concat").knobs(load_workload("S"), 1000)
+    small, gaps = np.asarray(knob.values[:-1]), np.diff(knob.values)
+    assert knob.values[:128] == tuple(range(1, 129))
+    assert knob.values[-1] == 1000
+    assert (gaps <= np.maximum(small / 64, 1)).all()
+    assert len(knob.values) < 128 + 3 * 64

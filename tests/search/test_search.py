@@ -16,9 +16,9 @@ from exeplan.search.search import Outcome, Slack, search
 class Table:
     """A search problem with everything tabulated: `values[throughput, latency or memory, *index]`."""
 
-    def __init__(self, values):
+    def __init__(self, values, falls=0.0):
         self.values = np.asarray(values, dtype=float)
-        self.knobs = tuple(Knob(f"k{i}", tuple(range(n))) for i, n in enumerate(self.values.shape[1:]))
+        self.knobs = tuple(Knob(f"k{i}", tuple(range(n)), falls) for i, n in enumerate(self.values.shape[1:]))
 
     def search(self, *, bound=math.inf, capacity=math.inf, **options):
         def evaluate(point):
@@ -176,6 +176,23 @@ def test_never_breaks_a_limit_and_never_tries_a_point_twice(table, latency, seed
     if result.best is not None:
         assert result.best.outcome.latency <= bound
         assert result.best.outcome.memory <= capacity
+
+
+@settings(max_examples=200, deadline=None)
+@given(rising_tables(), st.floats(0, 2), st.floats(0, 1.1), st.floats(0, 1.1), st.integers(0, 2**32 - 1))
+def test_agrees_with_trying_everything_where_falls_are_declared(table, falls, latency, memory, seed):
+    """However large: a few points show nothing of them."""
+    factors = np.random.default_rng(seed).uniform(1, 1 + falls * (1 - 1e-9), table.values.shape)
+    uneven = Table(table.values / factors, falls)
+    assert_agrees(uneven, bound=max(at(uneven, latency), 0.5), capacity=at(uneven, memory, axis=2))
+
+
+def test_declared_falls_cost_only_points_that_they_could_lift_to_the_best():
+    rising = np.arange(1.0, 1001)
+    result = assert_agrees(Table([rising, rising, rising], 0.25))
+    assert 200 <= result.num_points < 300
+    limited = assert_agrees(Table([rising, rising, rising], 0.25), bound=100.0)
+    assert limited.num_points < 80
 
 
 def test_the_exhaustive_method_tries_all():

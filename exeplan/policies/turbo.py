@@ -90,14 +90,16 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     sizes = np.array([group.size * group.times for group in groups])
     steps = max(len(group.law.survival) for group in groups)
     times, there, waited, begun = 0.0, np.zeros(steps), np.zeros(steps), 0
+    started = np.zeros(steps)
     for group, prefill, timed in zip(groups, prefills, points, strict=True):
         own, begun = len(group.law.survival), begun + len(timed)
         through = np.interp(np.arange(own), timed, decodes[begun - len(timed) : begun])
         times += group.times * float(prefill + group.law.max_survival(group.size) @ through)
         there[:own] += group.size * group.times * group.law.survival
         waited[:own] += group.size * group.times * group.law.survival * through
+        started[:own] += group.size * group.times * group.law.survival * prefill
     own_prefill = float(sizes @ prefills) / float(sizes.sum())
-    ends = own_prefill + np.cumsum(waited / np.maximum(there, 1e-300))
+    ends = started / np.maximum(there, 1e-300) + np.cumsum(waited / np.maximum(there, 1e-300))
     return Steady(
         cycle=cycle,
         seconds=clock.seconds(cycle),

@@ -54,8 +54,8 @@ def profile_model(
     """Measures the model and writes the profile to `output`, after every round and at the end.
 
     `captured` times decode iterations as captured graphs, the default on a GPU. With several devices the profile also
-    has shards of layers, links, contention and control. An unfinished profile in `output` is resumed when it was made
-    for the same model, dtype, device and versions. Raises InputError for what cannot be measured, and
+    has shards of layers, links, control and bursts on workers. An unfinished profile in `output` is resumed when it was
+    made for the same model, dtype, device and versions. Raises InputError for what cannot be measured, and
     KeyboardInterrupt with a sentence on interruption.
     """
     started = time.monotonic()

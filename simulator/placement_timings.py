@@ -54,8 +54,6 @@ class PlacementTimings:
         multi_device = sum(stage.tensor_parallel_size for stage in self.placement) > 1
         sizes = {stage.tensor_parallel_size for stage in self.placement}
         self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
-        self.slowdown = max(self.timings.slowdown(size) for size in sizes) if multi_device else 1.0
-        """Of a device while all of its host compute, over its time alone; of the size of stage that suffers most."""
         self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
         self.control = self.timings.control if multi_device else None
         one_object: dict[StageKind, StageKind] = {}

@@ -72,11 +72,11 @@ class Timings:
         return Shard(_times(self.rows, slower), size, prefill_factor=self.profile.prefill_calibration)
 
     def slowdown(self, size: int) -> float:
-        """A device's time while all devices of its host compute, over its time alone; 1 where it was not measured."""
+        """A device's time in a plan for several, over that in a process alone; 1 where it was not measured."""
         passes = [m for m in self.rows if m.op == "pass"]
         nearest = max((m.tensor_parallel_size for m in passes if m.tensor_parallel_size <= size), default=size)
         found = {m.phase: m.seconds for m in passes if m.tensor_parallel_size == nearest}
-        return max(found["together"] / found["alone"], 1.0) if len(found) == 2 else 1.0
+        return found["together"] / found["alone"] if len(found) == 2 else 1.0
 
     def _all_reduce(self, size: int, link: str) -> Curve | None:
         rows = [m for m in self.rows if (m.op, m.phase, m.tensor_parallel_size) == ("all_reduce", link, size)]

@@ -156,13 +156,6 @@ def _one_thread(plan: "Plan") -> bool:
     return plan.num_threads == 1 and workers == 1 and (plan.device or "cpu") == "cpu"
 
 
-def _slowdown(plan: "Plan", profile: "Profile") -> float:
-    from exeplan.planner.load_problem import plan_cluster
-    from exeplan.simulator.placement_timings import PlacementTimings
-
-    return PlacementTimings(profile, plan.placement, plan_cluster(plan, profile)).slowdown
-
-
 def _why_no_reference(plan: "Plan") -> str:
     from exeplan.runner.compute.reference_passes import why_none
 
@@ -259,7 +252,7 @@ def _play(
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
     with closing(build_engine(setup)) as engine:
         passes = profile.reference_passes if profile else ()
-        reference = engine.reference_passes(passes, slowdown=_slowdown(plan, profile) if profile else 1.0)
+        reference = engine.reference_passes(passes)
         played = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference)
     return played.records, played
 

@@ -31,7 +31,6 @@ from exeplan.core.layer_costs import activation_bytes
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Stage
 from exeplan.profiler.measuring.device import synchronize
-from exeplan.profiler.multi_device.contention import contention_rows, pass_times
 from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import activation_dtype
@@ -60,8 +59,6 @@ def link_rows(job: RankJob) -> tuple[Measurement, ...]:
     """A row for each number of tokens. Raises ChildProcessError when a rank fails."""
     with _ranks(job) as channels:
         answers = _answers(channels, job)
-    if job.op == "pass":
-        return contention_rows(job, answers)
     rows = []
     for number, tokens in enumerate(job.num_tokens):
         means = [_mean([answer[number][turn] for answer in answers], job.op) for turn in range(_ROUNDS)]
@@ -309,4 +306,4 @@ def _compute(device: torch.device) -> None:
     synchronize(device)
 
 
-_TIMERS = {"all_reduce": _sums, "send": _sends, "pass": pass_times}
+_TIMERS = {"all_reduce": _sums, "send": _sends}

@@ -1,4 +1,4 @@
-"""The measurements that a plan for several devices needs beyond one device: shards, links, contention and control.
+"""The measurements that a plan for several devices needs beyond one device: shards, links, control and bursts.
 
 Each step gets its share of the remaining time and is written at once, so that an interrupted run resumes with the steps
 that its file lacks.
@@ -23,6 +23,7 @@ from exeplan.profiler.multi_device.control import control_rows
 from exeplan.profiler.multi_device.links import link_rows
 from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
+from exeplan.profiler.multi_device.worker_passes import WORKER_SLOTS, WorkerPlan, pass_rows
 from exeplan.progress import Progress
 from exeplan.runner.compute.reference_passes import with_own_weights
 
@@ -87,11 +88,8 @@ class MultiDeviceProfiler:
                 for t in degrees
             ),
             MeasuringStep("sends", "send", 1, 0.5, partial(self._link, "send", 2)),
-            *(
-                MeasuringStep(f"passes at once, {t}", "pass", t, 1.0, partial(self._pass, t))
-                for t in self._shared(degrees)
-            ),
             MeasuringStep("control", "control", 1, 1.0, partial(self._control, degrees)),
+            *(MeasuringStep(f"bursts of {t}", "pass", t, 1.5, partial(self._pass, t)) for t in self._shared(degrees)),
         ]
 
     def _shard(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
@@ -129,23 +127,15 @@ class MultiDeviceProfiler:
         )
 
     def _shared(self, degrees: tuple[int, ...]) -> tuple[int, ...]:
-        """Degrees at which devices contend: CPUs share their memory, GPUs do not."""
+        """Degrees at which workers run bursts: CPUs share their memory and caches, GPUs do not."""
         return (1, *degrees) if torch.device(self.device).type == "cpu" else ()
 
     def _pass(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
-        return link_rows(
-            RankJob(
-                op="pass",
-                size=size if size > 1 else self.num_devices,
-                spec=self.work.spec,
-                dtype=self.work.dtype,
-                device=self.device,
-                num_threads=torch.get_num_threads(),
-                num_tokens=(),
-                seconds=seconds,
-                split=size > 1,
-            )
-        )
+        spec, devices = self.work.spec, range(self.num_devices)
+        stages = [tuple(range(size))] if size > 1 else [(number,) for number in devices[: spec.num_layers]]
+        longest = min(self.reach.max_prompt, spec.max_context)
+        plan = WorkerPlan(spec=spec, stages=stages, slots=min(WORKER_SLOTS, self.reach.max_seqs), longest=longest)
+        return pass_rows(known, plan, num_threads=torch.get_num_threads(), seconds=seconds)
 
     def _control(self, degrees: tuple[int, ...], known: Profile, seconds: float) -> tuple[Measurement, ...]:
         spec, most = self.work.spec, self.reach.max_seqs

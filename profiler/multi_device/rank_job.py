@@ -1,6 +1,6 @@
 """The job of a group of ranks that time together.
 
-Not here: how they time it (`links.py`, `contention.py`).
+Not here: how they time it (`links.py`).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from exeplan.core.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """A job for a group of ranks: time `all_reduce`, `send` from the first to the second of two, or a whole `pass`."""
+    """A job for a group of ranks: time `all_reduce`, or `send` from the first to the second of two."""
 
     op: str
     size: int
@@ -22,5 +22,3 @@ class RankJob:
     """Numbers of tokens whose hidden states are summed or sent."""
     seconds: float = 0.0
     """Approximate total; sends are short and their number is fixed."""
-    split: bool = False
-    """For a `pass`: ranks split every layer (tensor parallel) instead of sharing the layers out."""

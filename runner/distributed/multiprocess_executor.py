@@ -184,8 +184,8 @@ class MultiprocessExecutor:
         command = RestoreKV(freed=self._flush(self.phases[0]), path=path, regions=placed, new=new)
         self._gather(self._ranks[self.phases[0]], command, KVRestored)
 
-    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
-        return WorkerReferencePasses(self, passes, slowdown=slowdown) if self._setup.engine.device == "cpu" else None
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:
+        return WorkerReferencePasses(self, passes) if self._setup.engine.device == "cpu" else None
 
     def prepare_reference(self, passes: Sequence[ReferencePass]) -> None:
         """Has all workers make what they need for these passes, while no batch is in flight."""

@@ -48,12 +48,11 @@ class WorkerReferencePasses:
 
     at_once = False
 
-    def __init__(self, executor: Workers, passes: Sequence[ReferencePass], *, slowdown: float) -> None:
-        """`slowdown` is of a device while all devices of its host compute, as in the profile's plans."""
-        self.passes = tuple(replace(one, seconds=one.seconds * slowdown) for one in passes)
+    def __init__(self, executor: Workers, passes: Sequence[ReferencePass]) -> None:
+        self.passes = tuple(passes)
         self.samples: list[SpeedSample] = []
-        self._executor, self._asked = executor, tuple(passes)
-        executor.prepare_reference(self._asked)
+        self._executor = executor
+        executor.prepare_reference(self.passes)
         executor.on_reference = self._take
         self._round: _Round | None = None
 
@@ -64,7 +63,7 @@ class WorkerReferencePasses:
         if before and known and (now < before.began + every or len(before.ran) < executor.num_workers):
             return False
         self._round = _Round(executor.num_generations, now)
-        executor.repeat_reference(self._asked)
+        executor.repeat_reference(self.passes)
         return True
 
     def speed_from(self, began: float) -> MachineSpeed:

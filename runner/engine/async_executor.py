@@ -69,7 +69,7 @@ class AsyncExecutor(SingleDevice):
     def pending(self) -> bool:
         return bool(self._launched)
 
-    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:
         """None: they would wait for the batches that are queued."""
         return None
 

@@ -270,12 +270,9 @@ class Engine:
                 self._scheduler.add(request)
         return outputs
 
-    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float = 1.0) -> RepeatedPasses | None:
-        """To be repeated between steps; None without any, or where an executor cannot tell what they took.
-
-        `slowdown` is of a device while all devices of its host compute, as in the profile.
-        """
-        return self._executor.reference_passes(passes, slowdown=slowdown) if passes else None
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:
+        """To be repeated between steps; None without any, or where an executor cannot tell what they took."""
+        return self._executor.reference_passes(passes) if passes else None
 
     def wake(self) -> None:
         """Makes a waiting `step` return; any thread may call it."""

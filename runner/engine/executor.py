@@ -76,10 +76,10 @@ class Executor(Protocol):
     def wake(self) -> None:
         """Makes a waiting `results` return; any thread may call it."""
 
-    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:
         """Repeats these on its devices, between batches; None where that would say nothing of their speed.
 
-        `slowdown` is of a device while all devices of its host compute. No batch is in flight.
+        No batch is in flight.
         """
 
     def release(self, request_id: str) -> None:
@@ -154,7 +154,7 @@ class InProcessExecutor(SingleDevice):
     def start(self, batch: Batch) -> None:
         self._batch = batch
 
-    def reference_passes(self, passes: Sequence[ReferencePass], *, slowdown: float) -> RepeatedPasses | None:
+    def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:
         return ReferencePasses(self.runner, passes) if self.runner.device.type == "cpu" else None
 
     def results(self) -> Sequence[BatchDone]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError
+from exeplan.profiler.multi_device import worker_passes
 from exeplan.profiler.multi_device.multi_device import check_num_devices
+from exeplan.profiler.multi_device.worker_passes import WorkerPlan, pass_rows
 from exeplan.profiler.profile_model import profile_model
+from exeplan.runner.load import Load
 from exeplan.simulator.cost import CostModel
 
 CONFIG = {
@@ -108,3 +112,32 @@ def test_what_is_not_there_is_said() -> None:
         check_num_devices(tiny(num_hidden_layers=1, num_attention_heads=1), 2, CPU, 1)
     assert "share" in check_num_devices(tiny(), 4, CPU, 1000)
     assert check_num_devices(tiny(), 1, CPU, 1000) == ""
+
+
+@pytest.mark.parametrize("stages", [[(0,), (1,)], [(0, 1)]], ids=["pipeline", "tensor parallel"])
+@pytest.mark.parametrize("factor", [0.8, 1.7])
+def test_bursts_have_the_factor_with_which_their_replay_takes_as_long(
+    factor: float, stages: list[tuple[int, ...]], profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = WorkerPlan(spec=profile.model, stages=stages, slots=3, longest=64)
+    engine = SimpleNamespace(reference_passes=lambda passes: None, close=lambda: None)
+    monkeypatch.setattr(worker_passes, "build_engine", lambda setup: engine)
+
+    def played(engine: object, load: Load, **options: object) -> SimpleNamespace:
+        slowed = worker_passes._slowed(profile, plan.size, factor)
+        ended = worker_passes._end(worker_passes._replayed(slowed, plan, load))
+        return SimpleNamespace(end=lambda seconds: ended, profile_seconds=lambda one_thread: None)
+
+    monkeypatch.setattr(worker_passes, "play_engine", played)
+    alone, together = pass_rows(profile, plan, num_threads=1, seconds=0.0)
+    assert (alone.phase, together.phase, alone.tensor_parallel_size) == ("alone", "together", plan.size)
+    assert together.seconds / alone.seconds == pytest.approx(factor, rel=0.03)
+    assert together.repeats == 2
+
+
+def test_the_bursts_slow_down_plans_for_several_devices_only(profile: Profile) -> None:
+    batch = Batch(decode=(SequenceState(request_id="0", num_prompt_tokens=8, max_output_tokens=1, num_blocks=1),))
+    pipeline = (Stage(devices=(0,), layers=(0, 1)), Stage(devices=(1,), layers=(1, 2)))
+    for placement, slower in ((None, False), (pipeline, True)):
+        times = [CostModel(worker_passes._slowed(profile, 1, f), placement).batch_seconds(batch) for f in (1.0, 2.0)]
+        assert (times[1] > times[0]) is slower

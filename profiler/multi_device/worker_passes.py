@@ -1,0 +1,152 @@
+"""Passes of worker processes: how much longer they take than the sum of their parts, which one process measured.
+
+Workers share memory, caches and power; a stage that waits for another finds its weights gone from the cache; and each
+prepares its own part of a pass. So bursts of real load run on workers, as `measuring/calibrate.py` has them run in one
+process, and their replay says what the parts add up to: the ratio of a device's seconds slows down every plan for
+several devices. Other programs are taken out by the workers' reference passes.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
+from exeplan.core.model import ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Placement, Schedule
+from exeplan.planner.layouts import placed
+from exeplan.runner.engine_process.build import build_engine, engine_setup
+from exeplan.runner.load import Load, play_engine
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
+
+WORKER_SLOTS = 16
+"""Of a micro-batch."""
+_REQUESTS = 6
+"""A slot, in a burst."""
+_LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 5
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """Orca on workers: one tensor-parallel stage of several devices, or a pipeline with a micro-batch a stage."""
+
+    spec: ModelSpec
+    stages: Sequence[tuple[int, ...]]
+    slots: int
+    """Of a micro-batch."""
+    longest: int
+    """Tokens of a sequence."""
+
+    @property
+    def size(self) -> int:
+        return len(self.stages[0])
+
+    @property
+    def placement(self) -> Placement:
+        layers, stages = self.spec.num_layers, len(self.stages)
+        shares = [layers // stages + (number < layers % stages) for number in range(stages)]
+        return placed(self.spec, self.stages, shares)
+
+    @property
+    def schedule(self) -> Schedule:
+        stages = len(self.stages)
+        return Schedule("orca", {"max_num_seqs": self.slots * stages, "micro_batches": stages})
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and of the longest output."""
+        return min(_LONGEST_PROMPT, self.longest // 2), min(_LONGEST_OUTPUT, self.longest // 3)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.slots * len(self.stages) * num_blocks_for(sum(self.limits) + 1)
+
+    def load(self, seed: int) -> Load:
+        """Requests of evenly drawn lengths, all at once."""
+        draw, number = random.Random(seed), _REQUESTS * self.slots * len(self.stages)
+        inputs, outputs = ([draw.randint(1, most) for _ in range(number)] for most in self.limits)
+        return Load(input_tokens=np.array(inputs), output_tokens=np.array(outputs), seed=seed)
+
+
+def pass_rows(known: Profile, plan: WorkerPlan, *, num_threads: int, seconds: float) -> tuple[Measurement, ...]:
+    """The rows `alone`, the mean pass of the bursts as the profile's parts add up to it, and `together`, as they ran.
+
+    `known` has all other rows that the placement needs.
+    """
+    ended = time.monotonic() + seconds
+    setup = engine_setup(
+        Plan(
+            model=plan.spec.name,
+            schedule=plan.schedule,
+            placement=plan.placement,
+            dtype=known.dtype,
+            kv_dtype=known.kv_dtype,
+            device="cpu",
+            num_threads=num_threads,
+            kv_cache_tokens=plan.num_blocks * BLOCK_SIZE,
+        ),
+        plan.spec,
+        dummy_weights=True,
+    )
+    factors, alone = list[float](), list[float]()
+    with closing(build_engine(setup)) as engine:
+        reference = engine.reference_passes(known.reference_passes)
+        while len(factors) < _LEAST_ROUNDS or (len(factors) < _MOST_ROUNDS and time.monotonic() < ended):
+            load = plan.load(len(factors))
+            run = play_engine(engine, load, vocab_size=plan.spec.vocab_size, reference=reference)
+            once, twice = (_replayed(_slowed(known, plan.size, factor), plan, load) for factor in (1.0, 2.0))
+            parts, device = _end(once), _end(twice) - _end(once)
+            factors.append(1.0 + (run.end(run.profile_seconds(one_thread=False)) - parts) / device)
+            alone.append(parts / once.num_passes)
+    return _rows(plan, statistics.median(alone), factors)
+
+
+def _rows(plan: WorkerPlan, alone: float, factors: Sequence[float]) -> tuple[Measurement, ...]:
+    factor = min(max(statistics.median(factors), _LEAST_FACTOR), _MOST_FACTOR)
+    spread = (max(factors) - min(factors)) / 2 / factor
+    context = plan.slots * (sum(plan.limits) // 2)
+    return tuple(
+        Measurement(
+            op="pass",
+            phase=phase,
+            num_seqs=plan.slots,
+            context_tokens=context,
+            tensor_parallel_size=plan.size,
+            seconds=float(f"{seconds:.4g}"),
+            spread=float(f"{spread:.3g}"),
+            repeats=len(factors),
+        )
+        for phase, seconds in (("alone", alone), ("together", alone * factor))
+    )
+
+
+def _slowed(known: Profile, size: int, factor: float) -> Profile:
+    """The profile with its devices so many times slower where several compute."""
+    rows = [m for m in known.measurements if m.op != "pass"]
+    alone = Measurement(op="pass", phase="alone", num_seqs=1, context_tokens=1, tensor_parallel_size=size, seconds=1.0)
+    rows += [alone, replace(alone, phase="together", seconds=factor)]
+    return replace(known, measurements=tuple(rows))
+
+
+def _replayed(profile: Profile, plan: WorkerPlan, load: Load) -> Run:
+    return replay(
+        plan.schedule,
+        CostModel(profile, plan.placement),
+        input_tokens=load.input_tokens,
+        output_tokens=load.output_tokens,
+        num_blocks=plan.num_blocks,
+    )
+
+
+def _end(run: Run) -> float:
+    return float(run.requests.last_tokens.max())

@@ -426,8 +426,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/chunked.py",
-        "own.completed * groups / round_",
-        "own.completed / round_",
+        "own.completed * groups / round_,\n        latency=lambda output_tokens: first + (np",
+        "own.completed / round_,\n        latency=lambda output_tokens: first + (np",
         "chunked prefill counts one group of many",
         (FORESIGHT,),
     ),
@@ -440,9 +440,9 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/policies/concat.py",
-        "held.requests - 1, 0)",
-        "held.requests, 0)",
-        "a slot's other requests include the one asked about",
+        "rows = (held.shares * number) @",
+        "rows = held.shares @",
+        "a slot of several requests is one row",
         ("tests/policies/test_concat_slots.py",),
     ),
     Mutant(

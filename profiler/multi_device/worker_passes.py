@@ -130,6 +130,16 @@ def _rows(plan: WorkerPlan, alone: float, factors: Sequence[float]) -> tuple[Mea
     )
 
 
+def remark(rows: Sequence[Measurement]) -> str:
+    """What a pair of rows says, and whether a limit stands in for what was measured."""
+    alone, together = rows
+    factor = together.seconds / alone.seconds
+    said = f"passes on workers take {factor:.3f} times the sum of their parts (+-{together.spread:.1%})"
+    if _LEAST_FACTOR * 1.001 < factor < _MOST_FACTOR * 0.999:
+        return said
+    return f"{said}, a limit: the bursts were beyond it, as beside other programs; profile again"
+
+
 def _slowed(known: Profile, size: int, factor: float) -> Profile:
     """The profile with its devices so many times slower where several compute."""
     rows = [m for m in known.measurements if m.op != "pass"]

@@ -90,8 +90,7 @@ class PlanSwitch:
 
 
 class Engine:
-    """Runs one schedule on one executor. `last_step` describes the latest finished batch, `last_steps` those that the
-    latest call of `step` finished."""
+    """Runs one schedule on one executor. `last_steps` describes the batches that the latest call of `step` finished."""
 
     def __init__(
         self,
@@ -103,7 +102,6 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.num_blocks = num_blocks
-        self.last_step: StepRecord | None = None
         self.last_steps: tuple[StepRecord, ...] = ()
         self._executor, self._schedule, self._clock = executor, schedule, clock
         self._spec = executor.spec
@@ -361,8 +359,7 @@ class Engine:
         """Delivers the tokens of a batch that has run. A request that was dropped meanwhile gets none."""
         batch, end = done.batch, self._clock()
         requests = {request.request_id: request for request in as_requests(batch.prefill + batch.decode)}
-        self.last_step = replace(self._begun.pop(id(batch))[1], end=end)
-        self.last_steps += (self.last_step,)
+        self.last_steps += (replace(self._begun.pop(id(batch))[1], end=end),)
         if self._executor.async_scheduling:
             self._begin_next(end)
         else:

@@ -7,15 +7,14 @@ as they come and wait in the job that they belong to, so a slow HTTP client dela
 import asyncio
 import itertools
 import math
-import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
 from exeplan.errors import InputError
+from exeplan.runner.ipc.child_process import start_child
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     ENGINE_EVENTS,
@@ -145,16 +144,12 @@ class EngineClient:
         """
         first = frame(setup)
         ours, theirs = socket.socketpair()
-        # The child looks modules up where this process does, and not in the working directory.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = (sys.executable, "-P", "-m", "exeplan.runner.engine_process.process", str(theirs.fileno()))
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *command,
+            process = await start_child(
+                "exeplan.runner.engine_process.process",
+                str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
-                env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
             )
         client = cls(process, await asyncio.open_unix_connection(sock=ours), numbers or itertools.count(1))
         client._writer.write(first)

@@ -187,7 +187,7 @@ class _EngineLoop:
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
-            self._send(IterationDone(events=events, stats=_stats(self._engine, ran=bool(outputs))))
+            self._send(IterationDone(events=events, stats=_stats(self._engine)))
 
     def _take(self, command: Command, arrival: float, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""
@@ -300,17 +300,17 @@ def _event(output: "Output", arrival: float) -> Event:
     )
 
 
-def _stats(engine: "Engine", *, ran: bool) -> Stats:
-    step = engine.last_step if ran else None
+def _stats(engine: "Engine") -> Stats:
+    """After a step: several batches of a pipeline may have ended in it, or none."""
     return Stats(
         num_waiting=engine.num_waiting,
         num_running=engine.num_running,
         free_blocks=engine.free_blocks,
         num_blocks=engine.num_blocks,
         num_preemptions=engine.num_preemptions,
-        iteration_tokens=step.num_new_tokens if step else 0,
-        num_prefill=step.num_prefill if step else 0,
-        num_decode=step.num_decode if step else 0,
+        iteration_tokens=sum(step.num_new_tokens for step in engine.last_steps),
+        num_prefill=sum(step.num_prefill for step in engine.last_steps),
+        num_decode=sum(step.num_decode for step in engine.last_steps),
     )
 
 

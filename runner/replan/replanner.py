@@ -14,8 +14,6 @@ Not here: routes and signals (`exeplan.runner.server`), when a plan is better (`
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +30,7 @@ from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
 from exeplan.planner.plan_diff_text import diff_text
 from exeplan.runner.engine_process.client import EngineClient, EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
+from exeplan.runner.ipc.child_process import start_child
 from exeplan.runner.ipc.frames import frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REPLIES,
@@ -307,17 +306,8 @@ class _AdvisorProcess:
 
     @classmethod
     async def start(cls) -> "_AdvisorProcess":
-        command = (sys.executable, "-P", "-m", "exeplan.runner.replan.advisor")
-        pipe = asyncio.subprocess.PIPE
-        return cls(
-            await asyncio.create_subprocess_exec(
-                *command,
-                stdin=pipe,
-                stdout=pipe,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        )
+        pipe, threads = asyncio.subprocess.PIPE, {"OMP_NUM_THREADS": "1"}
+        return cls(await start_child("exeplan.runner.replan.advisor", environment=threads, stdin=pipe, stdout=pipe))
 
     async def ask(self, request: AdvisorRequest) -> AdvisorReply:
         """The reply. Raises TimeoutError where it takes too long, EOFError where the process has ended."""

@@ -7,12 +7,11 @@ command at a time, in the order in which they came. One that takes longer than `
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import sys
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from exeplan.runner.ipc.child_process import start_child
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     READER_ANSWERS,
@@ -186,16 +185,12 @@ class _Reader:
 async def _started(setup: ReaderSetup) -> _Connection:
     """Raises OSError or asyncio.IncompleteReadError where it does not come up; nothing is left of it then."""
     ours, theirs = socket.socketpair()
-    # The child looks modules up where this process does, and not in the working directory.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = (sys.executable, "-P", "-m", "exeplan.runner.server.reader_process", str(theirs.fileno()))
     with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *command,
+        process = await start_child(
+            "exeplan.runner.server.reader_process",
+            str(theirs.fileno()),
             pass_fds=[theirs.fileno()],
-            env=environment,
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
         )
     connection = _Connection(process, *await asyncio.open_unix_connection(sock=ours))
     try:

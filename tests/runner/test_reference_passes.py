@@ -18,6 +18,8 @@ from exeplan.runner.fidelity.pass_comparison import compare_passes
 from exeplan.runner.load import AFTER_CUT, EngineRun, Load, cut_at, play_engine
 from exeplan.simulator.run import PassRecord
 
+from .recorded import recorded
+
 PASSES = canonical_passes(num_layers=2, longest=64)
 LOAD = Load(input_tokens=np.array([5, 9, 3, 7]), output_tokens=np.array([9, 1, 16, 12]))
 
@@ -61,15 +63,7 @@ def test_an_encoder_decoder_model_has_them_too() -> None:
 
 def test_tokens_are_the_same_with_and_without(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exeplan.runner.compute.reference_passes.EVERY_SECONDS", 0.0)
-    outputs = []
-    step = engine.step
-
-    def watched() -> list:
-        found = step()
-        outputs[-1] += [(output.request_id, tuple(output.token_ids)) for output in found]
-        return found
-
-    monkeypatch.setattr(engine, "step", watched)
+    outputs = recorded(engine, monkeypatch)
     for passes in ((), PASSES):
         outputs.append([])
         reference = engine.reference_passes(passes)

@@ -133,6 +133,13 @@ def test_bursts_have_the_factor_with_which_their_replay_takes_as_long(
     assert (alone.phase, together.phase, alone.tensor_parallel_size) == ("alone", "together", plan.size)
     assert together.seconds / alone.seconds == pytest.approx(factor, rel=0.03)
     assert together.repeats == 2
+    assert "limit" not in worker_passes.remark((alone, together))
+
+
+def test_a_factor_beyond_its_limits_is_told() -> None:
+    rows = worker_passes._rows(WorkerPlan(spec=tiny(), stages=[(0, 1)], slots=3, longest=64), 0.01, [9.0, 11.0])
+    assert worker_passes.remark(rows).startswith("passes on workers take 4.000 times the sum of their parts")
+    assert "a limit" in worker_passes.remark(rows)
 
 
 def test_the_bursts_slow_down_plans_for_several_devices_only(profile: Profile) -> None:

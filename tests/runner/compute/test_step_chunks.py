@@ -155,6 +155,6 @@ def test_a_step_takes_no_more_tokens_than_the_budget(checkpoint):
     steps = []
     while engine.has_work:
         engine.step()
-        steps.append(replace(engine.last_step, start=0.0, end=0.0))
+        steps += [replace(step, start=0.0, end=0.0) for step in engine.last_steps]
     assert max(step.num_new_tokens for step in steps) == 16
     assert sum(step.num_new_tokens - step.num_decode for step in steps) == 6 * 39

@@ -21,6 +21,8 @@ from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.ipc.messages import ReferenceRan
 from exeplan.runner.load import Load, _share_of, play_engine
 
+from ..recorded import recorded
+
 PASSES = canonical_passes(num_layers=1, longest=32)
 LOAD = Load(input_tokens=np.array([5, 9, 3, 7]), output_tokens=np.array([9, 1, 16, 12]))
 PIPELINE = Plan(
@@ -38,16 +40,8 @@ def run_on(engine: Engine) -> None:
 
 def test_two_workers_repeat_them_between_their_batches_and_the_tokens_are_the_same(monkeypatch) -> None:
     monkeypatch.setattr(WorkerReferencePasses.repeat_if_due, "__defaults__", (0.0,))
-    outputs = []
     with closing(build_engine(engine_setup(PIPELINE, load_model_spec("demo"), dummy_weights=True))) as engine:
-        step = engine.step
-
-        def watched() -> list:
-            found = step()
-            outputs[-1] += [(output.request_id, tuple(output.token_ids)) for output in found]
-            return found
-
-        monkeypatch.setattr(engine, "step", watched)
+        outputs = recorded(engine, monkeypatch)
         for passes in ((), PASSES):
             outputs.append([])
             reference = engine.reference_passes(passes)

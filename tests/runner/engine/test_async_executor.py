@@ -135,7 +135,8 @@ def test_the_next_batch_is_started_before_the_tokens_of_the_running_one_are_read
         under_way.append(executor.pending)
     assert [output.num_output_tokens for output in outputs] == [1, 2, 3, 4]
     assert under_way == [True, True, True, False]
-    times = [(engine.last_step.start <= engine.last_step.end), *(output.start <= output.time for output in outputs)]
+    (last,) = engine.last_steps
+    times = [last.start <= last.end, *(output.start <= output.time for output in outputs)]
     assert all(times)
 
 

@@ -174,7 +174,7 @@ def test_static_batches_deliver_at_once_and_leave_together(runner):
         [("1", None)],
         [("1", "length")],
     ]
-    assert (engine.last_step.num_decode, engine.num_running, engine.free_blocks) == (2, 0, 64)
+    assert (engine.last_steps[-1].num_decode, engine.num_running, engine.free_blocks) == (2, 0, 64)
 
 
 # The end of a request
@@ -372,10 +372,10 @@ def test_a_step_is_recorded(runner):
     engine = Engine(InProcessExecutor(runner), SCHEDULES["orca"], num_blocks=64, clock=lambda: float(next(times)))
     engine.add(request("a", [1, 2, 3], greedy()))
     (first,) = engine.step()
-    assert engine.last_step == StepRecord(0.0, 1.0, 1, 0, 3, 0)
+    assert engine.last_steps == (StepRecord(0.0, 1.0, 1, 0, 3, 0),)
     engine.add(request("b", [1, 2], greedy()))
     second = engine.step()
-    assert engine.last_step == StepRecord(2.0, 3.0, 1, 1, 3, 4)
+    assert engine.last_steps == (StepRecord(2.0, 3.0, 1, 1, 3, 4),)
     assert [(o.request_id, o.start, o.time, o.first) for o in (first, *second)] == [
         ("a", 0.0, 1.0, True),
         ("b", 2.0, 3.0, True),
@@ -406,5 +406,5 @@ def test_when_all_have_expired_nothing_is_computed(runner):
     for name, prompt in zip("abc", prompts(3), strict=True):
         engine.add(Request(request_id=name, prompt_token_ids=prompt, sampling=greedy(), deadline=0.0))
     assert [output.finish_reason for output in engine.step()] == ["expired"] * 3
-    assert engine.last_step is None
+    assert engine.last_steps == ()
     assert not engine.has_work

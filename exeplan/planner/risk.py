@@ -11,7 +11,6 @@ needs no larger margin. Not here: prediction (`simulator/`),
 and changes of the traffic since (`exeplan/drift`).
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from exeplan.errors import InputError
-from exeplan.files import read_text
+from exeplan.files import read_json_value
 
 QUANTITIES = ("latency", "ttft", "tpot")
 """Quantities with an error law. Every bound on whole requests is on `latency`."""
@@ -98,12 +97,7 @@ def load_errors(path: Path) -> dict[str, ErrorLaw]:
     A list of {"predicted": {"latency": 1.9, ...}, "measured": {"latency": 2.0, ...}}, in seconds, or a record of
     `benchmarks/fidelity/one_device.py`. Raises InputError naming what is wrong.
     """
-    try:
-        body = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
-    except RecursionError:
-        raise InputError(f"{path} is not valid JSON: nested too deeply") from None
+    body = read_json_value(path)
     ratios: dict[str, list[float]] = {}
     for number, pair in enumerate(_pairs(body, path), 1):
         for name in QUANTITIES:

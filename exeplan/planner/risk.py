@@ -145,6 +145,6 @@ def _ratio(pair: ErrorPair, name: str, where: str) -> float | None:
     if predicted is None or measured is None:
         return None
     for value in (predicted, measured):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise InputError(f"{where}: {name} must be a positive number of seconds, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e9:
+            raise InputError(f"{where}: {name} must be seconds between 1e-9 and 1e9, found {value!r}")
     return float(measured / predicted)

@@ -69,7 +69,7 @@ def check_risk(risk: float) -> float:
 def error_law(ratios: Sequence[float], source: str) -> ErrorLaw:
     """The law of measured / predicted ratios, each above 0. Raises InputError for fewer than two."""
     if len(ratios) < 2:
-        raise InputError(f"{source}: {len(ratios)} errors say nothing about their spread; at least 2 are needed")
+        raise InputError(f"{source}: {len(ratios)} of the at least 2 errors that a spread needs")
     logs = np.sort(np.log(np.asarray(ratios, dtype=float)))
     n = len(logs)
     spread = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / n)
@@ -105,7 +105,10 @@ def load_errors(path: Path) -> dict[str, ErrorLaw]:
                 ratios.setdefault(name, []).append(ratio)
     if not ratios:
         raise InputError(f"{path} pairs no predicted with a measured {', '.join(QUANTITIES)}")
-    return {name: error_law(found, f"{len(found)} pairs in {path.name}") for name, found in ratios.items()}
+    return {
+        name: error_law(found, f"{len(found)} pair{'s' * (len(found) > 1)} in {path.name}")
+        for name, found in ratios.items()
+    }
 
 
 def parse_risk(text: str) -> float:

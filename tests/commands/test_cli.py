@@ -224,7 +224,7 @@ def test_optimize_answers_a_mistake_in_one_sentence(
         (simulate("nothing.yaml"), "no file nothing.yaml"),
         (simulate("."), ". is a directory, not a file"),
         (simulate("p.json"), "p.json: unknown field 'calibration'; a plan has"),
-        (simulate("half.yaml"), "half.yaml is not valid YAML at line"),
+        (simulate("half.yaml"), "half.yaml is not valid YAML: expected"),
         (simulate("other.yaml"), "the plan was made for a model of shape 0000000000000000, demo has shape "),
         (simulate("layers.yaml"), "the plan places layers [0, 5]; demo needs 0 to 6 in order"),
         (simulate("two.yaml"), "the profile has tensor-parallel sizes 1, not 2"),

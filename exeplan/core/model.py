@@ -1,16 +1,20 @@
 """ModelSpec: the shape of a transformer, read from a Hugging Face config; no weights and no torch here.
 
-A model is named by a directory that holds a `config.json`, or by a shipped name: `plans/models/<name>.yaml` holds the
-same fields. What a family does with its shape is known only to `runner/models`.
+A model is named by a directory that holds a `config.json`, by a shipped name (`plans/models/<name>.yaml` holds the same
+fields), or by its id on the Hugging Face Hub, whose cache is read and never filled. Of equal names the shipped one is
+taken; a directory is always reached by its path (`./demo`). What a family does with its shape is known only to
+`runner/models`.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from exeplan.core.hub import cached_snapshot, is_hub_id
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
@@ -32,6 +36,8 @@ _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 """Of an encoder-decoder model, whose `num_hidden_layers` (BART) and `num_layers` (T5) count its encoder's."""
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers", "num_layers")
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "ffn_hidden_size")
+_WIDTHS = {"encoder_ffn_dim": "intermediate_size", "word_embed_proj_dim": "hidden_size"}
+"""Widths that some families have apart, and the size that they have otherwise."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _RELATIVE_CONTEXT = 1 << 20
 """The context of models with relative positions, which have no limit of their own (T5)."""
@@ -40,7 +46,7 @@ _UNSTATED_CONTEXT = {"falcon": 2048, "bloom": 2048}
 _GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3")
 """Beginnings of families that gate the MLP whatever the config calls its activation, if it does."""
 _TIED_GATED_FAMILIES = ("gemma", "cohere", "t5")
-# What names a checkpoint or its author rather than its shape.
+# What names a checkpoint or its author rather than its shape; of fingerprints before they were of sizes.
 _NOT_SHAPE = {
     "_name_or_path",
     "architectures",
@@ -79,6 +85,10 @@ class ModelSpec:
     max_context: int
     config: Mapping[str, Any] = field(repr=False)
     directory: Path | None = None
+    reference: str | None = None
+    """What names it from any working directory: an absolute path, a shipped name, an id of the Hub; None for none."""
+    remarks: tuple[str, ...] = ()
+    """What a person should know of how it was read, a sentence each."""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -95,31 +105,79 @@ class ModelSpec:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the shape: equal for two checkpoints of one architecture, different when any size differs."""
-        shape = {key: value for key, value in self.config.items() if key not in _NOT_SHAPE}
-        return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        """SHA-256 of the sizes on which times and memory depend: equal for two checkpoints of one shape."""
+        names = ("family", "num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+        names += ("intermediate_size", "gated_mlp", "tied_head", "vocab_size")
+        sizes = {name: getattr(self, name) for name in names}
+        # Not the field: where positions set no limit, the engine and a profile set one of their own.
+        sizes["max_context"] = _max_context(self.config, self.family, self.name)
+        widths = {name: self.config.get(name) or getattr(self, size) for name, size in _WIDTHS.items()}
+        more = {name: width for name, width in widths.items() if width != getattr(self, _WIDTHS[name])}
+        return _digest({**sizes, **more})
+
+    def matches(self, fingerprint: object) -> bool:
+        """Whether a file's fingerprint is of this shape; files from before fingerprints were of sizes are read too."""
+        if fingerprint == self.fingerprint:
+            return True
+        return fingerprint == _digest({key: value for key, value in self.config.items() if key not in _NOT_SHAPE})
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def load_model_spec(model: str) -> ModelSpec:
-    """The spec of a model directory or a shipped name.
+    """The spec of a shipped name, a model directory, its `config.json`, or an id of the Hugging Face Hub.
 
-    Raises InputError when there is no such model, or its config lacks a size.
+    Raises InputError when there is no such model, or its config is none that can be planned.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
-        return model_spec(read_json(path / "config.json"), name=path.resolve().name, directory=path)
+    path = _absolute(model)
+    if model in shipped_names("models"):
+        spec = model_spec(read_yaml(shipped("models", model)), name=model, reference=model)
+        remark = f"'{model}' is the shipped model; the directory of that name here is ./{model}"
+        return replace(spec, remarks=(*spec.remarks, remark)) if path.is_dir() else spec
+    if model and path.is_dir():
+        return _in_directory(path, name=path.name, reference=str(path))
     if path.suffix == ".json" and path.is_file():
-        return model_spec(read_json(path), name=path.stem)
-    if model not in shipped_names("models"):
-        raise InputError(
-            f"no model directory or shipped model '{model}'; shipped are {', '.join(shipped_names('models'))}"
-        )
-    return model_spec(read_yaml(shipped("models", model)), name=model)
+        return model_spec(read_json(path), name=path.stem, reference=str(path))
+    if is_hub_id(model) and (snapshot := cached_snapshot(model)):
+        return _in_directory(snapshot, name=model, reference=model)
+    raise InputError(
+        f"no model directory or shipped model '{model}'; shipped are {', '.join(shipped_names('models'))}; a model of "
+        "the Hugging Face Hub is named organisation/name"
+    )
 
 
-def model_spec(config: Mapping[str, Any], *, name: str, directory: Path | None = None) -> ModelSpec:
+def model_reference(reference: str, file: Path) -> str:
+    """How a file at that path names a model: a directory below its own folder from there, others by absolute paths."""
+    path, folder = _absolute(reference), _absolute(file).parent
+    if reference in shipped_names("models") or not path.exists():
+        return reference
+    return f"./{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
+
+
+def model_reference_from(reference: str, file: Path) -> str:
+    """The name that a file gives a model, as it is understood in any working directory."""
+    path = Path(os.path.normpath(_absolute(file).parent / os.path.expanduser(reference)))
+    if reference in shipped_names("models") or not (reference.startswith((".", "~")) or path.exists()):
+        return reference
+    return str(path)
+
+
+def _absolute(path: str | Path) -> Path:
+    """Seen from the working directory, links kept."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _in_directory(directory: Path, *, name: str, reference: str) -> ModelSpec:
+    if not (directory / "config.json").is_file():
+        raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory")
+    return model_spec(read_json(directory / "config.json"), name=name, directory=directory, reference=reference)
+
+
+def model_spec(
+    config: Mapping[str, Any], *, name: str, directory: Path | None = None, reference: str | None = None
+) -> ModelSpec:
     """The spec of a Hugging Face config. Raises InputError naming the field that is missing or wrong."""
     family = config.get("model_type")
     if not isinstance(family, str) or not family.isidentifier():
@@ -148,6 +206,7 @@ def model_spec(config: Mapping[str, Any], *, name: str, directory: Path | None =
         max_context=_max_context(config, family, name),
         config=dict(config),
         directory=directory,
+        reference=reference,
         **sizes,
     )
 

@@ -9,12 +9,21 @@ taken; a directory is always reached by its path (`./demo`). What a family does 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from exeplan.core.hub import cached_snapshot, is_hub_id
+from exeplan.core.model_config import (
+    attention_window,
+    check_config,
+    check_unquantized,
+    is_multimodal,
+    planned_part,
+    shown,
+)
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
@@ -36,9 +45,12 @@ _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 """Of an encoder-decoder model, whose `num_hidden_layers` (BART) and `num_layers` (T5) count its encoder's."""
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers", "num_layers")
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "ffn_hidden_size")
+_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""What AutoGPTQ, AutoAWQ and ModelOpt write next to a config that does not mention it."""
+_LARGEST, _MOST_LAYERS = 1 << 30, 10_000
+"""Beyond any size, and any number of layers."""
 _WIDTHS = {"encoder_ffn_dim": "intermediate_size", "word_embed_proj_dim": "hidden_size"}
 """Widths that some families have apart, and the size that they have otherwise."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _RELATIVE_CONTEXT = 1 << 20
 """The context of models with relative positions, which have no limit of their own (T5)."""
 _UNSTATED_CONTEXT = {"falcon": 2048, "bloom": 2048}
@@ -95,6 +107,24 @@ class ModelSpec:
         return self.num_encoder_layers > 0
 
     @property
+    def is_multimodal(self) -> bool:
+        """Whether the checkpoint has parts for images or sound too; the sizes are of its part for text."""
+        return is_multimodal(self.config)
+
+    def attention_window(self, layer: int) -> int | None:
+        """Tokens that a token of this decoder layer attends to, itself included; None for all."""
+        return attention_window(self.config, self.family, layer)
+
+    @property
+    def windows(self) -> Counter[int | None]:
+        """How many decoder layers have each sliding window that is below the context, and none (None)."""
+        found = Counter(self.attention_window(layer) for layer in range(self.num_layers))
+        narrow: Counter[int | None] = Counter()
+        for window, count in found.items():
+            narrow[window if window is not None and window < self.max_context else None] += count
+        return narrow
+
+    @property
     def first_token_from_prefill(self) -> bool:
         """Whether the prefill yields the first output token, as it does where no encoder stands before the decoder."""
         return not self.is_encoder_decoder
@@ -113,7 +143,8 @@ class ModelSpec:
         sizes["max_context"] = _max_context(self.config, self.family, self.name)
         widths = {name: self.config.get(name) or getattr(self, size) for name, size in _WIDTHS.items()}
         more = {name: width for name, width in widths.items() if width != getattr(self, _WIDTHS[name])}
-        return _digest({**sizes, **more})
+        windows = sorted((window, count) for window, count in self.windows.items() if window is not None)
+        return _digest({**sizes, **more, **({"windows": windows} if windows else {})})
 
     def matches(self, fingerprint: object) -> bool:
         """Whether a file's fingerprint is of this shape; files from before fingerprints were of sizes are read too."""
@@ -172,6 +203,9 @@ def _absolute(path: str | Path) -> Path:
 def _in_directory(directory: Path, *, name: str, reference: str) -> ModelSpec:
     if not (directory / "config.json").is_file():
         raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory")
+    for file in _QUANTIZATION_FILES:
+        if (directory / file).is_file():
+            check_unquantized(read_json(directory / file), name, file)
     return model_spec(read_json(directory / "config.json"), name=name, directory=directory, reference=reference)
 
 
@@ -179,22 +213,20 @@ def model_spec(
     config: Mapping[str, Any], *, name: str, directory: Path | None = None, reference: str | None = None
 ) -> ModelSpec:
     """The spec of a Hugging Face config. Raises InputError naming the field that is missing or wrong."""
+    config = planned_part(config)
+    check_config(config, name)
     family = config.get("model_type")
     if not isinstance(family, str) or not family.isidentifier():
-        raise InputError(f"config of '{name}' has no usable model_type (found {family!r})")
+        raise InputError(f"config of '{name}' has no usable model_type (found {shown(family)})")
     sizes = {size: _integer(config, names, name) for size, names in _SPELLINGS.items()}
     if config.get("is_encoder_decoder"):
         sizes["num_layers"] = _integer(config, _DECODER_LAYERS, name, default=sizes["num_layers"])
-    _refuse_experts(config, name)
-    head_dim = config.get("head_dim") or config.get("d_kv") or sizes["hidden_size"] // sizes["num_heads"]
-    num_kv_heads = _num_kv_heads(config, sizes["num_heads"])
-    for what, value in (("head_dim", head_dim), ("num_key_value_heads", num_kv_heads)):
-        if type(value) is not int or value < 1:
-            raise InputError(f"config of '{name}': {what} must be a positive integer, found {value!r}")
+    head_dim = _checked("head_dim", _head_dim(config, sizes, name), name)
+    num_kv_heads = _checked("num_key_value_heads", _num_kv_heads(config, sizes["num_heads"]), name)
     if sizes["num_heads"] % num_kv_heads:
         raise InputError(f"config of '{name}': {sizes['num_heads']} heads cannot share {num_kv_heads} key/value heads")
     gated = _is_gated(config, family)
-    return ModelSpec(
+    spec = ModelSpec(
         name=name,
         family=family,
         num_encoder_layers=_integer(config, _ENCODER_LAYERS, name) if config.get("is_encoder_decoder") else 0,
@@ -209,15 +241,31 @@ def model_spec(
         reference=reference,
         **sizes,
     )
+    if config.get("layer_types") and len(config["layer_types"]) != spec.num_layers:
+        kinds = len(config["layer_types"])
+        raise InputError(f"config of '{name}': {kinds} layer_types for {spec.num_layers} layers; give one a layer")
+    return replace(spec, remarks=tuple(_remarks(spec)))
 
 
-def _refuse_experts(config: Mapping[str, Any], name: str) -> None:
-    for field_name in _EXPERTS:
-        if config.get(field_name) not in (None, 0, 1):
-            raise InputError(
-                f"config of '{name}' has {field_name}={config[field_name]!r}: mixtures of experts are not supported, "
-                "only dense models such as mistral-7b"
-            )
+def _remarks(spec: ModelSpec) -> Iterator[str]:
+    if spec.is_multimodal:
+        yield f"'{spec.name}' is multimodal: its part for text is planned, and images and sound are not"
+    windows = sorted(window for window in spec.windows if window is not None)
+    if windows:
+        count, spans = spec.num_layers - spec.windows[None], " and ".join(map(str, windows))
+        yield (
+            f"{count} of {spec.num_layers} layers of '{spec.name}' attend to the last {spans} tokens and are timed so; "
+            "keys and values of all tokens are kept"
+        )
+
+
+def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int], name: str) -> Any:
+    if stated := config.get("head_dim") or config.get("d_kv"):
+        return stated
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    if hidden % heads:
+        raise InputError(f"config of '{name}': {heads} heads do not divide the hidden size {hidden}; give a head_dim")
+    return hidden // heads
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> Any:
@@ -249,12 +297,22 @@ def _max_context(config: Mapping[str, Any], family: str, name: str) -> int:
 
 def _integer(config: Mapping[str, Any], names: tuple[str, ...], model: str, *, default: int | None = None) -> int:
     for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"config of '{model}': {name} must be a positive integer, found {value!r}")
-        return value
+        if (value := config.get(name)) is not None:
+            return _checked(name, value, model)
     if default is None:
-        raise InputError(f"config of '{model}' has no {names[0]}")
+        raise InputError(f"config of '{model}' has no {names[0]}{_ask_for_default(config)}")
     return default
+
+
+def _ask_for_default(config: Mapping[str, Any]) -> str:
+    """Configs of multimodal models often leave out what transformers has a default for."""
+    return "; write the one that transformers fills in into its text_config" if is_multimodal(config) else ""
+
+
+def _checked(field_name: str, value: Any, model: str) -> int:
+    """A size of the config. Raises InputError unless it is a positive integer that some model might have."""
+    if type(value) is not int or value < 1:
+        raise InputError(f"config of '{model}': {field_name} must be a positive integer, found {shown(value)}")
+    if value > (most := _MOST_LAYERS if "layer" in field_name else _LARGEST):
+        raise InputError(f"config of '{model}': {field_name} must be at most {most}, found {shown(value)}")
+    return value

@@ -140,7 +140,6 @@ def test_an_id_that_is_not_in_the_cache_names_the_command_that_downloads_it(hub:
         "/org/tiny",
         "org/tiny/more",
         "../tiny",
-        "org/..",
         "-o/x",
         "a/b--c",
         "",

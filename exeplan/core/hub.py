@@ -40,3 +40,10 @@ def cached_snapshot(model: str) -> Path | None:
         f"no directory '{model}' here, and the cache of the Hugging Face Hub does not hold it; download it with "
         f"`hf download {model}`"
     )
+
+
+def download_command(directory: Path) -> str | None:
+    """The command that downloads what a directory of the Hub's cache lacks; None for any other directory."""
+    if directory.parent.name != "snapshots" or not directory.parent.parent.name.startswith("models--"):
+        return None
+    return f"hf download {directory.parent.parent.name.removeprefix('models--').replace('--', '/')}"

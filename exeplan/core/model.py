@@ -173,6 +173,8 @@ def load_model_spec(model: str) -> ModelSpec:
         return model_spec(read_json(path), name=path.stem, reference=str(path))
     if is_hub_id(model) and (snapshot := cached_snapshot(model)):
         return _in_directory(snapshot, name=model, reference=model)
+    if model.startswith((".", "~", "/")):
+        raise InputError(f"no model directory '{model}'")
     raise InputError(
         f"no model directory or shipped model '{model}'; shipped are {', '.join(shipped_names('models'))}; a model of "
         "the Hugging Face Hub is named organisation/name"

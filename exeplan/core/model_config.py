@@ -112,9 +112,10 @@ def check_unquantized(quantization: Any, name: str, where: str) -> None:
     nested = found.get("quantization")
     algorithm = nested.get("quant_algo") if isinstance(nested, Mapping) else None
     method = found.get("quant_method") or algorithm or (f"{found['bits']} bits" if "bits" in found else "a method")
+    method = " ".join(str(method).split())[:40]
     raise InputError(
-        f"'{name}' is quantized by {str(method)[:40]} ({where}), and its weights are neither timed nor loaded; plan and "
-        "serve its unquantized checkpoint, whose sizes are the same (GPUs that have fp8 run that with --dtype fp8)"
+        f"'{name}' is quantized by {method} ({where}), and its weights are neither timed nor loaded; plan and serve "
+        "its unquantized checkpoint, whose sizes are the same (GPUs that have fp8 run that with --dtype fp8)"
     )
 
 

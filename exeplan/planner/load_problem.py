@@ -82,6 +82,10 @@ def with_relative_references(plan: Plan, path: Path) -> Plan:
 
 def plan_model(plan: Plan) -> ModelSpec:
     """The model of a plan. Raises InputError when its sizes are not those that were planned."""
+    if Path(plan.model).is_absolute() and not Path(plan.model).exists():
+        raise InputError(
+            f"the plan's model was in {plan.model}, which is not there; say where with --model-dir, or in the plan"
+        )
     return _checked(plan, load_model_spec(plan.model))
 
 

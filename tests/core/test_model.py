@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from exeplan.core.hub import download_command
 from exeplan.core.model import load_model_spec, model_reference, model_reference_from, model_spec
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
@@ -146,8 +147,13 @@ def test_an_id_that_is_not_in_the_cache_names_the_command_that_downloads_it(hub:
         "~nosuchuser/x",
         "a\0b",
     ):
-        with pytest.raises(InputError, match="no model directory or shipped model"):
+        with pytest.raises(InputError, match="no model directory"):
             load_model_spec(path)
+
+
+def test_a_snapshot_says_how_to_download_the_rest_of_it(hub: Path) -> None:
+    assert download_command(add_to(hub, "org/tiny-1.1")) == "hf download org/tiny-1.1"
+    assert download_command(hub) is None
 
 
 def test_without_the_hubs_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from exeplan import commands
-from exeplan.errors import InputError
+from exeplan.errors import InputError, one_line
 from exeplan.extras import EXTRA_OF, missing
 from exeplan.version import __version__
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except InputError as error:
-        print(f"exeplan {args.command}: {error}", file=sys.stderr)
+        print(f"exeplan {args.command}: {one_line(str(error))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]

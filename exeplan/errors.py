@@ -13,6 +13,11 @@ class InputError(ValueError):
     """Wrong input. The message names what, where, and the nearest thing that works."""
 
 
+def one_line(text: str) -> str:
+    """The text with line ends and other control characters as escapes, as a terminal may safely show it."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
     """Correct input that no schedule can satisfy; `nearest` says in a few words what would be possible.
 

@@ -10,6 +10,7 @@ from typing import Any
 from exeplan.errors import InputError
 
 MAX_BYTES = 256 * 1024 * 1024
+MAX_YAML_BYTES = 1024 * 1024
 _PLANS = Path(__file__).parent / "plans"
 
 
@@ -23,11 +24,11 @@ def shipped_names(kind: str) -> list[str]:
     return sorted(path.stem for path in (_PLANS / kind).glob("*.yaml"))
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """The whole file as UTF-8. Raises InputError when it is missing, a directory, too large, or not text."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"{path} is larger than {MAX_BYTES >> 20} MiB")
+        if path.stat().st_size > max_bytes:
+            raise InputError(f"{path} is larger than {max_bytes >> 20} MiB")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"no file {path}") from None
@@ -41,34 +42,31 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises InputError with the line of a syntax error."""
+    return _mapping(read_json_value(path), path)
+
+
+def read_json_value(path: Path) -> Any:
+    """Any JSON value. Raises InputError with the line of a syntax error."""
+    text = read_text(path)
     try:
-        value = json.loads(read_text(path))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
     except RecursionError:
         raise InputError(f"{path} is not valid JSON: nested too deeply") from None
-    return _mapping(value, path)
+    except ValueError:
+        raise InputError(f"{path} is not valid JSON: it holds an integer of thousands of digits") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping, read with the safe loader; aliases are refused because they can expand without limit."""
-    import yaml
+    """A YAML mapping, as `plain_yaml` reads it. Raises InputError with the line of what it does not take."""
+    from exeplan import plain_yaml
 
-    text = read_text(path)
+    text = read_text(path, MAX_YAML_BYTES)
     try:
-        loader = yaml.SafeLoader(text)
-        try:
-            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
-                raise InputError(f"{path} uses YAML aliases, which are not accepted")
-            value = loader.get_single_data()
-        finally:
-            loader.dispose()
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise InputError(f"{path} is not valid YAML{where}") from None
-    except RecursionError:
-        raise InputError(f"{path} is not valid YAML: nested too deeply") from None
+        value = plain_yaml.load(text)
+    except plain_yaml.YamlError as error:
+        raise InputError(f"{path} is not valid YAML: {error}") from None
     return _mapping(value, path)
 
 

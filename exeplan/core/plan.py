@@ -130,14 +130,14 @@ def single_plans(plan: Plan) -> tuple[Plan, ...]:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes the plan as YAML, unset fields left out; a policy file is named from the plan's folder."""
-    import yaml
+    from exeplan import plain_yaml
 
     body = {name: value for name, value in as_json(plan).items() if value not in (None, {}, [])}
     for schedule, part in zip((g.schedule for g in plan.groups), (body, *body.get("more_replicas", ())), strict=True):
         if schedule.has_policy_file:
             relative = os.path.relpath(schedule.policy, path.resolve().parent)
             part["schedule"]["policy"] = relative if relative.startswith("..") else f"./{relative}"
-    write_text(path, yaml.safe_dump({"exeplan": 1, **body}, sort_keys=False, default_flow_style=None, width=110))
+    write_text(path, plain_yaml.dump({"exeplan": 1, **body}))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

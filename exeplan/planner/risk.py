@@ -11,7 +11,6 @@ needs no larger margin. Not here: prediction (`simulator/`),
 and changes of the traffic since (`exeplan/drift`).
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from exeplan.errors import InputError
-from exeplan.files import read_text
+from exeplan.files import read_json_value
 
 QUANTITIES = ("latency", "ttft", "tpot")
 """Quantities with an error law. Every bound on whole requests is on `latency`."""
@@ -70,7 +69,7 @@ def check_risk(risk: float) -> float:
 def error_law(ratios: Sequence[float], source: str) -> ErrorLaw:
     """The law of measured / predicted ratios, each above 0. Raises InputError for fewer than two."""
     if len(ratios) < 2:
-        raise InputError(f"{source}: {len(ratios)} errors say nothing about their spread; at least 2 are needed")
+        raise InputError(f"{source}: {len(ratios)} of the at least 2 errors that a spread needs")
     logs = np.sort(np.log(np.asarray(ratios, dtype=float)))
     n = len(logs)
     spread = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / n)
@@ -98,12 +97,7 @@ def load_errors(path: Path) -> dict[str, ErrorLaw]:
     A list of {"predicted": {"latency": 1.9, ...}, "measured": {"latency": 2.0, ...}}, in seconds, or a record of
     `benchmarks/fidelity/one_device.py`. Raises InputError naming what is wrong.
     """
-    try:
-        body = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON: {error.msg} at line {error.lineno}") from None
-    except RecursionError:
-        raise InputError(f"{path} is not valid JSON: nested too deeply") from None
+    body = read_json_value(path)
     ratios: dict[str, list[float]] = {}
     for number, pair in enumerate(_pairs(body, path), 1):
         for name in QUANTITIES:
@@ -111,7 +105,10 @@ def load_errors(path: Path) -> dict[str, ErrorLaw]:
                 ratios.setdefault(name, []).append(ratio)
     if not ratios:
         raise InputError(f"{path} pairs no predicted with a measured {', '.join(QUANTITIES)}")
-    return {name: error_law(found, f"{len(found)} pairs in {path.name}") for name, found in ratios.items()}
+    return {
+        name: error_law(found, f"{len(found)} pair{'s' * (len(found) > 1)} in {path.name}")
+        for name, found in ratios.items()
+    }
 
 
 def parse_risk(text: str) -> float:
@@ -151,6 +148,6 @@ def _ratio(pair: ErrorPair, name: str, where: str) -> float | None:
     if predicted is None or measured is None:
         return None
     for value in (predicted, measured):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise InputError(f"{where}: {name} must be a positive number of seconds, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e9:
+            raise InputError(f"{where}: {name} must be seconds between 1e-9 and 1e9, found {value!r}")
     return float(measured / predicted)

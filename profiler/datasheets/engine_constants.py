@@ -61,7 +61,7 @@ def load_engine(name: str) -> EngineConstants:
 def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
     """The constants of a file's mapping. Raises InputError as `load_engine` does."""
     names = [field.name for field in fields(EngineConstants) if field.name != "name"]
-    for wrong in sorted(set(body) ^ set(names)):
+    for wrong in sorted(set(body) ^ set(names), key=str):
         what = "unknown" if wrong in body else "missing"
         raise InputError(f"{path} must give {', '.join(names)}; '{wrong}' is {what}")
     read = {name: _signed_seconds if name == "layer" else _seconds for name in names}

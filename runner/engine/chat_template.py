@@ -29,6 +29,12 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Computes powers and products when a template is rendered, not when it is compiled: 9**10**9 takes hours."""
+
+    intercepted_binops = frozenset({"**", "*"})
+
+
 class ChatTemplate:
     """A compiled template. Raises InputError when it is not valid Jinja.
 
@@ -36,7 +42,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _tojson
@@ -46,7 +52,7 @@ class ChatTemplate:
         self._reserved = {"messages", *self._variables, *environment.globals}
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             raise InputError(f"the model's chat template is not valid: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:

@@ -5,10 +5,10 @@ neither and works on bytes. A model without a tokenizer still serves prompts of 
 Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json for it when it saves the tokenizer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -18,6 +18,8 @@ from exeplan.errors import InputError
 from exeplan.files import read_json, read_text
 from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_template
 from exeplan.runner.engine.text_stream import TextStream
+
+T = TypeVar("T")
 
 _PLAIN_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -159,10 +161,10 @@ class FileCodec:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=special).ids
-        except Exception as error:  # The library raises bare Exception, for example without a token for the unknown.
-            raise InputError(f"the model's tokenizer does not take this text: {error}") from None
+        return _called(  # It fails, for example, without a token for the unknown.
+            lambda: self._tokenizer.encode(text, add_special_tokens=special).ids,
+            "the model's tokenizer does not take this text",
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
@@ -190,20 +192,28 @@ def _read_codec(directory: Path, config: Mapping[str, Any], tokens: Mapping[str,
     return FileCodec(tokenizer, tokens.get("eos_token"))
 
 
+def _called(call: Callable[[], T], message: str) -> T:
+    """The result of the tokenizers library, which raises bare Exception, and BaseException where its Rust code panics.
+
+    Raises InputError with the message and the reason.
+    """
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise InputError(f"{message}: {error}") from None
+
+
 def _parse(path: Path) -> HuggingFaceTokenizer:
     text = read_text(path)
-    try:
-        return HuggingFaceTokenizer.from_str(text)
-    except Exception as error:  # The library raises bare Exception.
-        raise InputError(f"{path} is not a tokenizer: {error}") from None
+    return _called(lambda: HuggingFaceTokenizer.from_str(text), f"{path} is not a tokenizer")
 
 
 def _byte_level_bpe(directory: Path, config: Mapping[str, Any], tokens: Mapping[str, str]) -> HuggingFaceTokenizer:
     """GPT-2's tokenizer from its two files, with the tokens that other files add."""
-    try:
-        model = models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
-    except Exception as error:  # The library raises bare Exception.
-        raise InputError(f"{directory}/vocab.json and merges.txt are not a tokenizer: {error}") from None
+    files = str(directory / "vocab.json"), str(directory / "merges.txt")
+    model = _called(lambda: models.BPE.from_file(*files), f"{directory}/vocab.json and merges.txt are not a tokenizer")
     tokenizer = HuggingFaceTokenizer(model)
     prefix_space = bool(config.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)

@@ -224,7 +224,7 @@ def test_optimize_answers_a_mistake_in_one_sentence(
         (simulate("nothing.yaml"), "no file nothing.yaml"),
         (simulate("."), ". is a directory, not a file"),
         (simulate("p.json"), "p.json: unknown field 'calibration'; a plan has"),
-        (simulate("half.yaml"), "half.yaml is not valid YAML at line"),
+        (simulate("half.yaml"), "half.yaml is not valid YAML: expected"),
         (
             simulate("other.yaml"),
             "the plan was made for a model of other sizes (fingerprint 0000000000000000) than demo has (",

@@ -225,9 +225,23 @@ def test_a_template_that_fails_says_so(tmp_path, template, message):
         with_template(tmp_path, template).encode_chat(MESSAGES)
 
 
-def test_an_invalid_template_is_refused_when_the_model_is_loaded(tmp_path):
+@pytest.mark.parametrize("template", ["{% for %}", "{{ " + "(" * 9_000, "{{ 'a' | nothing }}"])
+def test_an_invalid_template_is_refused_when_the_model_is_loaded(tmp_path, template):
     with pytest.raises(InputError, match="the model's chat template is not valid"):
-        with_template(tmp_path, "{% for %}")
+        with_template(tmp_path, template)
+
+
+def test_a_template_is_loaded_without_computing_what_it_says(tmp_path):
+    assert with_template(tmp_path, "{{ 9 ** 999999999 }}").chat_template
+
+
+def test_a_panic_of_the_library_is_an_input_error(tmp_path):
+    """Its Rust code panics for a merge whose parts are not in the vocabulary's prefix convention."""
+    content = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "continuing_subword_prefix": "#######"}}
+    content["model"] |= {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"tokenizer\.json is not a tokenizer: range"):
+        load(tmp_path)
 
 
 # Streams

@@ -340,7 +340,7 @@ def _profile_of(profile: Profile, model: ModelSpec | File | None) -> Profile:
     if model is None:
         return profile
     spec = load_model(model)
-    return replace(profile_for(spec, profile), model=spec)
+    return profile_for(spec, profile)
 
 
 def _check_utilization(share: float | None, profile: Profile) -> None:

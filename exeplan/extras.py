@@ -12,6 +12,7 @@ from exeplan.errors import MissingPackage
 
 EXTRA_OF = {
     **dict.fromkeys(("matplotlib", "optuna", "pandas"), "analysis"),
+    "huggingface_hub": "hub",
     "pyarrow": "parquet",
     **dict.fromkeys(
         (

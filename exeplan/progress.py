@@ -24,6 +24,12 @@ def no_progress(title: str, share: float) -> None:
     """Used where no progress sink is set."""
 
 
+def note(remarks: Iterable[str]) -> None:
+    """Tells a person what was understood in a way that they may not expect, a line each."""
+    for remark in remarks:
+        print(f"note: {remark}", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Shows how far a run is; silent when not `shown`. As a context manager it leaves no half-drawn bar behind."""
 

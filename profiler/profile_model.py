@@ -133,6 +133,11 @@ def _check(
         raise InputError(
             f"a profile needs a context of at least {_LEAST_CONTEXT} tokens, {spec.name} is given {context}"
         )
+    if len(spec.windows) > 1 and context > (window := min(window for window in spec.windows if window is not None)):
+        raise InputError(
+            f"the layers of {spec.name} differ in their sliding windows, and one layer is measured for all: measure up "
+            f"to --max-context {window}, below which they do not, or derive a profile with --datasheet"
+        )
     if max_context is not None and max_context > spec.max_context:
         raise InputError(f"max_context {max_context} is beyond the {spec.max_context} tokens that {spec.name} can hold")
 

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, launched: Launched) -> int:
     require("serving", *SERVING)
-    plan = read_plan(args.plan)
+    plan = read_plan(args.plan, model=args.model_dir)
     spec = plan_model(plan)
     _check_devices(plan, launched.world_size)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-stream", action="store_true", help="with --url: whole answers, without times of single tokens"
     )
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
+    parser.add_argument("--model-dir", metavar="DIR", help="where the model is now (default: where the plan says)")
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto")
     parser.add_argument(
         "--gpu-memory-utilization",
@@ -88,7 +89,7 @@ def _bench_plan(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
 
-    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
+    plan = with_utilization(read_plan(args.plan, model=args.model_dir), args.gpu_memory_utilization)
     if plan.num_replicas > 1 and not args.url:
         raise InputError(
             f"the plan has {plan.num_replicas} replicas, and bench runs one engine; start `exeplan serve {args.plan}` "

@@ -84,9 +84,11 @@ def _profiled(args: argparse.Namespace) -> "tuple[ModelSpec, Profile]":
     from exeplan import api
     from exeplan.planner.load_problem import profile_for
     from exeplan.profiler.profile_model import profile_model
+    from exeplan.progress import note
     from exeplan.units import seconds
 
     spec = api.load_model(args.model)
+    note(spec.remarks)
     path = args.dir / f"{Path(args.model).name}.profile.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     profile_model(spec, output=path, budget_seconds=seconds(args.budget))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exeplan.core.model import ModelSpec
     from exeplan.planner.explain import Explanation
     from exeplan.planner.pipelines import Optimum
     from exeplan.planner.sizing import Tried
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.planner.report import optimum_report, search_line
     from exeplan.planner.sizing import sizes_table
     from exeplan.planner.tables import json_line
-    from exeplan.progress import Shown
+    from exeplan.progress import Shown, note
     from exeplan.units import show_seconds
 
     started = time.perf_counter()
@@ -163,8 +164,19 @@ def run(args: argparse.Namespace) -> int:
     if explanation:
         print(f"\n{explanation_lines(explanation)}")
     if args.output:
+        note(_unplaced(solution.problem.profile.model, args.output))
         print(f"\nplan written to {args.output}; run it with `exeplan serve {args.output}`")
     return 0
+
+
+def _unplaced(model: "ModelSpec", plan: Path) -> list[str]:
+    """A sentence where the profile does not say where the model is, so that the plan cannot either."""
+    if model.reference is not None:
+        return []
+    return [
+        f"the profile does not say where '{model.name}' is; `exeplan serve {plan}` will need --model-dir, or give "
+        "--model here"
+    ]
 
 
 def _parts(shown: "Told", *, plot: bool, explain: bool) -> "tuple[Told, Told, Told]":

@@ -98,6 +98,7 @@ def _measure(args: argparse.Namespace) -> int:
     from exeplan.core.model import load_model_spec
     from exeplan.errors import InputError
     from exeplan.extras import require
+    from exeplan.progress import note
     from exeplan.units import seconds
 
     require("measuring", "torch")
@@ -108,6 +109,7 @@ def _measure(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
+    note(spec.remarks)
     from exeplan.profiler.profile_model import profile_model  # Imports torch, which takes seconds.
 
     device = _device(args.device)
@@ -123,6 +125,7 @@ def _measure(args: argparse.Namespace) -> int:
         max_context=args.max_context,
         num_threads=args.threads,
         num_devices=args.devices,
+        dummy_weights=args.weights == "dummy",
     )
     return 0
 
@@ -137,9 +140,12 @@ def _device(name: str) -> str:
 
 def _derive(args: argparse.Namespace) -> int:
     from exeplan import api
+    from exeplan.progress import note
 
+    spec = api.load_model(args.model)
+    note(spec.remarks)
     profile = api.datasheet_profile(
-        args.model,
+        spec,
         args.datasheet,
         cluster=args.cluster,
         dtype=args.dtype,
@@ -180,6 +186,7 @@ def _import(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
     from exeplan.profiler.importing import import_profile
+    from exeplan.progress import note
     from exeplan.units import seconds
 
     if not args.files:
@@ -193,9 +200,11 @@ def _import(args: argparse.Namespace) -> int:
     overhead = seconds(args.overhead, "--overhead") if args.overhead else None
     if overhead == inf:
         raise InputError("--overhead must be finite, found 'inf'")
+    spec = load_model_spec(args.of_model)
+    note(spec.remarks)
     profile, remarks = import_profile(
         args.files,
-        spec=load_model_spec(args.of_model),
+        spec=spec,
         device=args.device,
         format=args.format or "auto",
         overhead_seconds=overhead,

@@ -1,16 +1,29 @@
 """ModelSpec: the shape of a transformer, read from a Hugging Face config; no weights and no torch here.
 
-A model is named by a directory that holds a `config.json`, or by a shipped name: `plans/models/<name>.yaml` holds the
-same fields. What a family does with its shape is known only to `runner/models`.
+A model is named by a directory that holds a `config.json`, by a shipped name (`plans/models/<name>.yaml` holds the same
+fields), or by its id on the Hugging Face Hub, whose cache is read and never filled. Of equal names the shipped one is
+taken; a directory is always reached by its path (`./demo`). What a family does with its shape is known only to
+`runner/models`.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from exeplan.core.hub import cached_snapshot, is_hub_id
+from exeplan.core.model_config import (
+    attention_window,
+    check_config,
+    check_unquantized,
+    is_multimodal,
+    planned_part,
+    shown,
+)
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
@@ -32,7 +45,12 @@ _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 """Of an encoder-decoder model, whose `num_hidden_layers` (BART) and `num_layers` (T5) count its encoder's."""
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers", "num_layers")
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "ffn_hidden_size")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""What AutoGPTQ, AutoAWQ and ModelOpt write next to a config that does not mention it."""
+_LARGEST, _MOST_LAYERS = 1 << 30, 10_000
+"""Beyond any size, and any number of layers."""
+_WIDTHS = {"encoder_ffn_dim": "intermediate_size", "word_embed_proj_dim": "hidden_size"}
+"""Widths that some families have apart, and the size that they have otherwise."""
 _RELATIVE_CONTEXT = 1 << 20
 """The context of models with relative positions, which have no limit of their own (T5)."""
 _UNSTATED_CONTEXT = {"falcon": 2048, "bloom": 2048}
@@ -40,7 +58,7 @@ _UNSTATED_CONTEXT = {"falcon": 2048, "bloom": 2048}
 _GATED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3")
 """Beginnings of families that gate the MLP whatever the config calls its activation, if it does."""
 _TIED_GATED_FAMILIES = ("gemma", "cohere", "t5")
-# What names a checkpoint or its author rather than its shape.
+# What names a checkpoint or its author rather than its shape; of fingerprints before they were of sizes.
 _NOT_SHAPE = {
     "_name_or_path",
     "architectures",
@@ -79,10 +97,32 @@ class ModelSpec:
     max_context: int
     config: Mapping[str, Any] = field(repr=False)
     directory: Path | None = None
+    reference: str | None = None
+    """What names it from any working directory: an absolute path, a shipped name, an id of the Hub; None for none."""
+    remarks: tuple[str, ...] = ()
+    """What a person should know of how it was read, a sentence each."""
 
     @property
     def is_encoder_decoder(self) -> bool:
         return self.num_encoder_layers > 0
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the checkpoint has parts for images or sound too; the sizes are of its part for text."""
+        return is_multimodal(self.config)
+
+    def attention_window(self, layer: int) -> int | None:
+        """Tokens that a token of this decoder layer attends to, itself included; None for all."""
+        return attention_window(self.config, self.family, layer)
+
+    @property
+    def windows(self) -> Counter[int | None]:
+        """How many decoder layers have each sliding window that is below the context, and none (None)."""
+        found = Counter(self.attention_window(layer) for layer in range(self.num_layers))
+        narrow: Counter[int | None] = Counter()
+        for window, count in found.items():
+            narrow[window if window is not None and window < self.max_context else None] += count
+        return narrow
 
     @property
     def first_token_from_prefill(self) -> bool:
@@ -95,48 +135,100 @@ class ModelSpec:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the shape: equal for two checkpoints of one architecture, different when any size differs."""
-        shape = {key: value for key, value in self.config.items() if key not in _NOT_SHAPE}
-        return hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        """SHA-256 of the sizes on which times and memory depend: equal for two checkpoints of one shape."""
+        names = ("family", "num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+        names += ("intermediate_size", "gated_mlp", "tied_head", "vocab_size")
+        sizes = {name: getattr(self, name) for name in names}
+        # Not the field: where positions set no limit, the engine and a profile set one of their own.
+        sizes["max_context"] = _max_context(self.config, self.family, self.name)
+        widths = {name: self.config.get(name) or getattr(self, size) for name, size in _WIDTHS.items()}
+        more = {name: width for name, width in widths.items() if width != getattr(self, _WIDTHS[name])}
+        windows = sorted((window, count) for window, count in self.windows.items() if window is not None)
+        return _digest({**sizes, **more, **({"windows": windows} if windows else {})})
+
+    def matches(self, fingerprint: object) -> bool:
+        """Whether a file's fingerprint is of this shape; files from before fingerprints were of sizes are read too."""
+        if fingerprint == self.fingerprint:
+            return True
+        return fingerprint == _digest({key: value for key, value in self.config.items() if key not in _NOT_SHAPE})
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def load_model_spec(model: str) -> ModelSpec:
-    """The spec of a model directory or a shipped name.
+    """The spec of a shipped name, a model directory, its `config.json`, or an id of the Hugging Face Hub.
 
-    Raises InputError when there is no such model, or its config lacks a size.
+    Raises InputError when there is no such model, or its config is none that can be planned.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
-        return model_spec(read_json(path / "config.json"), name=path.resolve().name, directory=path)
+    path = _absolute(model)
+    if model in shipped_names("models"):
+        spec = model_spec(read_yaml(shipped("models", model)), name=model, reference=model)
+        remark = f"'{model}' is the shipped model; the directory of that name here is ./{model}"
+        return replace(spec, remarks=(*spec.remarks, remark)) if path.is_dir() else spec
+    if model and path.is_dir():
+        return _in_directory(path, name=path.name, reference=str(path))
     if path.suffix == ".json" and path.is_file():
-        return model_spec(read_json(path), name=path.stem)
-    if model not in shipped_names("models"):
-        raise InputError(
-            f"no model directory or shipped model '{model}'; shipped are {', '.join(shipped_names('models'))}"
-        )
-    return model_spec(read_yaml(shipped("models", model)), name=model)
+        return model_spec(read_json(path), name=path.stem, reference=str(path))
+    if is_hub_id(model) and (snapshot := cached_snapshot(model)):
+        return _in_directory(snapshot, name=model, reference=model)
+    if model.startswith((".", "~", "/")):
+        raise InputError(f"no model directory '{model}'")
+    raise InputError(
+        f"no model directory or shipped model '{model}'; shipped are {', '.join(shipped_names('models'))}; a model of "
+        "the Hugging Face Hub is named organisation/name"
+    )
 
 
-def model_spec(config: Mapping[str, Any], *, name: str, directory: Path | None = None) -> ModelSpec:
+def model_reference(reference: str, file: Path) -> str:
+    """How a file at that path names a model: a directory below its own folder from there, others by absolute paths."""
+    path, folder = _absolute(reference), _absolute(file).parent
+    if reference in shipped_names("models") or not path.exists():
+        return reference
+    return f"./{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
+
+
+def model_reference_from(reference: str, file: Path) -> str:
+    """The name that a file gives a model, as it is understood in any working directory."""
+    path = Path(os.path.normpath(_absolute(file).parent / os.path.expanduser(reference)))
+    if reference in shipped_names("models") or not (reference.startswith((".", "~")) or path.exists()):
+        return reference
+    return str(path)
+
+
+def _absolute(path: str | Path) -> Path:
+    """Seen from the working directory, links kept."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _in_directory(directory: Path, *, name: str, reference: str) -> ModelSpec:
+    if not (directory / "config.json").is_file():
+        raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory")
+    for file in _QUANTIZATION_FILES:
+        if (directory / file).is_file():
+            check_unquantized(read_json(directory / file), name, file)
+    return model_spec(read_json(directory / "config.json"), name=name, directory=directory, reference=reference)
+
+
+def model_spec(
+    config: Mapping[str, Any], *, name: str, directory: Path | None = None, reference: str | None = None
+) -> ModelSpec:
     """The spec of a Hugging Face config. Raises InputError naming the field that is missing or wrong."""
+    config = planned_part(config)
+    check_config(config, name)
     family = config.get("model_type")
     if not isinstance(family, str) or not family.isidentifier():
-        raise InputError(f"config of '{name}' has no usable model_type (found {family!r})")
+        raise InputError(f"config of '{name}' has no usable model_type (found {shown(family)})")
     sizes = {size: _integer(config, names, name) for size, names in _SPELLINGS.items()}
     if config.get("is_encoder_decoder"):
         sizes["num_layers"] = _integer(config, _DECODER_LAYERS, name, default=sizes["num_layers"])
-    _refuse_experts(config, name)
-    head_dim = config.get("head_dim") or config.get("d_kv") or sizes["hidden_size"] // sizes["num_heads"]
-    num_kv_heads = _num_kv_heads(config, sizes["num_heads"])
-    for what, value in (("head_dim", head_dim), ("num_key_value_heads", num_kv_heads)):
-        if type(value) is not int or value < 1:
-            raise InputError(f"config of '{name}': {what} must be a positive integer, found {value!r}")
+    head_dim = _checked("head_dim", _head_dim(config, sizes, name), name)
+    num_kv_heads = _checked("num_key_value_heads", _num_kv_heads(config, sizes["num_heads"]), name)
     if sizes["num_heads"] % num_kv_heads:
         raise InputError(f"config of '{name}': {sizes['num_heads']} heads cannot share {num_kv_heads} key/value heads")
     gated = _is_gated(config, family)
-    return ModelSpec(
+    spec = ModelSpec(
         name=name,
         family=family,
         num_encoder_layers=_integer(config, _ENCODER_LAYERS, name) if config.get("is_encoder_decoder") else 0,
@@ -148,17 +240,34 @@ def model_spec(config: Mapping[str, Any], *, name: str, directory: Path | None =
         max_context=_max_context(config, family, name),
         config=dict(config),
         directory=directory,
+        reference=reference,
         **sizes,
     )
+    if config.get("layer_types") and len(config["layer_types"]) != spec.num_layers:
+        kinds = len(config["layer_types"])
+        raise InputError(f"config of '{name}': {kinds} layer_types for {spec.num_layers} layers; give one a layer")
+    return replace(spec, remarks=tuple(_remarks(spec)))
 
 
-def _refuse_experts(config: Mapping[str, Any], name: str) -> None:
-    for field_name in _EXPERTS:
-        if config.get(field_name) not in (None, 0, 1):
-            raise InputError(
-                f"config of '{name}' has {field_name}={config[field_name]!r}: mixtures of experts are not supported, "
-                "only dense models such as mistral-7b"
-            )
+def _remarks(spec: ModelSpec) -> Iterator[str]:
+    if spec.is_multimodal:
+        yield f"'{spec.name}' is multimodal: its part for text is planned, and images and sound are not"
+    windows = sorted(window for window in spec.windows if window is not None)
+    if windows:
+        count, spans = spec.num_layers - spec.windows[None], " and ".join(map(str, windows))
+        yield (
+            f"{count} of {spec.num_layers} layers of '{spec.name}' attend to the last {spans} tokens and are timed so; "
+            "keys and values of all tokens are kept"
+        )
+
+
+def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int], name: str) -> Any:
+    if stated := config.get("head_dim") or config.get("d_kv"):
+        return stated
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    if hidden % heads:
+        raise InputError(f"config of '{name}': {heads} heads do not divide the hidden size {hidden}; give a head_dim")
+    return hidden // heads
 
 
 def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> Any:
@@ -190,12 +299,22 @@ def _max_context(config: Mapping[str, Any], family: str, name: str) -> int:
 
 def _integer(config: Mapping[str, Any], names: tuple[str, ...], model: str, *, default: int | None = None) -> int:
     for name in names:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"config of '{model}': {name} must be a positive integer, found {value!r}")
-        return value
+        if (value := config.get(name)) is not None:
+            return _checked(name, value, model)
     if default is None:
-        raise InputError(f"config of '{model}' has no {names[0]}")
+        raise InputError(f"config of '{model}' has no {names[0]}{_ask_for_default(config)}")
     return default
+
+
+def _ask_for_default(config: Mapping[str, Any]) -> str:
+    """Configs of multimodal models often leave out what transformers has a default for."""
+    return "; write the one that transformers fills in into its text_config" if is_multimodal(config) else ""
+
+
+def _checked(field_name: str, value: Any, model: str) -> int:
+    """A size of the config. Raises InputError unless it is a positive integer that some model might have."""
+    if type(value) is not int or value < 1:
+        raise InputError(f"config of '{model}': {field_name} must be a positive integer, found {shown(value)}")
+    if value > (most := _MOST_LAYERS if "layer" in field_name else _LARGEST):
+        raise InputError(f"config of '{model}': {field_name} must be at most {most}, found {shown(value)}")
+    return value

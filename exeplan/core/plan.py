@@ -37,7 +37,7 @@ class Plan:
     """Everything `exeplan serve` needs, and what it promises."""
 
     model: str
-    """A model directory or a shipped name."""
+    """A model directory, a shipped name, or an id of the Hugging Face Hub."""
     schedule: Schedule
     """Of each replica of the first group."""
     placement: Placement

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_spec
+from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_reference, model_reference_from, model_spec
 from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
 
@@ -178,7 +178,12 @@ def save_profile(profile: Profile, path: Path) -> None:
     """Writes the profile as JSON, one measurement a line."""
     head = {
         "exeplan_profile": 1,
-        "model": {"name": profile.model.name, "fingerprint": profile.model.fingerprint, "config": profile.model.config},
+        "model": {
+            "name": profile.model.name,
+            **({"reference": model_reference(profile.model.reference, path)} if profile.model.reference else {}),
+            "fingerprint": profile.model.fingerprint,
+            "config": profile.model.config,
+        },
         **{
             name: getattr(profile, name)
             for name in ("dtype", "weight_bytes", "workspace_bytes", "calibration", "source", "created", "complete")
@@ -204,7 +209,7 @@ def load_profile(path: Path) -> Profile:
     try:
         rows = tuple(_measurement(row, index, path) for index, row in enumerate(body["measurements"], start=1))
         profile = Profile(
-            model=model_spec(body["model"]["config"], name=body["model"]["name"]),
+            model=_model(body["model"], path),
             reference=str(path),
             device=Device(**body["device"]),
             measurements=rows,
@@ -220,7 +225,7 @@ def load_profile(path: Path) -> Profile:
     except (TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a profile: {error}") from None
     _check_values(profile, path)
-    if body["model"].get("fingerprint") != profile.model.fingerprint:
+    if not profile.model.matches(body["model"].get("fingerprint")):
         raise InputError(
             f"{path}: the model's config does not match its fingerprint, so the file was edited or damaged"
         )
@@ -229,6 +234,15 @@ def load_profile(path: Path) -> Profile:
             what = f"{op} {phase}".strip()
             raise InputError(f"{path} holds no '{what}' measurement; run `exeplan profile` again")
     return profile
+
+
+def _model(body: Mapping[str, Any], path: Path) -> ModelSpec:
+    """The sizes; weights are found by the reference (`load_model_spec`), and need not be on this machine."""
+    reference = body.get("reference")
+    if reference is not None and not isinstance(reference, str):
+        raise InputError(f"{path}: the model's reference must be text, found {reference!r}")
+    found = None if reference is None else model_reference_from(reference, path)
+    return model_spec(body["config"], name=body["name"], reference=found)
 
 
 def _check_values(profile: Profile, path: Path) -> None:

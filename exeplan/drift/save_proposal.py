@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exeplan.core.plan import Plan, save_plan
 from exeplan.files import write_text
-from exeplan.planner.load_problem import refer
+from exeplan.planner.load_problem import with_relative_references
 from exeplan.workload.workload import Workload
 
 _ROWS = 4000
@@ -23,7 +23,5 @@ def save_proposal(plan: Plan, workload: Workload, path: Path) -> Plan:
     write_text(lengths, f"input_tokens,output_tokens\n{rows}\n")
     # The file holds a sample, whose fingerprint differs from the law's.
     named = replace(plan, workload=str(lengths), workload_fingerprint=None, fit_context=False)
-    written = replace(named, model=refer(plan.model, path), workload=refer(str(lengths), path))
-    written = replace(written, profile=plan.profile and refer(plan.profile, path))
-    save_plan(replace(written, cluster=plan.cluster and refer(plan.cluster, path)), path)
+    save_plan(with_relative_references(named, path), path)
     return named

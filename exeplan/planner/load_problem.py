@@ -10,13 +10,13 @@ from typing import Any
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, Link, load_cluster
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.model import ModelSpec, load_model_spec, model_reference, model_reference_from
 from exeplan.core.plan import Plan, parse_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.queue_order import ORDERS
 from exeplan.core.schedule import Placement, num_devices
 from exeplan.errors import InputError
-from exeplan.files import read_yaml
+from exeplan.files import read_yaml, shipped_names
 from exeplan.planner.check_placement import check_devices, check_placement
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.problem import Problem
@@ -49,15 +49,16 @@ def plan_from(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
     return plan
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan with its references to files as seen from the working directory."""
+def read_plan(path: Path, *, model: str | None = None) -> Plan:
+    """The plan with its references to files as seen from the working directory; `model` is another name of its model,
+    as where its directory moved."""
     plan = load_plan(path)
     return replace(
         plan,
-        model=_from(path, plan.model),
-        workload=_from(path, plan.workload) if plan.workload else None,
+        model=model or model_reference_from(plan.model, path),
+        workload=_from(path, plan.workload, "workloads") if plan.workload else None,
         profile=_from(path, plan.profile) if plan.profile else None,
-        cluster=_from(path, plan.cluster) if plan.cluster else None,
+        cluster=_from(path, plan.cluster, "clusters") if plan.cluster else None,
     )
 
 
@@ -72,7 +73,7 @@ def with_relative_references(plan: Plan, path: Path) -> Plan:
     """The plan with its references as a file at that path has them."""
     return replace(
         plan,
-        model=refer(plan.model, path),
+        model=model_reference(plan.model, path),
         workload=plan.workload and refer(plan.workload, path),
         profile=plan.profile and refer(plan.profile, path),
         cluster=plan.cluster and refer(plan.cluster, path),
@@ -80,12 +81,20 @@ def with_relative_references(plan: Plan, path: Path) -> Plan:
 
 
 def plan_model(plan: Plan) -> ModelSpec:
-    """The model of a plan. Raises InputError when its shape is not the one that was planned."""
-    spec = load_model_spec(plan.model)
-    if plan.model_fingerprint and plan.model_fingerprint != spec.fingerprint:
+    """The model of a plan. Raises InputError when its sizes are not those that were planned."""
+    if Path(plan.model).is_absolute() and not Path(plan.model).exists():
         raise InputError(
-            f"the plan was made for a model of shape {plan.model_fingerprint}, {plan.model} has shape "
-            f"{spec.fingerprint}; optimize again with a profile of this model"
+            f"the plan's model was in {plan.model}, which is not there; say where with --model-dir, or in the plan"
+        )
+    return _checked(plan, load_model_spec(plan.model))
+
+
+def _checked(plan: Plan, spec: ModelSpec) -> ModelSpec:
+    """The model of a plan, whose placement is of its layers."""
+    if plan.model_fingerprint and not spec.matches(plan.model_fingerprint):
+        raise InputError(
+            f"the plan was made for a model of other sizes (fingerprint {plan.model_fingerprint}) than {plan.model} "
+            f"has ({spec.fingerprint}); optimize again with a profile of this model"
         )
     for group in plan.groups:
         check_placement(group.placement, spec, group.schedule)
@@ -180,11 +189,12 @@ def plan_request(
 
     Raises InputError when its inputs are missing, or belong to another model or device.
     """
-    spec = plan_model(plan)
     measured = profile or plan.profile
     if measured is None:
         raise InputError("the plan names no profile; give one with --profile")
-    measured = profile_for(spec, measured if isinstance(measured, Profile) else load_profile(Path(measured)))
+    measured = measured if isinstance(measured, Profile) else load_profile(Path(measured))
+    spec = _checked(plan, _planned_model(plan, measured))
+    measured = profile_for(spec, measured)
     gpus = plan_cluster(plan, measured, cluster)
     requests = plan_lengths(plan, workload)
     # Another schedule keeps the order, unless only the plan's own policy has it.
@@ -201,6 +211,14 @@ def plan_request(
         gpu_memory_utilization=plan.gpu_memory_utilization,
         max_num_seqs=plan.max_seqs,
     )
+
+
+def _planned_model(plan: Plan, profile: Profile) -> ModelSpec:
+    """The model of a plan; where its directory is not on this machine, its sizes as the profile holds them."""
+    planned = plan.model_fingerprint is not None and profile.model.matches(plan.model_fingerprint)
+    if planned and profile.model.reference == plan.model and not Path(plan.model).exists():
+        return profile.model
+    return load_model_spec(plan.model)
 
 
 def plan_problem(
@@ -231,16 +249,19 @@ def _arrivals(plan: Plan, workload: Workload) -> Arrivals | None:
 
 
 def profile_for(spec: ModelSpec, profile: Profile) -> Profile:
-    """The profile, checked to be of this model's shape."""
+    """The profile as one of this model, checked to have its sizes."""
     if profile.model.fingerprint != spec.fingerprint:
         raise InputError(
-            f"the profile is of {profile.model.name} (shape {profile.model.fingerprint}), the model is {spec.name} "
-            f"(shape {spec.fingerprint}); profile it with `exeplan profile`"
+            f"the profile is of {profile.model.name}, whose sizes (fingerprint {profile.model.fingerprint}) are not "
+            f"those of {spec.name} ({spec.fingerprint}); profile it with `exeplan profile`"
         )
-    return profile
+    return replace(profile, model=spec)
 
 
-def _from(plan: Path, reference: str) -> str:
+def _from(plan: Path, reference: str, kind: str | None = None) -> str:
+    """A file of the plan as seen from here; a name that is shipped as this kind stays what it is."""
+    if kind and reference in shipped_names(kind):
+        return reference
     path = plan.resolve().parent / Path(reference).expanduser()
     return str(path) if path.exists() else reference
 

@@ -669,7 +669,7 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
     model, first = problem.profile.model, groups[0]
     several = len(groups) > 1 or first.num_replicas > 1
     return Plan(
-        model=str(model.directory or model.name),
+        model=model.reference or model.name,
         schedule=first.schedule,
         placement=first.placement,
         replicas=first.first_devices,

@@ -10,7 +10,7 @@ the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from math import inf
@@ -164,7 +164,8 @@ def _link_rows(sheet: Datasheet, sizes: Sequence[int]) -> Iterator[Measurement]:
 def _prefill_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, tokens: int) -> float:
     """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
     stored = num_seqs * tokens * _kv_bytes(spec, dtype, size) * _cross_share(spec)
-    return elementwise_seconds(sheet, 2 * stored) + prefill_attention_seconds(
+    attend = partial(
+        prefill_attention_seconds,
         sheet,
         dtype,
         num_seqs=num_seqs,
@@ -174,20 +175,31 @@ def _prefill_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int,
         head_dim=spec.head_dim,
         causal=not spec.is_encoder_decoder,
     )
+    return elementwise_seconds(sheet, 2 * stored) + _mean(spec, lambda window: attend(window=window))
 
 
 def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, context: int) -> float:
     """Self attention, and cross attention where there is one: two kernels that share the context between them."""
     kernels = 2 if spec.is_encoder_decoder else 1
-    attend = decode_attention_seconds(
-        sheet,
-        dtype,
-        num_seqs=num_seqs,
-        context_tokens=num_seqs * context / kernels,
-        kv_heads=_kv_heads(spec, size),
-        head_dim=spec.head_dim,
-    )
-    return kernels * attend + elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
+
+    def attend(window: int | None) -> float:
+        return decode_attention_seconds(
+            sheet,
+            dtype,
+            num_seqs=num_seqs,
+            context_tokens=num_seqs * (context if window is None else min(context, window)) / kernels,
+            kv_heads=_kv_heads(spec, size),
+            head_dim=spec.head_dim,
+        )
+
+    return kernels * _mean(spec, attend) + elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
+
+
+def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
+    """Of a layer whose time depends on its sliding window: the mean over the layers, as a profile has one for all."""
+    if len(spec.windows) == 1:
+        return seconds(*spec.windows)
+    return sum(count * seconds(window) for window, count in spec.windows.items()) / spec.num_layers
 
 
 def _rest(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int, phase: str) -> float:

@@ -109,9 +109,11 @@ def prefill_attention_seconds(
     kv_heads: int,
     head_dim: int,
     causal: bool,
+    window: int | None = None,
 ) -> float:
-    """Attention of `num_seqs` whole prompts of `tokens` each."""
-    pairs = num_seqs * tokens * (tokens / 2 if causal else tokens)
+    """Attention of `num_seqs` whole prompts of `tokens` each, of each token to the last `window` where there is one."""
+    reach = tokens if window is None else min(tokens, window)
+    pairs = num_seqs * (reach * (tokens - reach / 2) if causal else tokens * tokens)
     moved = DTYPE_BYTES[dtype] * num_seqs * tokens * 2 * (heads + kv_heads) * head_dim
     return (
         sheet.prefill_attention_latency

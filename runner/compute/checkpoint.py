@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exeplan.core.hub import download_command
 from exeplan.errors import InputError
 from exeplan.files import read_json
 from exeplan.kernels.select import Kernels, kernels_for
@@ -175,7 +176,7 @@ def _read_index(directory: Path) -> dict[str, Path]:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise InputError(f"{path}: '{name}' is in {shard!r}, which is no safetensors file of that directory")
         if not (directory / shard).is_file():
-            raise InputError(f"{path} names the shard {shard}, which is not there")
+            raise InputError(f"{path} names the shard {shard}, which is not there{_download(directory)}")
     return {name: directory / shard for name, shard in weight_map.items()}
 
 
@@ -187,10 +188,17 @@ def _names(path: Path) -> list[str]:
         raise InputError(f"{path} is not a readable safetensors file: {error}") from None
 
 
+def _download(directory: Path) -> str:
+    """The end of a sentence on a file that is missing: how to get it, where that is known."""
+    command = download_command(directory)
+    return f"; download it with `{command}`" if command else ""
+
+
 def _no_safetensors(directory: Path) -> str:
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if not pickles:
-        return f"{directory} holds no *.safetensors; for random weights use `--weights dummy`"
+        remedy = _download(directory) or "; for random weights use `--weights dummy`"
+        return f"{directory} holds no *.safetensors{remedy}"
     return (
         f"{directory} holds only a pickled checkpoint ({pickles[0]}), which is not read because that can run code; "
         "convert it once, where you trust it, with transformers: "

@@ -66,11 +66,6 @@ def _family(spec: ModelSpec) -> ModuleType:
     families = _families()
     if spec.family not in families:
         raise InputError(f"no model family '{spec.family}'; there are {', '.join(sorted(families))}")
-    if quantization := spec.config.get("quantization_config"):
-        method = (
-            quantization.get("quant_method", "an unknown method") if isinstance(quantization, dict) else quantization
-        )
-        raise InputError(
-            f"'{spec.name}' is quantized by {method}, which is not supported; use its unquantized checkpoint"
-        )
+    if spec.is_multimodal:
+        raise InputError(f"'{spec.name}' is multimodal, and only its part for text can be planned; it cannot be run")
     return families[spec.family]

@@ -49,6 +49,10 @@ class Rotary:
         kind = parameters["rope_type"]
         if kind not in _SCALINGS:
             raise InputError(f"'{spec.name}': no rotary scaling '{kind}'; there are {', '.join(sorted(_SCALINGS))}")
+        if (dim or spec.head_dim) % 2:
+            raise InputError(
+                f"'{spec.name}': rotary positions need an even number of dimensions, not {dim or spec.head_dim}"
+            )
         self.dtype, self._kernels = dtype, kernels
         exponent = torch.arange(0, dim or spec.head_dim, 2, dtype=torch.float32, device=device) / (dim or spec.head_dim)
         try:

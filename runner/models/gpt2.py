@@ -44,7 +44,7 @@ class Model:
         if shard.first:
             self.positions_PE = weights.take(POSITIONS, spec.max_context, size)
         if shard.last:
-            self.norm = LayerNorm(weights, NORM, size, eps=config.get("layer_norm_epsilon", 1e-5))
+            self.norm = LayerNorm(weights, NORM, size, eps=config.get("layer_norm_epsilon") or 1e-5)
 
     def embed(self, token_N: Tensor, position_N: Tensor) -> Tensor:
         return self.vocabulary.embed(token_N).add_(self.positions_PE[position_N])
@@ -59,7 +59,7 @@ class Model:
 class Layer:
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
         config, name, size, group = spec.config, LAYER.format(index), spec.hidden_size, shard.group
-        eps, biased = config.get("layer_norm_epsilon", 1e-5), group.rank == 0
+        eps, biased = config.get("layer_norm_epsilon") or 1e-5, group.rank == 0
         heads = head_ranges(spec, group)[0].times(spec.head_dim)
         inner = inner_range(spec, group, integer(config, "n_inner", 4 * size))
         self.attention_norm = LayerNorm(weights, f"{name}.ln_1", size, eps=eps)

@@ -5,7 +5,7 @@ head that may be tied to the embedding. A family with the same layer is added as
 layer is a file of its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +28,6 @@ Flag = bool | str
 """A constant of the family, or the key of the Hugging Face config that holds it (False where the key is missing)."""
 
 
-def no_window(_config: Config, _layer: int) -> int | None:
-    return None
-
-
-def one_window(config: Config, _layer: int) -> int | None:
-    """The same window on every layer; None where `sliding_window` is null."""
-    return config.get("sliding_window")
-
-
-def window_by_layer(config: Config, layer: int) -> int | None:
-    """Qwen's rule: off unless `use_sliding_window`; then by `layer_types`, or from `max_window_layers` on."""
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
-        return None
-    kinds = config.get("layer_types")
-    slides = kinds[layer % len(kinds)] == "sliding_attention" if kinds else layer >= config.get("max_window_layers", 28)
-    return config["sliding_window"] if slides else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """What distinguishes a family of this layer."""
@@ -55,16 +37,14 @@ class Variant:
     """Of the attention's output product."""
     qk_norm: bool = False
     """RMSNorm over each query head and each key head, before rotation."""
-    window: Callable[[Config, int], int | None] = no_window
-    """Sliding window in tokens by config and layer index; None for full attention."""
     mlp_bias: Flag = False
 
 
 VARIANTS = {
     "llama": Variant(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Variant(window=one_window),
-    "qwen2": Variant(qkv_bias=True, window=window_by_layer),
-    "qwen3": Variant(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True, window=window_by_layer),
+    "mistral": Variant(),
+    "qwen2": Variant(qkv_bias=True),
+    "qwen3": Variant(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True),
 }
 """By Hugging Face `model_type`."""
 
@@ -116,7 +96,7 @@ def _attention(
     if variant.qk_norm:
         queries, keys = (RMSNorm(weights, f"{name}.{part}_norm", spec.head_dim, eps) for part in "qk")
         norms = (queries, keys)
-    shape = attention_shape(spec, shard, index, window=variant.window(config, index))
+    shape = attention_shape(spec, shard, index, window=spec.attention_window(index))
     return SelfAttention(shape, qkv, output, norms=norms)
 
 

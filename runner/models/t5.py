@@ -167,7 +167,7 @@ def _self_attention(
 
 def _feed_forward(spec: ModelSpec, weights: Weights, group: Group, name: str) -> tuple[RMSNorm, Block]:
     inner, block = inner_range(spec, group, spec.intermediate_size), f"{name}.DenseReluDense"
-    gate, _, kind = spec.config.get("feed_forward_proj", "relu").rpartition("-")
+    gate, _, kind = (spec.config.get("feed_forward_proj") or "relu").rpartition("-")
     function = (gated_activation if gate else activation)(
         weights.kernels, "gelu_new" if gate and kind == "gelu" else kind
     )

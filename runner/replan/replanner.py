@@ -70,11 +70,14 @@ class Replanner:
         mode: str = "advise",
         rules: Rules | None = None,
         file: Path | None = None,
+        model: str | None = None,
         fixed_placement: bool = False,
         on_adopted: Callable[[Plan], None] = lambda plan: None,
         on_event: OnEvent = lambda kind, what: None,
     ) -> None:
         """`setup` makes the engine's setup of a plan; `file` is where plans of the advisor are written.
+
+        `model` is where the model of a plan that is read lies, if not where the plan says.
 
         With a `fixed_placement` only schedules are proposed. Raises InputError for an unknown mode.
         """
@@ -82,7 +85,7 @@ class Replanner:
             raise InputError(f"--replan must be one of {', '.join(MODES)}, found '{mode}'")
         self.state = ReplanState(mode=mode, plan=plan)
         self._engine, self._spec, self._setup = engine, spec, setup
-        self._rules, self._file, self._fixed = rules or Rules(), file, fixed_placement
+        self._rules, self._file, self._model, self._fixed = rules or Rules(), file, model, fixed_placement
         self._on_adopted, self.on_event = on_adopted, on_event
         self._advisor: _AdvisorProcess | None = None
         self._left: deque[RequestLengths] = deque(maxlen=_MOST_KEPT)
@@ -108,7 +111,7 @@ class Replanner:
 
     async def load(self, path: Path, *, source: str = "signal") -> Replanned:
         """Reads a plan and adopts it. Raises InputError, and nothing has changed, where that fails."""
-        return await self.adopt(read_plan(path), source=source, reason=f"{path} was loaded")
+        return await self.adopt(read_plan(path, model=self._model), source=source, reason=f"{path} was loaded")
 
     async def adopt(self, plan: Plan, *, source: str, reason: str = "") -> Replanned:
         """Switches to another plan, as a whole. Raises InputError, and nothing has changed, where that fails."""

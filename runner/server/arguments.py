@@ -68,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", default="text", help="text (default) or json, one object per line")
     parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    parser.add_argument(
+        "--model-dir", metavar="DIR", help="where the model is now (default: where the plan says); a Hub id does too"
+    )
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace of the engine for Perfetto")
     parser.add_argument(
@@ -87,6 +90,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end this process before the server handles it.
     from exeplan.core.plan import with_utilization
     from exeplan.planner.load_problem import plan_model, read_plan
+    from exeplan.progress import note
     from exeplan.runner.server.options import ServeOptions
     from exeplan.runner.server.server import serve
     from exeplan.units import seconds
@@ -107,6 +111,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
         launcher=launcher,
         plan_file=args.plan,
+        model_dir=args.model_dir,
         replan=args.replan,
         replan_dwell_seconds=seconds(args.replan_dwell, "--replan-dwell"),
         replan_file=args.replan_file,
@@ -114,5 +119,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         log_format=args.log_format,
         log_level=args.log_level,
     )
-    plan = with_utilization(read_plan(args.plan), args.gpu_memory_utilization)
-    return serve(plan, plan_model(plan), options)
+    plan = with_utilization(read_plan(args.plan, model=args.model_dir), args.gpu_memory_utilization)
+    spec = plan_model(plan)
+    note(spec.remarks)
+    return serve(plan, spec, options)

@@ -43,6 +43,8 @@ class ServeOptions:
     launcher: LauncherSetup | None = None
     """The plan's hosts as `python -m exeplan.runner` knows them; None where all devices are on this host."""
     plan_file: Path | None = None
+    model_dir: str | None = None
+    """Where the model of `plan_file` is, if not where it says."""
     """The plan's file, which SIGHUP reads again."""
     replan: str = "advise"
     """`off`, `advise` (propose better plans) or `auto` (adopt them)."""

@@ -75,6 +75,7 @@ def serve(
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
+                model=options.model_dir,
                 fixed_placement=options.launcher is not None,
                 on_adopted=service.switch_to,
             )

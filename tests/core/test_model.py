@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.hub import download_command
+from exeplan.core.model import load_model_spec, model_reference, model_reference_from, model_spec
 from exeplan.errors import InputError
 from exeplan.files import shipped_names
 
@@ -43,11 +44,122 @@ def test_kv_bytes_are_two_per_layer_head_and_element() -> None:
     assert spec.kv_bytes_per_token("bfloat16") == spec.kv_bytes_per_token("float32") // 2
 
 
-def test_the_fingerprint_is_of_the_shape_alone() -> None:
+def test_the_fingerprint_is_of_the_sizes_alone() -> None:
     spec = model_spec(LLAMA, name="tiny")
-    same = {**dict(reversed(LLAMA.items())), "torch_dtype": "float16", "_name_or_path": "elsewhere"}
-    assert model_spec(same, name="other").fingerprint == spec.fingerprint
-    assert model_spec({**LLAMA, "vocab_size": 101}, name="tiny").fingerprint != spec.fingerprint
+    same = {**dict(reversed(LLAMA.items())), "torch_dtype": "float16", "_name_or_path": "elsewhere", "head_dim": 8}
+    assert model_spec({**same, "rope_theta": 5e5, "eos_token_id": 3}, name="x").fingerprint == spec.fingerprint
+    for size in ("num_hidden_layers", "vocab_size", "intermediate_size", "max_position_embeddings"):
+        assert model_spec({**LLAMA, size: 136}, name="tiny").fingerprint != spec.fingerprint
+    assert model_spec({**LLAMA, "model_type": "mistral"}, name="tiny").fingerprint != spec.fingerprint
+    assert model_spec({**LLAMA, "word_embed_proj_dim": 32}, name="tiny").fingerprint != spec.fingerprint
+
+
+def test_a_shipped_model_and_its_checkpoint_have_one_fingerprint() -> None:
+    """The keys that the checkpoint's config.json has beyond the shipped ones."""
+    shipped = load_model_spec("qwen3-8b")
+    more = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "initializer_range": 0.02,
+        "max_window_layers": 36,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    assert model_spec({**shipped.config, **more}, name="Qwen/Qwen3-8B").fingerprint == shipped.fingerprint
+
+
+def test_fingerprints_of_whole_configs_are_read_too() -> None:
+    spec = model_spec(LLAMA, name="tiny")
+    assert spec.matches("fbb81f74ec16bcaa")
+    assert not model_spec({**LLAMA, "vocab_size": 101}, name="tiny").matches("fbb81f74ec16bcaa")
+
+
+def test_a_shipped_name_is_not_shadowed_by_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model_spec("demo").hidden_size == 256
+    (remark,) = load_model_spec("demo").remarks
+    assert remark == "'demo' is the shipped model; the directory of that name here is ./demo"
+    assert load_model_spec("./demo").hidden_size == 64
+
+
+def test_a_file_names_a_model_so_that_any_working_directory_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/tiny", "demo", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    inside, outside = tmp_path / "plan.yaml", tmp_path / "elsewhere" / "plan.yaml"
+    names = [("models/tiny", "./models/tiny"), ("demo", "demo"), ("./demo", "./demo"), ("org/name", "org/name")]
+    for name, written in names:
+        assert model_reference(name, inside) == written
+    assert model_reference("models/tiny", outside) == str(tmp_path / "models" / "tiny")
+    monkeypatch.chdir("/")
+    assert model_reference_from("./models/tiny", inside) == str(tmp_path / "models" / "tiny")
+    assert model_reference_from("models/tiny", inside) == str(tmp_path / "models" / "tiny")
+    assert model_reference_from("../gone", inside) == str(tmp_path.parent / "gone")
+    assert model_reference_from("demo", inside) == "demo"
+    assert model_reference_from("org/name", inside) == "org/name"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the Hugging Face Hub, in the layout that its documentation describes."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def add_to(hub: Path, model: str, commit: str = "0" * 40) -> Path:
+    folder = hub / f"models--{model.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(LLAMA))
+    return folder / "snapshots" / commit
+
+
+@pytest.mark.parametrize("model", ["org/tiny-1.1", "gpt2"])
+def test_an_id_of_the_hub_is_found_in_its_cache(hub: Path, model: str) -> None:
+    snapshot = add_to(hub, model)
+    spec = load_model_spec(model)
+    assert (spec.name, spec.reference, spec.directory) == (model, model, snapshot)
+
+
+def test_an_id_that_is_not_in_the_cache_names_the_command_that_downloads_it(hub: Path) -> None:
+    with pytest.raises(InputError, match=r"download it with `hf download org/tiny-1\.1`"):
+        load_model_spec("org/tiny-1.1")
+    with pytest.raises(InputError, match="a model of the Hugging Face Hub is named organisation/name"):
+        load_model_spec("gpt2")
+    for path in (
+        "./org/tiny",
+        "/org/tiny",
+        "org/tiny/more",
+        "../tiny",
+        "-o/x",
+        "a/b--c",
+        "",
+        "~nosuchuser/x",
+        "a\0b",
+    ):
+        with pytest.raises(InputError, match="no model directory"):
+            load_model_spec(path)
+
+
+def test_a_snapshot_says_how_to_download_the_rest_of_it(hub: Path) -> None:
+    assert download_command(add_to(hub, "org/tiny-1.1")) == "hf download org/tiny-1.1"
+    assert download_command(hub) is None
+
+
+def test_without_the_hubs_package_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exeplan.core.hub.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs huggingface_hub, .*pip install 'exeplan\[hub\]'"):
+        load_model_spec("org/tiny")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +197,7 @@ def test_a_model_is_a_directory_or_a_shipped_name(tmp_path: Path) -> None:
         load_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     spec = load_model_spec(str(tmp_path))
-    assert (spec.name, spec.directory) == (tmp_path.name, tmp_path)
+    assert (spec.name, spec.directory, spec.reference) == (tmp_path.name, tmp_path, str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config.json is not valid JSON"):
         load_model_spec(str(tmp_path))

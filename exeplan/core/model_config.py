@@ -1,0 +1,182 @@
+"""What a Hugging Face config must be to be planned: its part for text, its values in range, and what is refused.
+
+Not here: the sizes (`model.py`), and what the engine runs (`runner/models`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from exeplan.errors import InputError
+
+Config = Mapping[str, Any]
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+OTHER_PARTS = ("vision_config", "audio_config")
+"""Parts for what is not text; a config that has one is multimodal."""
+_SHARED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", *OTHER_PARTS)
+"""Fields that the part for text takes from around it."""
+_ENCODERS = {
+    "clip", "clip_text_model", "data2vec-text", "deberta", "deberta-v2", "electra", "ernie", "esm", "funnel",
+    "layoutlm", "longformer", "mpnet", "nezha", "nystromformer", "reformer", "roberta", "roberta-prelayernorm",
+    "siglip", "siglip_text_model", "vit", "wav2vec2", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
+}  # fmt: skip
+"""Families that only encode, besides those whose names end with `bert`."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_STATE_SPACE = ("layers_block_type", "hybrid_override_pattern", "ssm_state_size", "mamba_d_state", "state_size")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_SMALL = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
+_TEXTS = ("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj")
+_FLAGS = (
+    "is_encoder_decoder", "tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "enable_bias",
+    "do_layer_norm_before", "layer_norm_elementwise_affine", "scale_embedding", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx", "multi_query", "new_decoder_architecture", "scale_decoder_outputs",
+)  # fmt: skip
+_COUNTS = (
+    "sliding_window",
+    "sliding_window_pattern",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+)
+_TOKENS = ("eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+_ROTARY_NUMBERS = {
+    "rope_theta": 1.0, "factor": 0.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0, "attention_factor": 0.0,
+    "beta_fast": 0.0, "beta_slow": 0.0, "original_max_position_embeddings": 1.0,
+}  # fmt: skip
+"""Settings of the rotary embedding, and what each must exceed."""
+_LARGEST_TOKEN = 2**31
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Families of which every n-th layer has no window, unless the config says it otherwise."""
+_WINDOWED = ("mistral", "phi3", "starcoder2", *_WINDOW_PATTERNS)
+"""Families whose `sliding_window` alone means that their layers have one."""
+_WINDOW_LAYERS = 28
+"""Qwen's `max_window_layers` where the config has none."""
+
+
+def planned_part(config: Config) -> Config:
+    """The part that is planned: the whole config, or the part for text of a multimodal one."""
+    for name in _TEXT_PARTS:
+        if isinstance(part := config.get(name), Mapping):
+            return planned_part({**{key: config[key] for key in _SHARED if key in config}, **part})
+    return config
+
+
+def is_multimodal(config: Config) -> bool:
+    return any(isinstance(config.get(name), Mapping) for name in OTHER_PARTS)
+
+
+def attention_window(config: Config, family: str, layer: int) -> int | None:
+    """Tokens that a token of this layer attends to, itself included; None for all."""
+    window = config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return None
+    if kinds := config.get("layer_types"):
+        return window if kinds[layer % len(kinds)] == "sliding_attention" else None
+    if "use_sliding_window" in config:
+        return window if layer >= config.get("max_window_layers", _WINDOW_LAYERS) else None
+    if family not in _WINDOWED:
+        return None
+    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(family)
+    return None if pattern and (layer + 1) % pattern == 0 else window
+
+
+def check_config(config: Config, name: str) -> None:
+    """Raises InputError, in one sentence, for a model of a kind that is not planned, or a value that none can have."""
+    _check_kind(config, name)
+    check_unquantized(config.get("quantization_config"), name, "quantization_config")
+    checks = {
+        "a number above 0 and below 1": (_SMALL, lambda value: _is_number(value) and 0 < value < 1),
+        "text": (_TEXTS, lambda value: isinstance(value, str)),
+        "true or false": (_FLAGS, lambda value: isinstance(value, bool)),
+        "a positive integer": (_COUNTS, lambda value: type(value) is int and 0 < value < _LARGEST_TOKEN),
+        f"a token id from 0 to {_LARGEST_TOKEN - 1}": (_TOKENS, _is_token),
+        "a whole number of at least 0": (("max_window_layers",), lambda value: type(value) is int and value >= 0),
+    }
+    for what, (fields, holds) in checks.items():
+        for field in fields:
+            if (value := config.get(field)) is not None and not holds(value):
+                raise InputError(f"config of '{name}': {field} must be {what}, found {shown(value)}")
+    _check_rotary({"rope_theta": config.get("rope_theta")}, name)
+    for field in ("rope_scaling", "rope_parameters"):
+        if (value := config.get(field)) is not None:
+            if not isinstance(value, Mapping):
+                raise InputError(f"config of '{name}': {field} must be a mapping of settings, found {shown(value)}")
+            _check_rotary(value, name)
+    _check_layer_types(config, name)
+
+
+def check_unquantized(quantization: Any, name: str, where: str) -> None:
+    """Raises InputError naming the method of a checkpoint with quantized weights."""
+    if not quantization:
+        return
+    found = quantization if isinstance(quantization, Mapping) else {"quant_method": str(quantization)}
+    nested = found.get("quantization")
+    algorithm = nested.get("quant_algo") if isinstance(nested, Mapping) else None
+    method = found.get("quant_method") or algorithm or (f"{found['bits']} bits" if "bits" in found else "a method")
+    method = " ".join(str(method).split())[:40]
+    raise InputError(
+        f"'{name}' is quantized by {method} ({where}), and its weights are neither timed nor loaded; plan and serve "
+        "its unquantized checkpoint, whose sizes are the same (GPUs that have fp8 run that with --dtype fp8)"
+    )
+
+
+def shown(value: Any) -> str:
+    """A value for a message: on one line, and short."""
+    text = value if isinstance(value, str) and value.isidentifier() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_kind(config: Config, name: str) -> None:
+    family = str(config.get("model_type"))
+    if family in _ENCODERS or family.endswith("bert"):
+        raise InputError(f"'{name}' is a {family}, which encodes and generates no tokens; there is nothing to schedule")
+    for field in _EXPERTS:
+        if config.get(field) not in (None, 0, 1):
+            raise InputError(
+                f"config of '{name}' has {field}={shown(config[field])}: mixtures of experts are not supported, only "
+                "dense models such as mistral-7b"
+            )
+    if config.get("kv_lora_rank"):
+        raise InputError(f"config of '{name}' has kv_lora_rank: latent attention (MLA) is not supported")
+    for field in _STATE_SPACE:
+        if config.get(field):
+            raise InputError(f"config of '{name}' has {field}: layers without attention are not supported")
+
+
+def _check_layer_types(config: Config, name: str) -> None:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or not kinds:
+        raise InputError(f"config of '{name}': layer_types must list a type a layer, found {shown(kinds)}")
+    for kind in kinds:
+        if kind not in _LAYER_TYPES:
+            raise InputError(
+                f"config of '{name}': layers of type {shown(kind)} are not supported, only {' and '.join(_LAYER_TYPES)}"
+            )
+
+
+def _check_rotary(settings: Mapping[Any, Any], name: str) -> None:
+    """Settings of the rotary embedding; by type of layer, they are one mapping deeper."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_rotary(value, name)
+        elif (least := _ROTARY_NUMBERS.get(str(key))) is not None and value is not None:
+            if not _is_number(value) or not least < value < 1e30:
+                raise InputError(f"config of '{name}': {key} must be a number above {least:g}, found {shown(value)}")
+        elif key in ("short_factor", "long_factor"):
+            if not isinstance(value, list) or not all(_is_number(one) and one > 0 for one in value):
+                raise InputError(f"config of '{name}': {key} must list numbers above 0, found {shown(value)}")
+        elif key in ("rope_type", "type") and not isinstance(value, str):
+            raise InputError(f"config of '{name}': {key} of the rotary embedding must be text, found {shown(value)}")
+
+
+def _is_number(value: Any) -> bool:
+    """Of a size that a float has: a longer integer compares, and then overflows."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
+    )
+
+
+def _is_token(value: Any) -> bool:
+    found = value if isinstance(value, list) else [value]
+    return all(type(token) is int and 0 <= token < _LARGEST_TOKEN for token in found)

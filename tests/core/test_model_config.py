@@ -1,0 +1,187 @@
+"""A config is planned by its part for text, with its sliding windows, or refused in one sentence; never in silence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.model_config import attention_window
+from exeplan.errors import InputError
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+METHODS = ("awq", "gptq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
+
+
+def refusal(change: dict[str, Any], base: dict[str, Any] = LLAMA) -> str:
+    with pytest.raises(InputError) as found:
+        model_spec({**base, **change}, name="tiny")
+    message = str(found.value)
+    assert "\n" not in message
+    assert "'tiny'" in message
+    return message
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_weights_are_refused_by_their_method(method: str) -> None:
+    message = refusal({"quantization_config": {"quant_method": method, "bits": 4}})
+    assert message.startswith(f"'tiny' is quantized by {method} (quantization_config), and")
+    assert "its unquantized checkpoint, whose sizes are the same" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "body", "method"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, "4 bits"),
+        ("quant_config.json", {"quant_method": "awq", "w_bit": 4}, "awq"),
+        ("hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}}, "FP8"),
+    ],
+)
+def test_a_file_next_to_the_config_may_say_that_weights_are_quantized(
+    tmp_path: Path, file: str, body: dict[str, Any], method: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / file).write_text(json.dumps(body))
+    with pytest.raises(InputError, match=f"is quantized by {method} \\({file}\\)"):
+        load_model_spec(str(tmp_path))
+
+
+def test_a_multimodal_config_is_planned_by_its_part_for_text() -> None:
+    text = {**LLAMA, "model_type": "gemma3_text", "head_dim": 16}
+    nested = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    spec = model_spec(nested, name="tiny")
+    assert (spec.family, spec.hidden_size, spec.head_dim) == ("gemma3_text", 64, 16)
+    assert spec.is_multimodal
+    assert spec.remarks == ("'tiny' is multimodal: its part for text is planned, and images and sound are not",)
+    again = model_spec(spec.config, name="tiny")  # As a profile keeps it.
+    assert (again.fingerprint, again.remarks) == (spec.fingerprint, spec.remarks)
+
+
+def test_a_flat_multimodal_config_says_so_too() -> None:
+    spec = model_spec({**LLAMA, "model_type": "qwen2_vl", "vision_config": {"depth": 32}}, name="tiny")
+    assert spec.is_multimodal
+    assert not model_spec(LLAMA, name="tiny").is_multimodal
+
+
+def test_a_part_for_text_that_relies_on_defaults_is_refused_with_the_remedy() -> None:
+    message = refusal({"text_config": {"model_type": "gemma3_text", "hidden_size": 64}, "vision_config": {}})
+    assert "has no num_hidden_layers; write the one that transformers fills in into its text_config" in message
+
+
+def test_quantization_around_the_part_for_text_counts() -> None:
+    assert "quantized by awq" in refusal({"text_config": LLAMA, "quantization_config": {"quant_method": "awq"}}, {})
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert", "roberta", "xlm-roberta", "deberta-v2", "clip"])
+def test_encoders_are_refused(family: str) -> None:
+    assert f"'tiny' is a {family}, which encodes and generates no tokens" in refusal({"model_type": family})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta must be a number above 1, found 0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a number above 1, found nan"),
+        ({"rope_theta": 10**400}, "rope_theta must be a number above 1, found 1000"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be a mapping of settings, found linear"),
+        ({"rope_parameters": {"rope_type": 3}}, "rope_type of the rotary embedding must be text, found 3"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta must be a number above 1, found '1e6'"),
+        ({"rope_parameters": {"full_attention": {"factor": -8}}}, "factor must be a number above 0, found -8"),
+        ({"rope_scaling": {"short_factor": [1, "2"]}}, "short_factor must list numbers above 0, found [1, '2']"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0 and below 1, found -1"),
+        ({"layer_norm_eps": float("inf")}, "layer_norm_eps must be a number above 0 and below 1, found inf"),
+        ({"eos_token_id": 2**70}, "eos_token_id must be a token id from 0 to 2147483647, found 1180591620717411303424"),
+        ({"eos_token_id": [1, None]}, "eos_token_id must be a token id from 0 to 2147483647, found [1, None]"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, found 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, found 1000000000"),
+        ({"vocab_size": float("nan")}, "vocab_size must be a positive integer, found nan"),
+        ({"vocab_size": 2**70}, "vocab_size must be at most 1073741824, found 1180591620717411303424"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "7 heads do not divide the hidden size 64"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be text, found ['silu']"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, found no"),
+        ({"sliding_window": -4}, "sliding_window must be a positive integer, found -4"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers; give one a layer"),
+        ({"layer_types": ["linear_attention"] * 2}, "layers of type linear_attention are not supported"),
+        ({"layer_types": "full_attention"}, "layer_types must list a type a layer, found full_attention"),
+        ({"num_local_experts": 8}, "num_local_experts=8: mixtures of experts are not supported"),
+        ({"kv_lora_rank": 512}, "latent attention (MLA) is not supported"),
+        ({"mamba_d_state": 16}, "layers without attention are not supported"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(change: dict[str, Any], message: str) -> None:
+    assert message in refusal(change)
+
+
+NO, W = None, 64
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "windows"),
+    [
+        ("mistral", {"sliding_window": W}, [W, W, W, W]),
+        ("mistral", {"sliding_window": None}, [NO, NO, NO, NO]),
+        ("llama", {"sliding_window": W}, [NO, NO, NO, NO]),
+        ("qwen2", {"sliding_window": W, "use_sliding_window": False}, [NO, NO, NO, NO]),
+        ("qwen2", {"sliding_window": W, "use_sliding_window": True, "max_window_layers": 3}, [NO, NO, NO, W]),
+        ("qwen3", {"sliding_window": W, "layer_types": [FULL, SLIDING, FULL, SLIDING]}, [NO, W, NO, W]),
+        ("gemma2", {"sliding_window": W}, [W, NO, W, NO]),
+        ("gemma3_text", {"sliding_window": W}, [W, W, W, W]),
+        ("gemma3_text", {"sliding_window": W, "sliding_window_pattern": 3}, [W, W, NO, W]),
+    ],
+)
+def test_windows_are_those_of_the_family(family: str, config: dict[str, Any], windows: list[int | None]) -> None:
+    assert [attention_window(config, family, layer) for layer in range(4)] == windows
+    spec = model_spec({**LLAMA, "num_hidden_layers": 4, "model_type": family, **config}, name="tiny")
+    assert spec.windows == {kind: windows.count(kind) for kind in windows}
+    narrow = windows.count(W)
+    said = (
+        f"{narrow} of 4 layers of 'tiny' attend to the last 64 tokens and are timed so; keys and values of all tokens"
+    )
+    assert [remark.startswith(said) for remark in spec.remarks] == [True] * (narrow > 0)
+
+
+def test_a_window_that_spans_the_context_is_none() -> None:
+    wide = model_spec({**LLAMA, "model_type": "mistral", "sliding_window": 128}, name="tiny")
+    assert (set(wide.windows), wide.remarks) == ({None}, ())
+    assert wide.fingerprint == model_spec({**LLAMA, "model_type": "mistral"}, name="tiny").fingerprint
+    narrow = model_spec({**LLAMA, "model_type": "mistral", "sliding_window": 64}, name="tiny")
+    assert narrow.fingerprint != wide.fingerprint
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    *LLAMA, "head_dim", "intermediate_size", "rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps",
+    "eos_token_id",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "quantization_config", "text_config",
+    "vision_config", "is_encoder_decoder", "num_layers", "decoder_layers", "encoder_layers", "d_kv", "hidden_act",
+    "relative_attention_num_buckets", "multi_query", "tie_word_embeddings", "feed_forward_proj", "num_experts",
+    "encoder_ffn_dim", "word_embed_proj_dim", "scale_decoder_outputs", "kv_lora_rank",
+]  # fmt: skip
+
+
+@given(change=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=4))
+def test_any_config_is_read_or_refused_in_one_sentence(change: dict[str, Any]) -> None:
+    try:
+        spec = model_spec({**LLAMA, **change}, name="tiny")
+    except InputError as error:
+        refused = str(error)
+        assert "\n" not in refused
+    else:
+        assert spec.fingerprint == model_spec(spec.config, name="again").fingerprint
+        assert sum(spec.windows.values()) == spec.num_layers

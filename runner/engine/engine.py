@@ -404,7 +404,7 @@ class Engine:
     def _book(self, request: RequestState, token: SampledToken | None, now: float) -> Output:
         if token is None:
             self._drop(request)
-            return output_of(request, now, reason="error")
+            return output_of(request, now, reason="error" if request.sampling.structure is None else "structure")
         request.token_ids.append(token.token_id)
         ended = token.token_id in request.end_token_ids
         text = "" if ended or request.stream is None else self._text(request.stream, request, token.token_id)

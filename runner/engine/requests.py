@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 from exeplan.core.batch import SequenceState
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.compute.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
 
 
@@ -34,8 +35,8 @@ class Output(NamedTuple):
     logprobs: tuple[SampledToken, ...]
     """One entry a token where the request asked for log-probabilities."""
     finish_reason: str | None
-    """'stop', 'length', 'error', 'lost' (workers died repeatedly while it was running), 'expired' (it had not started
-    by its deadline), or None while it continues."""
+    """'stop', 'length', 'error', 'structure' (no token could be found that its grammar allows), 'lost' (workers died
+    repeatedly while it was running), 'expired' (it had not started by its deadline), or None while it continues."""
     first: bool
     """Whether this output holds the first token."""
     start: float
@@ -61,6 +62,8 @@ class RequestState(SequenceState):
     end_token_ids: frozenset[int]
     stream: TextStream | None
     arrival: float
+    matcher: Matcher | None = None
+    """Its place in its grammar, in the process that samples; None until its first token."""
     start: float | None = None
     """When its first prefill started."""
     ended: bool = False

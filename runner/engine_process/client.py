@@ -46,6 +46,7 @@ _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
     "lost": "workers died more than once while this request was running, so it is not tried again",
 }
+_UNFOLLOWED = "the grammar of this request is too costly to follow at this point of the output; simplify it"
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
@@ -339,6 +340,9 @@ class EngineClient:
             job.open.discard(event.request_id)
         if event.finish_reason == "expired":
             job.events.put_nowait(EngineError(_EXPIRED, status=408, code="deadline_exceeded"))
+            return True
+        if event.finish_reason == "structure":
+            job.events.put_nowait(EngineError(_UNFOLLOWED, status=400, code="structure"))
             return True
         fault = _FAULTS.get(event.finish_reason or "")
         job.events.put_nowait(EngineError(fault, status=500) if fault else event)

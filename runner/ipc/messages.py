@@ -111,6 +111,7 @@ class Sampling(Part, frozen=True):
     ignore_eos: bool
     logprobs: int | None
     logit_bias: Mapping[int, float]
+    structure: str | None
 
 
 class Prompt(Part, frozen=True):
@@ -337,6 +338,16 @@ class ReaderReady(Message, frozen=True):
     """The tokenizer is loaded."""
 
 
+class ToolFormat(Part, frozen=True):
+    """How calls of functions are found in an output."""
+
+    name: str
+    """Of a dialect in `exeplan.runner.server.tool_calls`."""
+    functions: tuple[str, ...]
+    single: bool
+    """At most one call is reported."""
+
+
 class Generate(Message, frozen=True):
     """A request for generation, its limits checked and its prompts tokenized."""
 
@@ -353,6 +364,8 @@ class Generate(Message, frozen=True):
     logprobs: bool
     deadline: float | None
     weight: float
+    tools: ToolFormat | None = None
+    """None where an output is text only."""
 
 
 class TokensRead(Message, frozen=True):

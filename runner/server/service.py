@@ -206,7 +206,7 @@ class Service:
             "wants_logprobs": request.logprobs,
         }
         if request.chat:
-            return ChatBuilder(self.token_text, **common)
+            return ChatBuilder(self.token_text, tools=request.tools, **common)
         return CompletionBuilder(self.token_text, [text for text in request.echoes for _ in range(request.n)], **common)
 
     def release(self, job: Job) -> None:

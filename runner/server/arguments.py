@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
     parser.add_argument("--api-key", metavar="KEY", help="required from clients (default: $EXEPLAN_API_KEY, or none)")
     parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="keys with names, weights and limits, in YAML that only its owner may read; SIGHUP reads it again",
+    )
+    parser.add_argument(
         "--max-queue", type=int, metavar="N", help="waiting requests before 429 (default: from the plan)"
     )
     parser.add_argument(
@@ -95,6 +101,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         host=args.host,
         port=args.port,
         api_key=args.api_key if args.api_key is not None else os.environ.get("EXEPLAN_API_KEY") or None,
+        api_keys=args.api_keys,
         max_queue=args.max_queue,
         admission=args.admission,
         request_seconds=seconds(args.request_timeout, "--request-timeout"),

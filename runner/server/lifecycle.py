@@ -2,7 +2,7 @@
 
 Probes, the page and refusals work from the start; generation works once the model is loaded and warm.
 On SIGTERM or SIGINT new requests get 503 and running ones are finished; a second signal ends everything at once. On
-SIGHUP the plan's file is read again, as soon as there is an engine to take it.
+SIGHUP the file of API keys is read again, and the plan's, as soon as there is an engine to take it.
 When the engine has failed permanently, after its workers died repeatedly, waiting clients get an error, and a moment
 later the server ends with status 1, so that a supervisor such as systemd can restart it.
 """
@@ -48,10 +48,11 @@ async def serve_until_stopped(
     drain_seconds: float,
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
+    on_hangup: Callable[[], None],
 ) -> None:
     """Serves until a signal or a failure of the engine, then drains.
 
-    `on_listening` is called once signals are handled, `on_ready` once the engine is ready.
+    `on_listening` is called once signals are handled, `on_ready` once the engine is ready, `on_hangup` at SIGHUP.
 
     Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """
@@ -59,7 +60,7 @@ async def serve_until_stopped(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.stop)
-    loop.add_signal_handler(signal.SIGHUP, life.read_plan)
+    loop.add_signal_handler(signal.SIGHUP, life.hang_up, on_hangup)
     on_listening()
     watching = asyncio.create_task(life.watch(on_ready))
     try:
@@ -105,6 +106,11 @@ class _Life:
             log.info("draining: running requests have %g s to finish", self._drain_seconds)
             self.service.draining = True
             self._draining = asyncio.create_task(self._drain())
+
+    def hang_up(self, on_hangup: Callable[[], None]) -> None:
+        """Reads again what is in files."""
+        on_hangup()
+        self.read_plan()
 
     def read_plan(self) -> None:
         """Reads the plan's file again, once there is an engine that can switch to it."""

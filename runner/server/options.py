@@ -24,6 +24,8 @@ class ServeOptions:
     port: int = 8000
     """0 takes a free port."""
     api_key: str | None = None
+    api_keys: Path | None = None
+    """A file of keys with names and limits (see `api_keys`)."""
     max_queue: int | None = None
     """Sequences that may wait for their prefill; None derives it from the plan."""
     admission: str = "queue"

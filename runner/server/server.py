@@ -17,6 +17,7 @@ from msgspec.structs import replace as with_fields
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, single_plans
 from exeplan.drift.state import Rules
+from exeplan.errors import InputError
 from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
@@ -25,6 +26,8 @@ from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
+from exeplan.runner.server.api_keys import ApiKeys
+from exeplan.runner.server.clients import Clients
 from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
 from exeplan.runner.server.listener import open_listener
@@ -49,6 +52,7 @@ def serve(
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
     tokenizer = Tokenizer.load(spec)
+    keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
     with open_listener(host, options.port) as listener:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -67,6 +71,7 @@ def serve(
                 plan_file=options.plan_file,
                 metrics_aliases=options.metrics_aliases,
             )
+            service.clients.count_from_now(keys.clients)
             service.replanner = Replanner(
                 engine,
                 plan,
@@ -90,7 +95,7 @@ def serve(
                 on_ready(url)
 
             hosts = Hosts(host, options.allowed_hosts)
-            app = build_app(service, hosts, api_key=options.api_key, cors_origins=options.cors_origins)
+            app = build_app(service, hosts, keys=keys, cors_origins=options.cors_origins)
             try:
                 await serve_until_stopped(
                     app,
@@ -99,6 +104,7 @@ def serve(
                     drain_seconds=options.drain_seconds,
                     on_listening=listening,
                     on_ready=ready,
+                    on_hangup=partial(_read_again, keys, service.clients),
                 )
                 return 1 if engine.failure else 0
             finally:
@@ -127,6 +133,15 @@ def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
         return setup
     path = Path(setup.timeline)
     return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
+
+
+def _read_again(keys: ApiKeys, clients: Clients) -> None:
+    try:
+        if number := keys.reload():
+            log.info("%d API keys, from now on", number)
+            clients.count_from_now(keys.clients)
+    except InputError as error:
+        log.error("%s; the keys stay as they were", error)
 
 
 def _announce(line: str, options: ServeOptions) -> None:

@@ -55,6 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names and the --host)",
     )
     parser.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="address or network of a proxy, whose X-Forwarded-For names the client that a request counts for; may be "
+        "repeated (default: none)",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https with this certificate (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="and this key (PEM); SIGHUP reads both again")
+    parser.add_argument(
         "--replan",
         default="advise",
         metavar="MODE",
@@ -107,6 +117,9 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         request_seconds=seconds(args.request_timeout, "--request-timeout"),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),
+        trusted_proxies=tuple(args.trusted_proxy),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
         served_model_name=args.served_model_name,
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),

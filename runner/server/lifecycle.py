@@ -12,15 +12,18 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from exeplan.runner.engine_process.client import EngineError
-from exeplan.runner.server.connection import MAX_HEADER_BYTES, GuardedProtocol
-from exeplan.runner.server.listener import connection_limit
+from exeplan.runner.server.connection import HEADER_SECONDS, MAX_HEADER_BYTES, GuardedProtocol
+from exeplan.runner.server.listener import Listener, connection_limit
 from exeplan.runner.server.notify import notify
+from exeplan.runner.server.places import NUM_PROBES
 from exeplan.runner.server.plan_control import reload
 from exeplan.runner.server.service import Service
 
@@ -29,11 +32,32 @@ CLOSE_SECONDS = 5
 """How long connections may take to close after the last response."""
 FAREWELL_SECONDS = 2.0
 """How long a server whose engine has failed still answers, so that all clients get the error."""
+NUM_HANDSHAKES = 128
+"""Connections that wait for the end of their TLS handshake, besides those that have a place."""
 log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which would stop listening at once and exit by signal."""
+    """uvicorn's server without its signal handlers, which would stop listening at once and exit by signal.
+
+    It leaves a TLS handshake as long as a header may take; uvicorn would leave it a minute.
+    """
+
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets
+        times = {"ssl_handshake_timeout": HEADER_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS} if self._tls else {}
+        protocol = partial(
+            GuardedProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        listening = asyncio.get_running_loop().create_server(
+            protocol, sock=sockets[0], ssl=self._tls, backlog=self.config.backlog, **times
+        )
+        self.servers = [await listening]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,8 +67,10 @@ class _Server(uvicorn.Server):
 async def serve_until_stopped(
     app: ASGIApp,
     service: Service,
-    listener: socket.socket,
+    listener: Listener,
     *,
+    tls: ssl.SSLContext | None = None,
+    trusted_proxies: Sequence[str] = (),
     drain_seconds: float,
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
@@ -52,11 +78,13 @@ async def serve_until_stopped(
 ) -> None:
     """Serves until a signal or a failure of the engine, then drains.
 
-    `on_listening` is called once signals are handled, `on_ready` once the engine is ready, `on_hangup` at SIGHUP.
+    Requests from `trusted_proxies` name their clients in `X-Forwarded-For`. `on_listening` is called once signals are handled, `on_ready` once the engine is ready, `on_hangup` at SIGHUP.
 
     Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """
-    life = _Life(service, _Server(_config(app)), drain_seconds)
+    GuardedProtocol.max_connections = connection_limit()
+    listener.limit = GuardedProtocol.max_connections + NUM_PROBES + NUM_HANDSHAKES
+    life = _Life(service, _Server(_config(app, trusted_proxies), tls), drain_seconds)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.stop)
@@ -135,8 +163,7 @@ class _Life:
         self.server.should_exit = True
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
-    GuardedProtocol.max_connections = connection_limit()
+def _config(app: ASGIApp, trusted_proxies: Sequence[str]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=GuardedProtocol,
@@ -146,6 +173,8 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         server_header=False,
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=list(trusted_proxies),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -3,7 +3,7 @@
 This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
 of sockets, each replica of a plan in a child of its own; two more children read requests (`readers`). The responses are
 in `views`, the start and the end in `lifecycle`.
-Not here: TLS and several models; put a proxy in front.
+Not here: several models; put a proxy in front.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.routes import build_app
 from exeplan.runner.server.service import Service, summary
+from exeplan.runner.server.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ def serve(
     tokenizer = Tokenizer.load(spec)
     keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
+    tls = Tls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
     with open_listener(host, options.port) as listener:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
             setup = partial(_setup, spec=spec, options=options)
@@ -104,7 +106,9 @@ def serve(
                     drain_seconds=options.drain_seconds,
                     on_listening=listening,
                     on_ready=ready,
-                    on_hangup=partial(_read_again, keys, service.clients),
+                    on_hangup=partial(_read_again, keys, tls, service.clients),
+                    tls=tls and tls.context,
+                    trusted_proxies=options.trusted_proxies,
                 )
                 return 1 if engine.failure else 0
             finally:
@@ -135,13 +139,15 @@ def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
     return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
 
 
-def _read_again(keys: ApiKeys, clients: Clients) -> None:
+def _read_again(keys: ApiKeys, tls: Tls | None, clients: Clients) -> None:
     try:
+        if tls:
+            tls.reload()
         if number := keys.reload():
             log.info("%d API keys, from now on", number)
             clients.count_from_now(keys.clients)
     except InputError as error:
-        log.error("%s; the keys stay as they were", error)
+        log.error("%s; keys and certificates stay as they were", error)
 
 
 def _announce(line: str, options: ServeOptions) -> None:

@@ -78,7 +78,8 @@ async def serve_until_stopped(
 ) -> None:
     """Serves until a signal or a failure of the engine, then drains.
 
-    Requests from `trusted_proxies` name their clients in `X-Forwarded-For`. `on_listening` is called once signals are handled, `on_ready` once the engine is ready, `on_hangup` at SIGHUP.
+    Requests from `trusted_proxies` name their clients in `X-Forwarded-For`. `on_listening` is called once signals are
+    handled, `on_ready` once the engine is ready, `on_hangup` at SIGHUP.
 
     Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """

@@ -41,6 +41,8 @@ def _load(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
     try:
         context.load_cert_chain(cert, key, password=encrypted)
+    except InputError:
+        raise
     except (ssl.SSLError, OSError, ValueError) as error:
         reason = "they do not belong together" if "MISMATCH" in str(error) else "one of them is not such a PEM file"
         raise InputError(f"{cert} and {key} cannot be used as certificate and key: {reason}") from None

@@ -41,6 +41,8 @@ def admit_request(
         arrival=request.arrival,
         deadline=request.deadline,
         weight=request.weight,
+        client=request.client,
+        client_weight=request.client_weight,
     )
 
 

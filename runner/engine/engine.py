@@ -40,7 +40,8 @@ from exeplan.runner.engine.kv_migration import KVMigration
 from exeplan.runner.engine.requests import Output, Request, RequestState, as_requests, output_of
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
-from exeplan.scheduling.scheduler import Scheduler
+from exeplan.scheduling.fair_queue import VirtualTokenCounters
+from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 MAX_CRASHES = 2
@@ -108,6 +109,7 @@ class Engine:
         self._tokenizer = tokenizer or Tokenizer(None)
         self._eos_token_ids = eos_token_ids(self._spec) or self._tokenizer.eos_token_ids
         self._requests: dict[str, RequestState] = {}
+        self._counters = VirtualTokenCounters()
         self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """Running batches by identity, the oldest first."""
@@ -280,16 +282,18 @@ class Engine:
         """Ends the executor's processes."""
         self._executor.close()
 
-    def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> Scheduler:
-        return Scheduler(
+    def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> FairScheduler:
+        return FairScheduler(
             schedule,
             num_blocks,
+            counters=self._counters,
+            clock=self._clock,
             num_prefill_stages=self._executor.num_prefill_stages,
             whole_prompts=self._spec.is_encoder_decoder,
             pass_tokens=pass_limit(schedule, self._executor.kv_budget),
         )
 
-    def _same_scheduler(self) -> Scheduler:
+    def _same_scheduler(self) -> FairScheduler:
         return self._new_scheduler(self._schedule, self.num_blocks)
 
     def _results(self) -> list[Output]:

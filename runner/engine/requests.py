@@ -8,6 +8,7 @@ from exeplan.core.batch import SequenceState
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.compute.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
+from exeplan.scheduling.fair_queue import ClientSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,9 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None
     weight: float = 1.0
+    client: str = ""
+    """Requests of one client share what is due to it; see `exeplan.scheduling.fair_queue`."""
+    client_weight: float = 1.0
 
 
 class Output(NamedTuple):
@@ -48,7 +52,7 @@ class Output(NamedTuple):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class RequestState(SequenceState):
+class RequestState(ClientSequence):
     """A request in the engine: what the scheduler and sampling (`sampling.SamplingInput`) need to know of it."""
 
     sampling: SamplingParams

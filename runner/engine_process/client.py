@@ -76,6 +76,9 @@ class Job:
     streamed: bool = False
     num_unread: int = 0
     """Tokens and log-probabilities of the events that wait."""
+    client: str = ""
+    client_weight: float = 1.0
+    """Which client it is from, and its share of the engine relative to others."""
 
     def fail(self, error: Exception) -> None:
         """The reader of the events gets this error after those that are there."""
@@ -226,7 +229,15 @@ class EngineClient:
             raise EngineError(self.failure)
         job.streamed = stream
         assert sum(prompt.n for prompt in prompts) == len(job.request_ids)
-        self._writer.write(frame(Submit(job=job.job_id, stream=stream, prompts=prompts, request_ids=job.request_ids)))
+        command = Submit(
+            job=job.job_id,
+            stream=stream,
+            prompts=prompts,
+            request_ids=job.request_ids,
+            client=job.client,
+            client_weight=job.client_weight,
+        )
+        self._writer.write(frame(command))
 
     def release(self, job: Job) -> None:
         """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""

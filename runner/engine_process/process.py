@@ -282,6 +282,8 @@ def _requests(job: Submit, arrival: float) -> "Iterator[Request]":
                 arrival=arrival,
                 deadline=None if prompt.deadline is None else arrival + prompt.deadline,
                 weight=prompt.weight,
+                client=job.client,
+                client_weight=job.client_weight,
             )
 
 

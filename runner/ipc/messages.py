@@ -134,6 +134,9 @@ class Submit(Message, frozen=True):
     prompts: Sequence[Prompt]
     request_ids: Sequence[str]
     """Of the sequences: those of the first prompt, then those of the next."""
+    client: str = ""
+    client_weight: float = 1.0
+    """The client's share of the engine, relative to others."""
 
 
 class Abort(Message, frozen=True):

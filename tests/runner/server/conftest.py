@@ -45,7 +45,9 @@ if folder := os.environ.get("VIEWS_FOR_TESTS"):
 plan = read_plan(Path(sys.argv[1]))
 announce = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:
-    options = ServeOptions(plan_file=Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    given = json.loads(sys.argv[2])
+    given |= {name: Path(given[name]) for name in ("api_keys", "tls_cert", "tls_key") if name in given}
+    options = ServeOptions(plan_file=Path(sys.argv[1]), **given)
     sys.exit(serve(plan, load_model_spec(plan.model), options, on_ready=announce))
 except InputError as error:
     print(error, file=sys.stderr)

@@ -5,6 +5,7 @@
     engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP to a worker on another host
     engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
+    front end, engine <-> fork server ForkCommand,    ForkReply      a socket pair each
     profiler     <-  rank             RankReport                     a socket pair
 
 A message names its kind in the field `kind`, and has exactly the fields of its Struct: with an unknown field, a missing
@@ -298,6 +299,44 @@ EngineEvent: TypeAlias = (
 )
 ENGINE_COMMANDS: Channel[EngineCommand] = Channel("EngineCommand", EngineCommand)
 ENGINE_EVENTS: Channel[EngineEvent] = Channel("EngineEvent", EngineEvent)
+
+
+# Fork server and its clients.
+
+
+class Fork(Message, frozen=True):
+    """Forks a process that runs `main` of a module on the socket that comes with this: answered by Forked."""
+
+    module: str
+    forks: bool
+    """Whether it gets a channel of its own to the fork server."""
+
+
+class EndProcess(Message, frozen=True):
+    """Kills a process that was forked over this channel, unless it ends by itself: answered by ProcessEnded."""
+
+    pid: int
+    patience: float
+    """Seconds in which it may end by itself."""
+
+
+class Forked(Message, frozen=True):
+    """The process runs."""
+
+    pid: int
+
+
+class ProcessEnded(Message, frozen=True):
+    """The process has ended."""
+
+    status: int | None
+    """Its exit status, or minus the number of its signal; None where it is not known."""
+
+
+ForkCommand: TypeAlias = Fork | EndProcess
+ForkReply: TypeAlias = Forked | ProcessEnded
+FORK_COMMANDS: Channel[ForkCommand] = Channel("ForkCommand", ForkCommand, max_bytes=1 << 12)
+FORK_REPLIES: Channel[ForkReply] = Channel("ForkReply", ForkReply, max_bytes=1 << 12)
 
 
 # Front end and reader.

@@ -118,7 +118,7 @@ class ForkedWorker:
     def __init__(self, connection: socket.socket) -> None:
         """Hands it its end of the connection to the engine. Raises ChildProcessError where that is not possible."""
         self._forks = _fork_server()
-        self.pid: int = self._forks.fork(WORKER, connection)
+        self.pid: int = self._forks.fork(WORKER, connection, name="exeplan-worker")
 
     def end(self) -> None:
         """Kills it, and waits until it has ended."""

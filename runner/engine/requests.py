@@ -8,6 +8,10 @@ from exeplan.core.batch import SequenceState
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.engine.text_stream import TextStream
 
+MAX_CRASHES = 2
+"""A request that was running at this many crashes, of workers or of a whole engine, is not tried again: it may be the
+cause."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -22,6 +26,11 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None
     weight: float = 1.0
+    output_token_ids: Sequence[int] = ()
+    """What another engine has delivered of it; the output goes on behind that, with the same draws by the same seed."""
+    start: float | None = None
+    """When its first prefill began there."""
+    crashes: int = 0
 
 
 class Output(NamedTuple):

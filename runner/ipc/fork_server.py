@@ -1,10 +1,10 @@
 """Fork server: a process that has imported torch once, and forks engines and workers from itself within milliseconds.
 
 `python -m exeplan.runner.ipc.fork_server FD MODULE...` imports the modules and serves ForkCommand on its socket; a
-forked process runs `main` of one of them, with the sockets that it was given. An engine gets a channel of its own to the
-same server, which forks its workers. What was forked over a channel is killed when the channel closes, and all of it
-when the server ends, also a process that is stopped: nothing outlives its owner, and nothing is left in a file system,
-where multiprocessing's fork server keeps a folder.
+forked process runs `main` of one of them, with the socket that it was given. An engine gets a channel of its own to the
+server, which forks its workers. What was forked over a channel is killed when the channel closes, and all when the
+server ends, also a process that is stopped: nothing outlives its owner, and nothing is left in a file system, where
+multiprocessing's fork server keeps a folder.
 
 Not here: what a forked process does, and whether to fork another one.
 """
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from exeplan.runner.ipc.child_process import child_command
+from exeplan.runner.ipc.child_process import child_command, is_stopped
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     FORK_COMMANDS,
@@ -45,7 +45,7 @@ REPLY_SECONDS = 60.0
 _REAP_SECONDS = 10.0
 """How long a killed process may take to end; one that waits for a device may take longer, and is left to the system."""
 _PAUSE_SECONDS = 0.002
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class ForkChannel:
@@ -55,14 +55,14 @@ class ForkChannel:
         self._connection, self._lock = connection, threading.Lock()
         connection.settimeout(REPLY_SECONDS)
 
-    def fork(self, module: str, connection: socket.socket, *, forks: bool = False) -> int:
+    def fork(self, module: str, connection: socket.socket, *, name: str, forks: bool = False) -> int:
         """Forks a process that runs `main(connection)` of a module, and returns its pid; closes the connection here.
 
         With `forks` it is `main(connection, channel)`, with a channel of its own to this server.
         Raises ChildProcessError where the server is gone.
         """
         with connection:
-            reply = self._ask(Fork(module=module, forks=forks), [connection.fileno()])
+            reply = self._ask(Fork(module=module, name=name, forks=forks), [connection.fileno()])
         if not isinstance(reply, Forked):
             raise ChildProcessError(f"the fork server answered Fork with {type(reply).__name__}")
         return reply.pid
@@ -103,25 +103,29 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: ForkChannel | None = None
         self._closed = False
+        self._replied = False
+        """Whether its imports are done: one that imports may wait for a disk, and is not replaced."""
 
     def start(self) -> None:
         """Begins to start it, without waiting for its imports."""
         with self._lock:
             self._started()
 
-    def fork(self, module: str, connection: socket.socket, *, forks: bool = False) -> int:
+    def fork(self, module: str, connection: socket.socket, *, name: str, forks: bool = False) -> int:
         """As `ForkChannel.fork`; a server that has ended or does not reply is replaced first."""
         with connection:
             with self._lock:
                 channel = self._started()
             try:
-                return channel.fork(module, connection.dup(), forks=forks)
+                pid = channel.fork(module, connection.dup(), name=name, forks=forks)
+                self._replied = True
+                return pid
             except ChildProcessError:
                 with self._lock:
                     if self._channel is channel:
                         self._stop()
                     channel = self._started()
-            return channel.fork(module, connection.dup(), forks=forks)
+            return channel.fork(module, connection.dup(), name=name, forks=forks)
 
     def end(self, pid: int, *, patience: float = 0.0) -> int | None:
         """As `ForkChannel.end`; without a server its processes have ended with it."""
@@ -139,6 +143,8 @@ class ForkServer:
     def _started(self) -> ForkChannel:
         if self._closed:
             raise ChildProcessError("the fork server is closed")
+        if self._process and (self._process.poll() is not None or (self._replied and is_stopped(self._process.pid))):
+            self._stop()
         if self._channel is None:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -161,6 +167,7 @@ class ForkServer:
             self._process.wait()
             atexit.unregister(self.close)
         self._channel = self._process = None
+        self._replied = False
 
 
 class _Server:
@@ -219,6 +226,8 @@ class _Server:
         ours, theirs = socket.socketpair() if command.forks else (None, None)
         server = os.getpid()
         if (pid := os.fork()) == 0:
+            _set_name(command.name)
+            _die_with_parent()
             self._become(module, [connection, *([theirs] if theirs else [])], ours, server)
         connection.close()
         self._forked[channel].add(pid)
@@ -233,7 +242,6 @@ class _Server:
         """In the forked process: gives up all that is the server's, and runs `main`."""
         status = 1
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(status)
             self._selector.close()
@@ -270,6 +278,18 @@ class _Server:
         channel.close()
 
 
+def _set_name(name: str) -> None:
+    """Names this process as the system shows it, where that is Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def _die_with_parent() -> None:
+    """Has the system kill this process when its parent ends, where that is Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _await_end(pid: int, seconds: float) -> int | None:
     """The status of a child, as soon as it has ended; None where that takes longer."""
     deadline = time.monotonic() + seconds
@@ -286,6 +306,7 @@ def main(descriptor: int, names: Sequence[str]) -> NoReturn:
     """Imports the modules, and serves until the channel on the descriptor closes. Signals are for its client."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _set_name("exeplan-forks")
     server = _Server([importlib.import_module(name) for name in names])
     gc.collect()
     gc.freeze()  # A collection in a forked process would write to pages that it shares with all others.

@@ -125,15 +125,30 @@ class Prompt(Part, frozen=True):
     weight: float = 1.0
 
 
+class Resumed(Part, frozen=True):
+    """How far an engine before this one has come with a sequence."""
+
+    token_ids: Sequence[int]
+    """Of its output: they are not computed again, and not delivered again."""
+    start: float | None
+    """When its first prefill began; None where it has not."""
+    crashes: int
+    """How many times an engine or its workers ended while it was running."""
+
+
 class Submit(Message, frozen=True):
     """Adds all sequences of a job, or none of them."""
 
     job: str
     stream: bool
-    """False: only the first token and the whole answer are of interest, each in one event."""
+    """False: only the first token and the whole answer are of interest, in few events."""
     prompts: Sequence[Prompt]
     request_ids: Sequence[str]
     """Of the sequences: those of the first prompt, then those of the next."""
+    arrival: float
+    """When the front end submitted it, by the clock of both processes."""
+    resumed: Mapping[str, Resumed] | None = None
+    """Only these sequences of the job, by request id, as another engine has begun it; None for all from their start."""
 
 
 class Abort(Message, frozen=True):
@@ -208,7 +223,7 @@ class Event(Record, frozen=True):
     finish_reason: str | None
     first: bool
     arrival: float
-    """When the engine process received the request."""
+    """When the request was submitted."""
     start: float
     """When its first prefill began, or when it expired."""
     time: float
@@ -280,6 +295,19 @@ class EngineBroken(Message, frozen=True):
     """An internal error; the process ends."""
 
     message: str
+    final: bool
+    """Whether another engine would not fare better."""
+
+
+class Alive(Message, frozen=True):
+    """Sent now and then while there is nothing to run."""
+
+
+class Begun(Message, frozen=True):
+    """The first prefill of these sequences begins now, before any of it is computed."""
+
+    request_ids: Sequence[str]
+    start: float
 
 
 EngineCommand: TypeAlias = EngineSetup | Submit | Abort | GetLengthStats | SwitchPlan
@@ -296,6 +324,8 @@ EngineEvent: TypeAlias = (
     | EngineDown
     | EngineUp
     | EngineBroken
+    | Alive
+    | Begun
 )
 ENGINE_COMMANDS: Channel[EngineCommand] = Channel("EngineCommand", EngineCommand)
 ENGINE_EVENTS: Channel[EngineEvent] = Channel("EngineEvent", EngineEvent)
@@ -308,6 +338,8 @@ class Fork(Message, frozen=True):
     """Forks a process that runs `main` of a module on the socket that comes with this: answered by Forked."""
 
     module: str
+    name: str
+    """Of the process, as the system shows it: at most 15 characters."""
     forks: bool
     """Whether it gets a channel of its own to the fork server."""
 

@@ -37,15 +37,12 @@ from exeplan.runner.engine.executor import (
     sampled_requests,
 )
 from exeplan.runner.engine.kv_migration import KVMigration
-from exeplan.runner.engine.requests import Output, Request, RequestState, as_requests, output_of
+from exeplan.runner.engine.requests import MAX_CRASHES, Output, Request, RequestState, as_requests, output_of
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
 from exeplan.scheduling.fair_queue import VirtualTokenCounters
 from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.takeover import can_keep_blocks, take_over
-
-MAX_CRASHES = 2
-"""A request that was running at this many worker crashes is not tried again: it may be the cause."""
 
 __all__ = ["Engine", "Output", "Request", "StepRecord"]
 
@@ -104,6 +101,8 @@ class Engine:
     ) -> None:
         self.num_blocks = num_blocks
         self.last_steps: tuple[StepRecord, ...] = ()
+        self.on_begin: Callable[[Sequence[str], float], None] = lambda request_ids, start: None
+        """Called before the first prefill of requests is computed, also when it is computed again."""
         self._executor, self._schedule, self._clock = executor, schedule, clock
         self._spec = executor.spec
         self._tokenizer = tokenizer or Tokenizer(None)
@@ -354,6 +353,8 @@ class Engine:
         context_tokens = sum(request.num_tokens for request in batch.decode)
         counts = (len(batch.prefill), len(batch.decode), batch.num_new_tokens, context_tokens)
         self._begun[id(batch)] = batch, StepRecord(start, start, *counts)
+        if begun := [request.request_id for request in batch.prefill if not request.num_computed_tokens]:
+            self.on_begin(begun, start)
         self._executor.start(batch)
         if self._executor.async_scheduling:
             self._count(batch)

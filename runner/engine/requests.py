@@ -10,6 +10,10 @@ from exeplan.runner.compute.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.scheduling.fair_queue import ClientSequence
 
+MAX_CRASHES = 2
+"""A request that was running at this many crashes, of workers or of a whole engine, is not tried again: it may be the
+cause."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -27,6 +31,11 @@ class Request:
     client: str = ""
     """Requests of one client share what is due to it; see `exeplan.scheduling.fair_queue`."""
     client_weight: float = 1.0
+    output_token_ids: Sequence[int] = ()
+    """What another engine has delivered of it; the output goes on behind that, with the same draws by the same seed."""
+    start: float | None = None
+    """When its first prefill began there."""
+    crashes: int = 0
 
 
 class Output(NamedTuple):

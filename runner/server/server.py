@@ -1,8 +1,8 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
-This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
-of sockets, each replica of a plan in a child of its own; two more children read requests (`readers`). The responses are
-in `views`, the start and the end in `lifecycle`.
+This process speaks HTTP and never imports torch; the engine runs in a process of its own (`engine_process`), connected
+by a pair of sockets, and so does each replica of a plan; two children read requests (`readers`). The responses are in
+`views`, the start and the end in `lifecycle`.
 Not here: several models; put a proxy in front.
 """
 
@@ -61,7 +61,7 @@ def serve(
 
         async def run() -> int:
             setup = partial(_setup, spec=spec, options=options)
-            engine = await _launch(plan, setup)
+            engine = _engine(plan, setup)
             service = Service(
                 engine,
                 tokenizer,
@@ -122,14 +122,14 @@ def serve(
             return 1
 
 
-async def _launch(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
-    """Starts the engine process of a plan, or one for each replica."""
+def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
+    """The client of a plan's engine process, or of one for each replica; within the running event loop."""
     if plan.num_replicas == 1:
-        return await EngineClient.launch(setup(plan))
+        return EngineClient(setup(plan))
     assert plan.router is not None
     firsts = [first for group in plan.groups for first in group.first_devices]
     setups = [_own_timeline(setup(one), number) for number, one in enumerate(single_plans(plan))]
-    return await ReplicaSet.launch(setups, firsts, plan.router)
+    return ReplicaSet(setups, firsts, plan.router)
 
 
 def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:

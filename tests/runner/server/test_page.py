@@ -159,7 +159,7 @@ def test_it_says_that_the_model_is_being_loaded_and_goes_on_by_itself(launch, tm
                 })"""
                 )
             )
-        os.kill(server.engine_pid, signal.SIGCONT)
+        os.kill(server.fork_server_pid, signal.SIGCONT)
         await page.until("document.getElementById('status').textContent === 'ok'")
         await page.until(SHOWN)
         return seen, await page.value("document.getElementById('loading').hidden"), page.complaints()

@@ -1,9 +1,9 @@
 """Cost of structured output: CPU microseconds to compile a schema and for each token's mask, at two vocabularies.
 
-The vocabularies are byte-level BPE trained on Python's own sources, so that nothing is downloaded. Every library that
-is installed takes the same tokens of the same documents: one that conforms to a schema, one of any JSON, one of a regex.
-llguidance is the one that the server uses, with the server's limits; xgrammar and outlines-core are measured where they
-are installed, as their defaults have them. A token's time is mask and advance.
+The vocabularies are byte-level BPE trained on the sources of Python itself, so that nothing is downloaded. Every
+library that is installed takes the same tokens of the same documents: one that conforms to a schema, one of any JSON,
+one of a regex. llguidance is what the server uses, with the limits of the server; xgrammar and outlines-core are
+measured where they are installed, as their defaults have them. A token's time is mask and advance.
 Not here: grammars made to be slow (`tests/runner/server/test_structured_output.py`).
 """
 

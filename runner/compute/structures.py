@@ -37,8 +37,8 @@ LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 50_000,
 }
-"""llguidance's units: 50,000 steps of the lexer and 10,000 items take about 4 ms, 20,000 states about 40 MB."""
-_MAX_COMPILED = 64
+"""llguidance's units: 50,000 steps of the lexer and 10,000 items take up to 10 ms, 20,000 states about 10 MB."""
+_MAX_COMPILED = 16
 """Grammars that are kept compiled: the choices of a request share one, and often requests do."""
 Bits: TypeAlias = NDArray[np.uint8]
 """A bit a token, `[V / 8]`, the lowest first: whether it is allowed."""

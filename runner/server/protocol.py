@@ -57,6 +57,8 @@ MAX_TEMPLATE_VARIABLES = 64
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """In a message."""
+MAX_SCHEMA_CHARS = 64 * 1024
+"""Of a schema as JSON text, or of the schemas of all functions."""
 MAX_REGEX_CHARS = 16_384
 MAX_OUTPUT_CHOICES = 1024
 MAX_DEADLINE = 86_400.0
@@ -273,6 +275,7 @@ FunctionName = Annotated[
 _Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES, fail_fast=True)]
 _Schema = dict[str, Any]
+_SchemaText = Annotated[str, Field(max_length=MAX_SCHEMA_CHARS)]
 
 
 class JsonSchema(Lenient):
@@ -294,7 +297,7 @@ class ResponseFormat(Lenient):
 class StructuredOutputs(Lenient):
     """vLLM's; one of these."""
 
-    json_schema: _Schema | str | None = Field(None, alias="json")
+    json_schema: _Schema | _SchemaText | None = Field(None, alias="json")
     regex: _Regex | None = None
     choice: _Choices | None = None
     json_object: bool = False
@@ -329,7 +332,7 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's name."""
-    guided_json: _Schema | str | None = None
+    guided_json: _Schema | _SchemaText | None = None
     """As `structured_outputs.json`; this and the next two are vLLM's older names."""
     guided_regex: _Regex | None = None
     guided_choice: _Choices | None = None

@@ -11,11 +11,9 @@ from typing import Any
 
 from exeplan.errors import InputError
 from exeplan.runner.ipc.messages import ToolFormat
-from exeplan.runner.server.protocol import Function, RequestError, Structure
+from exeplan.runner.server.protocol import MAX_SCHEMA_CHARS, Function, RequestError, Structure
 from exeplan.runner.server.tool_calls import DIALECTS
 
-MAX_SCHEMA_CHARS = 64 * 1024
-"""Of a schema as JSON text, or of the schemas of all functions."""
 _JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "lenient": False, "coerce_one_of": False}
 """A space, or a line break with its indentation, so that white space ends; and no keyword is ignored."""
 _ANY_OBJECT = {"type": "object"}

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFace
+from tokenizers import decoders, models, pre_tokenizers
 
 from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.errors import InputError
@@ -18,7 +20,7 @@ from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute.device_sampling import needs_tokens, sample_on_device
 from exeplan.runner.compute.sampling import MAX_STRUCTURE_CHARS, SamplingParams, sample
 from exeplan.runner.compute.structures import Matcher, Structures, check_grammar, compile_grammar
-from exeplan.runner.engine.tokenizer import structure_tokenizer
+from exeplan.runner.engine.tokenizer import FileCodec, Tokenizer, structure_tokenizer
 from exeplan.runner.server.protocol import Structure
 from exeplan.runner.server.structure import grammar_of
 
@@ -55,6 +57,14 @@ def row(kind: str, value: Any, output: bytes = b"", **sampling: Any) -> Row:
 def allowed(asking: Row, structures: Structures | None = None) -> list[int]:
     bits = (structures or Structures(lambda: VOCABULARY)).begin([asking])()[0]
     return np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+
+
+def byte_level(token: str) -> HuggingFace:
+    """A vocabulary with this token."""
+    made = HuggingFace(models.BPE(vocab={"a": 0, token: 1, "<e>": 2}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    made.add_special_tokens(["<e>"])
+    return made
 
 
 def scalars() -> st.SearchStrategy[dict[str, Any]]:
@@ -230,3 +240,18 @@ def test_a_model_without_tokenizer_or_end_takes_no_grammar(tmp_path: Any) -> Non
     with pytest.raises(InputError, match="structured output needs a tokenizer, which this model lacks"):
         structure_tokenizer(spec)
     Structures(lambda: structure_tokenizer(spec)).load()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "words"),
+    [
+        (HuggingFace(models.WordLevel({"a": 0, "<e>": 1}, unk_token="a")), "can't determine decoder type"),
+        (byte_level("a" * 3000), "assertion failed"),  # llguidance panics at a token of that length.
+    ],
+    ids=["words", "a long token"],
+)
+def test_a_tokenizer_that_llguidance_cannot_read_is_refused(tokenizer: HuggingFace, words: str) -> None:
+    codec = Tokenizer(FileCodec(tokenizer, "<e>"))
+    spec = load_model_spec("demo")
+    with pytest.raises(InputError, match=f"structured output does not work with this model's tokenizer: .*{words}"):
+        structure_tokenizer(spec, codec)

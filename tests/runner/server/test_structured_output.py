@@ -1,7 +1,9 @@
 """An answer has the schema, regex or choice that its request states, or is cut; what cannot be followed gets 400."""
 
 import json
+import os
 import re
+import signal
 from typing import Any
 
 import jsonschema_rs
@@ -100,6 +102,26 @@ def test_many_at_once_have_each_their_own(client: openai.OpenAI) -> None:
         model="tiny", prompt=["a", "b", "c"], n=4, max_tokens=9, extra_body={"guided_choice": ["yes", "no", "perhaps"]}
     )
     assert {choice.text for choice in answers.choices} <= {"yes", "no", "perhaps"}
+
+
+def test_workers_that_die_do_not_break_the_structure(client: openai.OpenAI, pipeline: Running) -> None:
+    """The next ones follow the grammar from the tokens that were delivered."""
+    schema = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 9},
+        "minItems": 150,
+        "maxItems": 150,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "digits", "schema": schema}}
+    expected = chat(client, response_format=form, max_tokens=2000).choices[0]
+    before = pipeline.worker_pids
+    with pipeline.client() as other:
+        chunks = chat(other, response_format=form, max_tokens=2000, stream=True)
+        text = "".join(next(chunks).choices[0].delta.content for _ in range(9))
+        os.kill(before[1], signal.SIGKILL)
+        text += "".join(chunk.choices[0].delta.content for chunk in chunks)
+    assert not set(before) & set(pipeline.worker_pids)
+    assert (text, len(json.loads(text)), expected.finish_reason) == (expected.message.content, 150, "stop")
 
 
 def nested(depth: int) -> dict[str, Any]:

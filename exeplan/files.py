@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.errors import InputError
+from exeplan.progress import note
 
 MAX_BYTES = 256 * 1024 * 1024
 MAX_YAML_BYTES = 1024 * 1024
@@ -81,7 +82,9 @@ def write_text(path: Path, text: str) -> None:
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a directory")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            note([f"made the directory {path.parent} for {path.name}"])
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

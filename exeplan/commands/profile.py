@@ -1,8 +1,8 @@
 """time single layers of a model on this device, derive the times from a datasheet, or import them
 
-MODEL is a Hugging Face model directory or a shipped name (plans/models). An interrupted run resumes from its file.
-With --devices N also shards and links of N devices. With --datasheet nothing is measured: a roofline of the device
-(plans/devices) gives the times.
+MODEL is a shipped name (plans/models), a Hugging Face model directory, or an id of the Hub that is in its cache. An
+interrupted run resumes from its file. With --devices N also shards and links of N devices. With --datasheet nothing is
+measured: a roofline of the device (plans/devices) gives the times.
 `exeplan profile import FILE... --model MODEL --device NAME -o FILE` reads timings from other tools.
 """
 

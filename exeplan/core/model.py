@@ -19,6 +19,7 @@ from exeplan.core.hub import cached_snapshot, is_hub_id
 from exeplan.core.model_config import (
     attention_window,
     check_config,
+    check_layer_types,
     check_unquantized,
     is_multimodal,
     planned_part,
@@ -49,6 +50,11 @@ _QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_co
 """What AutoGPTQ, AutoAWQ and ModelOpt write next to a config that does not mention it."""
 _LARGEST, _MOST_LAYERS = 1 << 30, 10_000
 """Beyond any size, and any number of layers."""
+_SIZES = (
+    "family", "num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
+    "intermediate_size", "gated_mlp", "tied_head", "vocab_size",
+)  # fmt: skip
+"""Fields of which a fingerprint is made, with the context, widths that some families have apart, and windows."""
 _WIDTHS = {"encoder_ffn_dim": "intermediate_size", "word_embed_proj_dim": "hidden_size"}
 """Widths that some families have apart, and the size that they have otherwise."""
 _RELATIVE_CONTEXT = 1 << 20
@@ -136,9 +142,7 @@ class ModelSpec:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the sizes on which times and memory depend: equal for two checkpoints of one shape."""
-        names = ("family", "num_layers", "num_encoder_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
-        names += ("intermediate_size", "gated_mlp", "tied_head", "vocab_size")
-        sizes = {name: getattr(self, name) for name in names}
+        sizes = {name: getattr(self, name) for name in _SIZES}
         # Not the field: where positions set no limit, the engine and a profile set one of their own.
         sizes["max_context"] = _max_context(self.config, self.family, self.name)
         widths = {name: self.config.get(name) or getattr(self, size) for name, size in _WIDTHS.items()}
@@ -220,6 +224,32 @@ def model_spec(
     family = config.get("model_type")
     if not isinstance(family, str) or not family.isidentifier():
         raise InputError(f"config of '{name}' has no usable model_type (found {shown(family)})")
+    sizes = _sizes(config, name)
+    check_layer_types(config, name, num_layers=sizes["num_layers"])
+    gated = _is_gated(config, family)
+    spec = ModelSpec(
+        name=name,
+        family=family,
+        num_layers=sizes["num_layers"],
+        num_encoder_layers=_integer(config, _ENCODER_LAYERS, name) if config.get("is_encoder_decoder") else 0,
+        hidden_size=sizes["hidden_size"],
+        num_heads=sizes["num_heads"],
+        num_kv_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        intermediate_size=_integer(config, _INTERMEDIATE, name, default=4 * sizes["hidden_size"]),
+        gated_mlp=gated,
+        tied_head=_is_tied(config, family, gated=gated),
+        vocab_size=sizes["vocab_size"],
+        max_context=_max_context(config, family, name),
+        config=dict(config),
+        directory=directory,
+        reference=reference,
+    )
+    return replace(spec, remarks=tuple(_remarks(spec)))
+
+
+def _sizes(config: Mapping[str, Any], name: str) -> dict[str, int]:
+    """Those of `_SPELLINGS`, and what the heads are."""
     sizes = {size: _integer(config, names, name) for size, names in _SPELLINGS.items()}
     if config.get("is_encoder_decoder"):
         sizes["num_layers"] = _integer(config, _DECODER_LAYERS, name, default=sizes["num_layers"])
@@ -227,26 +257,7 @@ def model_spec(
     num_kv_heads = _checked("num_key_value_heads", _num_kv_heads(config, sizes["num_heads"]), name)
     if sizes["num_heads"] % num_kv_heads:
         raise InputError(f"config of '{name}': {sizes['num_heads']} heads cannot share {num_kv_heads} key/value heads")
-    gated = _is_gated(config, family)
-    spec = ModelSpec(
-        name=name,
-        family=family,
-        num_encoder_layers=_integer(config, _ENCODER_LAYERS, name) if config.get("is_encoder_decoder") else 0,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        intermediate_size=_integer(config, _INTERMEDIATE, name, default=4 * sizes["hidden_size"]),
-        gated_mlp=gated,
-        tied_head=_is_tied(config, family, gated=gated),
-        max_context=_max_context(config, family, name),
-        config=dict(config),
-        directory=directory,
-        reference=reference,
-        **sizes,
-    )
-    if config.get("layer_types") and len(config["layer_types"]) != spec.num_layers:
-        kinds = len(config["layer_types"])
-        raise InputError(f"config of '{name}': {kinds} layer_types for {spec.num_layers} layers; give one a layer")
-    return replace(spec, remarks=tuple(_remarks(spec)))
+    return {**sizes, "head_dim": head_dim, "num_kv_heads": num_kv_heads}
 
 
 def _remarks(spec: ModelSpec) -> Iterator[str]:

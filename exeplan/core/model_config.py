@@ -4,7 +4,7 @@ Not here: the sizes (`model.py`), and what the engine runs (`runner/models`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from exeplan.errors import InputError
@@ -83,7 +83,7 @@ def check_config(config: Config, name: str) -> None:
     """Raises InputError, in one sentence, for a model of a kind that is not planned, or a value that none can have."""
     _check_kind(config, name)
     check_unquantized(config.get("quantization_config"), name, "quantization_config")
-    checks = {
+    checks: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
         "a number above 0 and below 1": (_SMALL, lambda value: _is_number(value) and 0 < value < 1),
         "text": (_TEXTS, lambda value: isinstance(value, str)),
         "true or false": (_FLAGS, lambda value: isinstance(value, bool)),
@@ -101,7 +101,22 @@ def check_config(config: Config, name: str) -> None:
             if not isinstance(value, Mapping):
                 raise InputError(f"config of '{name}': {field} must be a mapping of settings, found {shown(value)}")
             _check_rotary(value, name)
-    _check_layer_types(config, name)
+
+
+def check_layer_types(config: Config, name: str, *, num_layers: int) -> None:
+    """Raises InputError unless all layers attend, to all tokens or to a window of them."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or not kinds:
+        raise InputError(f"config of '{name}': layer_types must list a type a layer, found {shown(kinds)}")
+    for kind in kinds:
+        if kind not in _LAYER_TYPES:
+            raise InputError(
+                f"config of '{name}': layers of type {shown(kind)} are not supported, only {' and '.join(_LAYER_TYPES)}"
+            )
+    if len(kinds) != num_layers:
+        raise InputError(f"config of '{name}': {len(kinds)} layer_types for {num_layers} layers; give one a layer")
 
 
 def check_unquantized(quantization: Any, name: str, where: str) -> None:
@@ -140,19 +155,6 @@ def _check_kind(config: Config, name: str) -> None:
     for field in _STATE_SPACE:
         if config.get(field):
             raise InputError(f"config of '{name}' has {field}: layers without attention are not supported")
-
-
-def _check_layer_types(config: Config, name: str) -> None:
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return
-    if not isinstance(kinds, list) or not kinds:
-        raise InputError(f"config of '{name}': layer_types must list a type a layer, found {shown(kinds)}")
-    for kind in kinds:
-        if kind not in _LAYER_TYPES:
-            raise InputError(
-                f"config of '{name}': layers of type {shown(kind)} are not supported, only {' and '.join(_LAYER_TYPES)}"
-            )
 
 
 def _check_rotary(settings: Mapping[Any, Any], name: str) -> None:

@@ -256,7 +256,7 @@ def _bench_rows(values: Iterable[tuple[int, Any]], path: Path) -> Iterator[_Row]
     """The requests of one run, or of several, whose clocks differ so that their times are left out."""
     runs = [value for _, value in values]
     for run in runs:
-        columns = [run.get(name) for name in ("input_lens", "output_lens")] if isinstance(run, dict) else []
+        columns: list[Any] = [run.get(name) for name in ("input_lens", "output_lens")] if isinstance(run, dict) else []
         if not columns or not all(isinstance(column, list) for column in columns):
             raise InputError(f"{path} holds no lengths of single requests; run `vllm bench serve` with --save-detailed")
         if len(columns[0]) != len(columns[1]):
@@ -298,7 +298,8 @@ def _turn_rows(values: Iterable[tuple[int, Any]], path: Path, count: CountTokens
         if not isinstance(turns, list):
             raise InputError(f"{path} line {line} must be an object with a list of conversations or messages")
         texts = [_text(turn) for turn in turns[:2]]
-        yield _Row(line, *(count(text) if text else 0 for text in (*texts, "", "")[:2]), None)
+        inputs, outputs = (count(text) if text else 0 for text in (*texts, "", "")[:2])
+        yield _Row(line, inputs, outputs, None)
 
 
 def _text(turn: Any) -> str:

@@ -209,7 +209,7 @@ def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:
     generation = _read_optional(spec.directory / "generation_config.json") if spec.directory else {}
     for config in (generation, spec.config):
         found = config.get("eos_token_id")
-        token_ids = found if isinstance(found, list) else [found]
+        token_ids: list[Any] = found if isinstance(found, list) else [found]
         if token_ids and all(isinstance(token_id, int) for token_id in token_ids):
             # One beyond the vocabulary is never sampled, and has no logit to be banned by.
             return tuple(token_id for token_id in token_ids if 0 <= token_id < spec.vocab_size)

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     parser.add_argument(
-        "--model-dir", metavar="DIR", help="where the model is now (default: where the plan says); a Hub id does too"
+        "--model-dir", metavar="DIR", help="where the model is now, or its id on the Hub (default: as the plan says)"
     )
     parser.add_argument("--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace of the engine for Perfetto")

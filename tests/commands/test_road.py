@@ -1,0 +1,138 @@
+"""From a directory of weights to an answer over HTTP by the three commands, for a family of every file of them."""
+
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exeplan.cli import main
+from exeplan.planner.load_problem import load_plan
+from exeplan.runner import models
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+VOCAB = 64
+NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+DECODER = {
+    **NO_END, "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+ROTARY = {**DECODER, "num_key_value_heads": 2, "intermediate_size": 48}
+HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": ROTARY,
+    "mistral": {**ROTARY, "sliding_window": 16},
+    "opt": {**DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt2": {**NO_END, "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "t5": {
+        "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0, "eos_token_id": None,
+    },
+    "marian": {
+        **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in HALF.items()},
+        "vocab_size": VOCAB, "d_model": 32, "max_position_embeddings": 64, "pad_token_id": 0,
+        "decoder_start_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None,
+    },
+}  # fmt: skip
+PROMPT, COUNT = [3, 1, 4, 1, 5], 4
+
+
+def save_checkpoint(family: str, directory: Path) -> str:
+    """A random checkpoint with a token a word, and what transformers generates with it."""
+    torch.manual_seed(0)
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family](**CONFIGS[family])
+    several = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    model = several.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.15)
+    model.save_pretrained(directory)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"t{number}": number for number in range(VOCAB)}, "t0"))
+    words.save(str(directory / "tokenizer.json"))
+    inputs = torch.tensor([PROMPT])
+    found = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
+    )[0].tolist()
+    return words.decode(found[1:] if config.is_encoder_decoder else found[len(PROMPT) :])
+
+
+@contextmanager
+def serving(plan: Path, *options: str) -> Iterator[str]:
+    """The address of `exeplan serve`, started in another working directory."""
+    command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--replan", "off", *options]
+    paths = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
+    with subprocess.Popen(
+        command, cwd="/", text=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+    ) as server:
+        assert server.stdout is not None
+        try:
+            line = server.stdout.readline()
+            assert line.startswith("serving "), line
+            yield line.split(" at ")[-1].strip()
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+
+
+def answered(url: str, model: str) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)["choices"][0]["text"].strip()
+
+
+def planned(model: str, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The plan that the first two commands make of a model."""
+    assert main(["profile", model, "-o", "p.json", "--budget", "200ms", "--max-num-seqs", "2"]) == 0
+    law, bound = "fixed:in=5;out=4", ["--latency-bound", "inf", "--policy", "orca", "--max-num-seqs", "2"]
+    assert main(["optimize", "--profile", "p.json", "--workload", law, *bound, "-o", "plans/plan.yaml"]) == 0
+    assert "note: made the directory plans for plan.yaml" in capsys.readouterr().err
+    return Path.cwd() / "plans" / "plan.yaml"
+
+
+def test_every_file_of_families_is_walked() -> None:
+    assert {found.name for found in pkgutil.iter_modules(models.__path__)} <= set(CONFIGS)
+
+
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"llama"}))  # Which is walked below.
+def test_from_a_directory_to_an_answer(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = save_checkpoint(family, tmp_path / "models" / family)
+    with serving(planned(f"models/{family}", capsys)) as url:
+        assert answered(url, family) == expected
+
+
+def test_a_model_of_the_hub_and_one_that_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--tiny--llama-1.1"
+    expected = save_checkpoint("llama", cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    plan = planned("tiny/llama-1.1", capsys)
+    assert load_plan(plan).model == "tiny/llama-1.1"
+    moved = (cached / "snapshots" / "abc").rename(tmp_path / "elsewhere")
+    assert main(["simulate", str(plan)]) == 0  # The profile has the sizes.
+    assert main(["serve", str(plan)]) == 2
+    assert "download it with `hf download tiny/llama-1.1`" in capsys.readouterr().err
+    with serving(plan, "--model-dir", str(moved)) as url:
+        assert answered(url, "elsewhere") == expected
+    (moved / "model.safetensors").unlink()
+    assert main(["serve", str(plan), "--model-dir", str(moved)]) == 2
+    assert "elsewhere holds no *.safetensors" in capsys.readouterr().err

@@ -23,6 +23,9 @@ from exeplan.runner.server.protocol import RequestError
 
 BY_ADDRESS = "address"
 """The name under which clients without a name are counted together in metrics, whose labels must be few."""
+FREE_REFUSALS = 20
+"""A client may be refused this many times a second at once; more wait, as long as another client is here."""
+PAUSE_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 60
 
 
@@ -102,6 +105,7 @@ class Account:
     client: Client
     requests: _Bucket
     tokens: _Bucket
+    refusals: _Bucket = field(default_factory=lambda: _Bucket(60 * FREE_REFUSALS))
     num_reading: int = 0
     jobs: dict[str, Job] = field(default_factory=dict)
 
@@ -192,6 +196,14 @@ class Clients:
         finally:
             account.num_reading -= 1
             self._forget(account)
+
+    def pause(self, client: Client) -> float:
+        """Seconds that the answer to a refused request waits, so that repeating it at once costs others little."""
+        account = self.account(client)
+        late = account.refusals.wait(self._clock()) > 0
+        account.refusals.take(1.0)
+        self._forget(account)
+        return PAUSE_SECONDS if late and len(self._accounts) > 1 else 0.0
 
     def is_below_share(self, client: Client, size: int) -> bool:
         """Whether one more request of the client is within its share of a queue of this size, those being read

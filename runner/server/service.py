@@ -157,16 +157,15 @@ class Service:
     def check_capacity(self, client: Client) -> None:
         """Raises what `admit` would raise for any request, so that its body need not be read for that.
 
-        Where the queue is full, a client below its share of it may go on, unless four times as many are being read.
+        Requests that are being read count as waiting. In a full queue a client below its share of it may go on.
         """
         self.check_up()
         if refusal := self.clients.refusal(client):
             raise self._counted(refusal, client)
-        waiting = self.engine.num_waiting + self._readers.num_reading
+        waiting = self.engine.num_waiting + self.clients.num_reading
         before = self.clients.num_ahead(client, waiting, 1)
         refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
-        size = self.admission.max_queue
-        may_push_out = self.clients.num_reading < 4 * size and self.clients.is_below_share(client, size)
+        may_push_out = self.clients.is_below_share(client, self.admission.max_queue)
         if refusal and not (refusal.code == "queue_full" and may_push_out):
             raise self._counted(refusal, client)
 

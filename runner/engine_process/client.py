@@ -49,7 +49,7 @@ _FAULTS = {
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
-MAX_UNREAD = 65536
+MAX_UNREAD = 16384
 """Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
 
 

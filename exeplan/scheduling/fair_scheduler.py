@@ -5,6 +5,9 @@ With one client it is `Scheduler`, decision by decision: what was planned is wha
 - the policy sees the first of the waiting sequences in the order of virtual token counters (`fair_queue.py`);
 - while a client of the last minute has nothing waiting, the last eighth of the places, and of the KV blocks, is left to
   clients that hold less than their share, so that it does not wait for an output of another to end when it comes back;
+- where a pass takes much longer than one of the light clients' sequences alone would, such express passes come between
+  the policy's, so that those run at `1 / STRETCH` of their own speed at least; the policy's passes keep a third of the
+  time. On devices whose passes take as long with few sequences as with many there are none;
 - where blocks run out, the client that holds the most for its weight gives up its youngest sequence; the oldest of all
   is never preempted.
 
@@ -16,7 +19,8 @@ Not here: which client a request is from (`runner/server/clients.py`).
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import chain, islice, takewhile
 from typing import cast
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
@@ -25,6 +29,12 @@ from exeplan.policies import pass_limits
 from exeplan.scheduling.fair_queue import OUTPUT_TOKEN, PROMPT_TOKEN, ClientSequence, VirtualTokenCounters
 from exeplan.scheduling.scheduler import Scheduler, num_reserved_blocks
 
+STRETCH = 1.5
+"""How much longer a light client's tokens may take than in passes of its own."""
+MOST_EXPRESS = 16
+"""Express passes between two of the policy."""
+_SMOOTHING = 0.2
+"""Weight of the latest pass in the mean seconds of passes."""
 KEPT_FREE = 1 / 8
 """Of the places and of the blocks, for clients below their share."""
 _LEAST_OFFERED = 64
@@ -57,6 +67,15 @@ class FairScheduler(Scheduler):
         self._counters, self._clock = counters, clock
         limits = pass_limits(schedule)
         self._num_places = limits.decode_rows
+        policy = self.policy
+        in_rounds = policy.KEEPS_FINISHED_ROWS or policy.PADS_PROMPTS or policy.SEPARATE_STAGES
+        self._has_express = not in_rounds and len(self.groups) == 1
+        self._express: set[int] = set()
+        """Express passes that have not been timed, by identity."""
+        self._credit = 0.0
+        """Express passes that are due."""
+        self._seconds = self._express_seconds = 0.0
+        """Of the policy's passes and of the express ones; 0 as long as they are not known."""
         self._num_offered = 2 * max(limits.decode_rows or 0, limits.prompts or 0, _LEAST_OFFERED // 2)
 
     def add(self, sequence: SequenceState) -> None:
@@ -67,7 +86,13 @@ class FairScheduler(Scheduler):
     def next_batch(self, phase: str = "") -> Batch | None:
         if self._counters.is_shared:
             self._counters.look(self._present(), self._clock())
-        if not self._counters.is_shared or not self.waiting:
+        if not self._counters.is_shared:
+            return super().next_batch(phase)
+        if self._has_express and self._credit >= 1 and not self.in_flight and (batch := self._express_batch()):
+            self._credit -= 1
+            self._express.add(id(batch))
+            return batch
+        if not self.waiting:
             return super().next_batch(phase)
         everything = self.waiting
         order = self._counters.order(_of_clients(everything), _of_clients(self.running))
@@ -77,6 +102,50 @@ class FairScheduler(Scheduler):
             return super().next_batch(phase)
         finally:
             self._put_back(everything, offered)
+
+    def took(self, batch: Batch, seconds: float) -> None:
+        """How long a pass ran; only with this there are express passes."""
+        if id(batch) in self._express:
+            self._express.discard(id(batch))
+            self._express_seconds = _mean(self._express_seconds, seconds)
+            return
+        self._seconds = _mean(self._seconds, seconds)
+        due = 1.0
+        if self._express_seconds:
+            due = max(0.0, (self._seconds / self._express_seconds - STRETCH) / (STRETCH - 1))
+        self._credit = min(self._credit + due, MOST_EXPRESS)
+
+    def _express_batch(self) -> Batch | None:
+        """A pass of the light clients' sequences alone; None where they have none that can run."""
+        light = self._light_clients()
+        rows = (s for s in _of_clients(self.running) if s.client in light)
+        decode = tuple(s for s in rows if not (s.finished or s.num_computed_tokens))
+        cut = any(s.num_computed_tokens for s in self.running)
+        prefill = () if cut else self._express_prefill(light)
+        batch = Batch(prefill=prefill, decode=decode)
+        decode = self._grow(batch)
+        admitted = self._admit(batch) if prefill else ()
+        if not decode and not admitted:
+            return None
+        batch = replace(batch, prefill=admitted, decode=decode)
+        self.busy.add(batch.group)
+        self._launch(batch)
+        self.num_prefills_in_flight += bool(batch.prefill)
+        return batch
+
+    def _express_prefill(self, light: set[str]) -> tuple[SequenceState, ...]:
+        """Of the light clients' waiting sequences those that fit, places and tokens of a pass included."""
+        waiting = [s for s in _of_clients(self.waiting) if s.client in light]
+        most_tokens = pass_limits(self.schedule).tokens
+        if most_tokens is not None:
+            waiting = list(takewhile(lambda s: s.num_tokens <= most_tokens, waiting[:1]))
+        room = len(waiting) if self._num_places is None else self._num_places - len(self.running)
+        return self.fitting(waiting, limit=room)
+
+    def _light_clients(self) -> set[str]:
+        """Those with at most a quarter of their share of all sequences, waiting ones included."""
+        sizes: Counter[str] = Counter(one.client for one in self._present())
+        return {name for name, size in sizes.items() if 4 * size <= self._counters.share(name) * sizes.total()}
 
     def fitting(
         self, sequences: Iterable[SequenceState], *, limit: int, reserve: bool = False, max_tokens: int | None = None
@@ -150,6 +219,10 @@ class FairScheduler(Scheduler):
         idle = [s for s in _of_clients(reversed(self.running)) if not s.in_flight]
         younger = [s for s in idle if s is not self.running[0]] or idle
         return max(younger, key=lambda s: blocks[s.client] / s.client_weight, default=None)
+
+
+def _mean(before: float, now: float) -> float:
+    return now if not before else before + _SMOOTHING * (now - before)
 
 
 def _of_client(sequence: SequenceState) -> ClientSequence:

@@ -365,6 +365,7 @@ class Engine:
         batch, end = done.batch, self._clock()
         requests = {request.request_id: request for request in as_requests(batch.prefill + batch.decode)}
         self.last_steps += (replace(self._begun.pop(id(batch))[1], end=end),)
+        self._scheduler.took(batch, end - self.last_steps[-1].start)
         if self._executor.async_scheduling:
             self._begin_next(end)
         else:

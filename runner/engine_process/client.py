@@ -75,7 +75,7 @@ STOPPED_SECONDS = 0.5
 MAX_FAILED_STARTS = 3
 """Engines in a row that ended early and without having run a batch; after that no other is started."""
 LONG_LIFE_SECONDS = 10.0
-MAX_UNREAD = 65536
+MAX_UNREAD = 16384
 """Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
 
 

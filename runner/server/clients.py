@@ -23,6 +23,9 @@ from exeplan.runner.server.protocol import RequestError
 
 BY_ADDRESS = "address"
 """The name under which clients without a name are counted together in metrics, whose labels must be few."""
+FREE_REFUSALS = 20
+"""A client may be refused this many times a second at once; more wait, as long as another client is here."""
+PAUSE_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 60
 
 
@@ -102,6 +105,7 @@ class Account:
     client: Client
     requests: _Bucket
     tokens: _Bucket
+    refusals: _Bucket = field(default_factory=lambda: _Bucket(60 * FREE_REFUSALS))
     num_reading: int = 0
     jobs: dict[str, Job] = field(default_factory=dict)
 
@@ -118,8 +122,8 @@ class Account:
         return sum(len(job.open) for job in self.jobs.values())
 
     def load(self, more: int = 0) -> float:
-        """Waiting sequences and requests being read, over the weight."""
-        return (self.num_waiting + self.num_reading + more) / self.client.weight
+        """Waiting sequences over the weight."""
+        return (self.num_waiting + more) / self.client.weight
 
     @property
     def newest(self) -> Job | None:
@@ -193,11 +197,32 @@ class Clients:
             account.num_reading -= 1
             self._forget(account)
 
-    def heaviest(self, client: Client, count: int) -> Account | None:
-        """The client with the most in the queue for its weight, if that is more than this one has with `count` more."""
+    def pause(self, client: Client) -> float:
+        """Seconds that the answer to a refused request waits, so that repeating it at once costs others little."""
+        account = self.account(client)
+        late = account.refusals.wait(self._clock()) > 0
+        account.refusals.take(1.0)
+        self._forget(account)
+        return PAUSE_SECONDS if late and len(self._accounts) > 1 else 0.0
+
+    def is_below_share(self, client: Client, size: int) -> bool:
+        """Whether one more request of the client is within its share of a queue of this size, those being read
+        included; one alone always is."""
         own = self.account(client)
-        most = max(self._accounts.values(), key=Account.load)
-        return most if most is not own and most.load() > own.load(count) else None
+        busy = sum(one.client.weight for one in self._accounts.values() if one is own or one.jobs or one.num_reading)
+        return own.num_waiting + own.num_reading + 1 <= max(1.0, size * client.weight / busy)
+
+    @property
+    def num_reading(self) -> int:
+        """Requests that are being read."""
+        return sum(one.num_reading for one in self._accounts.values())
+
+    def heaviest(self, client: Client, count: int) -> Account | None:
+        """Of the clients of which something can be pushed out, that with the most in the queue for its weight, if this
+        is more than `client` has with `count` more."""
+        own = self.account(client)
+        most = max((one for one in self._accounts.values() if one.newest), key=Account.load, default=None)
+        return most if most and most is not own and most.load() > own.load(count) else None
 
     def num_ahead(self, client: Client, num_waiting: int, count: int) -> int:
         """Of the sequences that wait, at most how many start before the client's next ones, by its share."""

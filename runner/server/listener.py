@@ -35,7 +35,7 @@ class Listener(socket.socket):
         super().__init__(*args, **kwargs)
         self.limit = MAX_CONNECTIONS
         self._open: set[int] = set()
-        self._spare = os.open(os.devnull, os.O_RDONLY)
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._said = -_QUIET_SECONDS
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -67,6 +67,7 @@ class Listener(socket.socket):
             self._spare = None
 
     def _refuse_one(self) -> None:
+        assert self._spare is not None
         os.close(self._spare)
         with contextlib.suppress(OSError):
             os.close(self._accept()[0])  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin,
 Every error, also of routing, is an OpenAI error object.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
@@ -13,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from exeplan.runner.server.api_keys import ApiKeys
+from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import Gate, error_response
 from exeplan.runner.server.hosts import HostGate, Hosts
 from exeplan.runner.server.protocol import RequestError
@@ -58,6 +60,9 @@ async def _routing_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _refusal(request: Request, error: RequestError) -> Response:
+    service: Service = request.app.state.service
+    if error.status == 429 and (seconds := service.clients.pause(client_of(request))):
+        await asyncio.sleep(seconds)
     return error_response(error)
 
 

@@ -157,17 +157,16 @@ class Service:
     def check_capacity(self, client: Client) -> None:
         """Raises what `admit` would raise for any request, so that its body need not be read for that.
 
-        Where the queue is full, a client with less in it than another may go on, as long as it holds no more than as
-        many again.
+        Requests that are being read count as waiting. In a full queue a client below its share of it may go on.
         """
         self.check_up()
         if refusal := self.clients.refusal(client):
             raise self._counted(refusal, client)
-        waiting = self.engine.num_waiting + self._readers.num_reading
+        waiting = self.engine.num_waiting + self.clients.num_reading
         before = self.clients.num_ahead(client, waiting, 1)
         refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
-        room = waiting < 2 * self.admission.max_queue
-        if refusal and not (refusal.code == "queue_full" and room and self.clients.heaviest(client, 1)):
+        may_push_out = self.clients.is_below_share(client, self.admission.max_queue)
+        if refusal and not (refusal.code == "queue_full" and may_push_out):
             raise self._counted(refusal, client)
 
     async def read_generation(self, body: bytes, *, chat: bool, client: Client) -> Generate:
@@ -201,7 +200,7 @@ class Service:
         if refusal := self.clients.refusal_to_wait(client, count):
             raise self._counted(refusal, client)
         while (refusal := self._refusal(request, client)) and refusal.code == "queue_full":
-            heaviest = self.clients.heaviest(client, count - 1)  # The request itself is being read.
+            heaviest = self.clients.heaviest(client, count)
             if heaviest is None or heaviest.newest is None:
                 break
             self._push_out(heaviest.newest, heaviest.client)

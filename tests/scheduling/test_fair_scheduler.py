@@ -177,3 +177,44 @@ def test_the_client_that_holds_the_most_gives_up_its_youngest() -> None:
         run(scheduler)
         assert all(s.preemptions == 0 for s in scheduler.waiting if s.request_id == "polite")
     assert scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[1], SCHEDULES[3]], ids=str)
+@pytest.mark.parametrize(("fixed", "a_row"), [(1.0, 0.2), (1.0, 0.0), (0.1, 1.0)])
+def test_a_light_client_runs_at_a_share_of_its_own_speed(schedule: Schedule, fixed: float, a_row: float) -> None:
+    """Passes take a fixed time and some for each row: in company an output takes 1.5 times its time alone, and the pass
+    that runs when it comes. The flood keeps a third of the time."""
+    now = 0.0
+    scheduler = fair(schedule, clock=lambda: now)
+    flood = 0.0
+
+    def step() -> None:
+        nonlocal now, flood
+        batch = scheduler.next_batch()
+        assert batch is not None
+        rows = (*batch.prefill, *batch.decode)
+        seconds = fixed + a_row * len(rows)
+        now += seconds
+        flood += seconds if any(getattr(row, "client", "") == "flood" for row in rows) else 0.0
+        finish(scheduler, batch)
+        scheduler.took(batch, seconds)
+
+    def answer(name: str) -> float:
+        began, polite = now, sequence(name, 4, 50, "polite")
+        scheduler.add(polite)
+        while not polite.finished:
+            step()
+        return now - began
+
+    alone = answer("alone")
+    for number in range(100):
+        scheduler.add(sequence(f"flood{number}", 4, 200, "flood"))
+    for _ in range(20):
+        step()
+    longest = fixed + a_row * 8
+    answer("first")  # What an express pass takes is learned.
+    began, flood = now, 0.0
+    for number in range(3):
+        assert answer(f"again{number}") <= 1.6 * alone + 8 * longest
+    assert flood >= (now - began) / 3.5
+    assert scheduler._counters.served("flood") > 0

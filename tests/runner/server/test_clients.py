@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from exeplan.runner.engine_process.client import Job
 from exeplan.runner.ipc.messages import Event
-from exeplan.runner.server.clients import Client, Clients, network_of
+from exeplan.runner.server.clients import FREE_REFUSALS, PAUSE_SECONDS, Client, Clients, network_of
 
 from ..processes import PATIENCE, eventually
 
@@ -114,6 +114,19 @@ def test_a_client_is_told_that_it_waits_for_its_share_only():
         clients.begin(A, job(number))
     assert clients.num_ahead(Client(name="c"), 50, 1) == 2
     assert clients.num_ahead(A, 50, 1) == 50
+
+
+def test_refusals_wait_where_others_are_here():
+    clients = Clients(clock=lambda: 0.0)
+    flood, many = Client().at("192.0.2.1"), int(60 * FREE_REFUSALS)
+    clients.begin(flood, job(1))
+    assert [clients.pause(flood) for _ in range(many + 1)] == [0.0] * (many + 1)  # It is alone.
+    clients.begin(A, job(2))
+    assert clients.pause(flood) == PAUSE_SECONDS
+    assert clients.pause(A) == 0.0
+    for number in range(100):
+        clients.pause(Client().at(f"198.51.100.{number}"))
+    assert len(clients._accounts) == 2
 
 
 def test_addresses_that_have_gone_leave_nothing():

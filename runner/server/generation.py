@@ -33,8 +33,9 @@ async def generate(service: Service, http_request: Request, *, chat: bool) -> Re
         body = await read_body(http_request)
     except ClientDisconnect:
         return Response()
-    request = await service.read_generation(body, chat=chat)
-    return Generation(service, service.admit(request), request)
+    with service.reading():
+        request = await service.read_generation(body, chat=chat)
+        return Generation(service, service.admit(request), request)
 
 
 class Generation(Response):

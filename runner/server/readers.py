@@ -1,7 +1,8 @@
 """Readers: the front end's side of the processes that read requests; the event loop only passes bytes on.
 
 There are two, so that a checkpoint's chat template that never ends cannot hold completions up; each carries out one
-command at a time, in the order in which they came. One that takes longer than `READ_SECONDS` is killed and replaced.
+command at a time, in the order in which they came. One that takes longer than `READ_SECONDS` is killed and replaced. So
+is one that has ended or is stopped, whose command the next one gets.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from exeplan.runner.ipc.child_process import start_child
+from exeplan.runner.ipc.child_process import STOPPED_SECONDS, WATCH_SECONDS, is_stopped, start_child
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     READER_ANSWERS,
@@ -29,10 +30,13 @@ READ_SECONDS = 5.0
 """For one body; the largest that is accepted takes a fraction of it."""
 START_SECONDS = 60.0
 """For a process to load its tokenizer."""
+MAX_STARTS = 3
+"""Attempts in a row to start a process, before a request waits for the next."""
 RETRY_SECONDS = 1
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Of all bodies that wait to be read."""
 Command: TypeAlias = ReadGeneration | ReadTokenize | ReadDetokenize
+_REPLACED = "a process that reads requests has ended; it is replaced"
 log = logging.getLogger(__name__)
 
 
@@ -101,13 +105,14 @@ class _Reader:
 
     def __init__(self, setup: ReaderSetup) -> None:
         self._setup = setup
-        self._queue: asyncio.Queue[tuple[Command, asyncio.Future[ReaderAnswer]]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Command, asyncio.Future[ReaderAnswer]] | None] = asyncio.Queue()
+        """What is to be read; None where the process may have to be replaced."""
         self._connection: _Connection | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.num_commands = 0
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
 
     async def read(self, command: Command) -> ReaderAnswer:
         answer: asyncio.Future[ReaderAnswer] = asyncio.get_running_loop().create_future()
@@ -119,34 +124,54 @@ class _Reader:
             self.num_commands -= 1
 
     async def close(self) -> None:
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._connection:
             await self._connection.end()
 
     async def _run(self) -> None:
         while True:
+            if self._connection and self._connection.process.returncode is not None:
+                log.warning(_REPLACED)
+                await self._connection.end()
+                self._connection = None
             if self._connection is None:
                 self._connection = await self._launch()
-            command, answer = await self._queue.get()
+            if (found := await self._queue.get()) is None:
+                continue
+            command, answer = found
             if answer.done():  # The client has left.
                 continue
             try:
-                found = await self._ask(command)
+                said = await self._ask(command)
             except RequestError as error:
                 if not answer.done():
                     answer.set_exception(error)
             else:
                 if not answer.done():
-                    answer.set_result(found)
+                    answer.set_result(said)
+
+    async def _watch(self) -> None:
+        """Ends a process that is stopped, and has one that has ended replaced before it is needed."""
+        stopped = 0
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if not (connection := self._connection):
+                continue
+            stopped = stopped + 1 if is_stopped(connection.process.pid) else 0
+            if stopped * WATCH_SECONDS > STOPPED_SECONDS:
+                with contextlib.suppress(ProcessLookupError):
+                    connection.process.kill()
+            elif connection.process.returncode is not None and self._queue.empty():
+                self._queue.put_nowait(None)
 
     async def _ask(self, command: Command) -> ReaderAnswer:
         """Asks again where the process has ended, which need not be because of this command."""
         try:
             return await self._exchange(command)
         except _EndedError:
-            log.warning("a process that reads requests has ended; it is replaced")
+            log.warning(_REPLACED)
         try:
             return await self._exchange(command)
         except _EndedError:
@@ -175,11 +200,12 @@ class _Reader:
 
     async def _launch(self) -> _Connection | None:
         """A new process; None where it does not come up, which the log tells."""
-        try:
-            return await _started(self._setup)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            log.error("the process that reads requests did not start: %s", error or type(error).__name__)
-            return None
+        for _ in range(MAX_STARTS):
+            try:
+                return await _started(self._setup)
+            except (OSError, asyncio.IncompleteReadError) as error:
+                log.error("the process that reads requests did not start: %s", error or type(error).__name__)
+        return None
 
 
 async def _started(setup: ReaderSetup) -> _Connection:

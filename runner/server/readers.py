@@ -108,6 +108,8 @@ class _Reader:
         self._queue: asyncio.Queue[tuple[Command, asyncio.Future[ReaderAnswer]] | None] = asyncio.Queue()
         """What is to be read; None where the process may have to be replaced."""
         self._connection: _Connection | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        """The latest one, also while it starts."""
         self._tasks: list[asyncio.Task[None]] = []
         self.num_commands = 0
 
@@ -157,14 +159,14 @@ class _Reader:
         stopped = 0
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if not (connection := self._connection):
+            if not (process := self._process) or process.returncode is not None:
+                if self._connection and self._queue.empty():
+                    self._queue.put_nowait(None)
                 continue
-            stopped = stopped + 1 if is_stopped(connection.process.pid) else 0
+            stopped = stopped + 1 if is_stopped(process.pid) else 0
             if stopped * WATCH_SECONDS > STOPPED_SECONDS:
                 with contextlib.suppress(ProcessLookupError):
-                    connection.process.kill()
-            elif connection.process.returncode is not None and self._queue.empty():
-                self._queue.put_nowait(None)
+                    process.kill()
 
     async def _ask(self, command: Command) -> ReaderAnswer:
         """Asks again where the process has ended, which need not be because of this command."""
@@ -202,29 +204,28 @@ class _Reader:
         """A new process; None where it does not come up, which the log tells."""
         for _ in range(MAX_STARTS):
             try:
-                return await _started(self._setup)
+                return await self._started()
             except (OSError, asyncio.IncompleteReadError) as error:
                 log.error("the process that reads requests did not start: %s", error or type(error).__name__)
         return None
 
-
-async def _started(setup: ReaderSetup) -> _Connection:
-    """Raises OSError or asyncio.IncompleteReadError where it does not come up; nothing is left of it then."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await start_child(
-            "exeplan.runner.server.reader_process",
-            str(theirs.fileno()),
-            pass_fds=[theirs.fileno()],
-            stdin=asyncio.subprocess.DEVNULL,
-        )
-    connection = _Connection(process, *await asyncio.open_unix_connection(sock=ours))
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            connection.writer.write(frame(setup))
-            if not isinstance(answer := await READER_ANSWERS.read_from(connection.reader), ReaderReady):
-                raise MessageError(f"a reader sent {type(answer).__name__} before it was ready")
-    except BaseException:
-        await connection.end()
-        raise
-    return connection
+    async def _started(self) -> _Connection:
+        """Raises OSError or asyncio.IncompleteReadError where it does not come up; nothing is left of it then."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = self._process = await start_child(
+                "exeplan.runner.server.reader_process",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        connection = _Connection(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                connection.writer.write(frame(self._setup))
+                if not isinstance(answer := await READER_ANSWERS.read_from(connection.reader), ReaderReady):
+                    raise MessageError(f"a reader sent {type(answer).__name__} before it was ready")
+        except BaseException:
+            await connection.end()
+            raise
+        return connection

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds that a test waits at most: a machine may be busy, and only a failure takes as long."""
 _LISTENING = "0A"
 

@@ -239,7 +239,7 @@ def test_all_hosts_end_with_status_0_after_a_signal_to_the_first(both):
 
 
 def test_a_node_agent_that_loses_the_engine_ends(both):
-    first, second, family = both
+    _, second, family = both
     (engine,) = (pid for pid in family if Path(f"/proc/{pid}/comm").read_text() == "exeplan-engine\n")
     os.kill(engine, signal.SIGKILL)
     assert second.wait(PATIENCE) == 1

@@ -23,7 +23,7 @@ from exeplan.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    args = _parser().parse_args(list(_joined(sys.argv[1:] if argv is None else argv)))
+    args = _parse(list(_joined(sys.argv[1:] if argv is None else argv)))
     try:
         return int(args.run(args))
     except InputError as error:
@@ -41,6 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # The reader of our output went away, as `head` does.
         sys.stderr.close()
         return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments; one that the command does not know is its mistake, not that of `exeplan` as a whole."""
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        options = f"unrecognized arguments: {' '.join(unknown)}"
+        print(f"exeplan {args.command}: {options}; see `exeplan {args.command} --help`", file=sys.stderr)
+        raise SystemExit(2)
+    return args
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,6 +20,7 @@ EXTRA_OF = {
             "fastapi",
             "h11",
             "jinja2",
+            "llguidance",
             "msgspec",
             "prometheus_client",
             "pydantic",
@@ -34,7 +35,7 @@ EXTRA_OF = {
     ),
 }
 """The extra of each top-level module."""
-SERVING = ("torch", "safetensors", "tokenizers", "jinja2", "fastapi", "uvicorn")
+SERVING = ("torch", "safetensors", "tokenizers", "jinja2", "llguidance", "fastapi", "uvicorn")
 """What a server cannot start without."""
 
 

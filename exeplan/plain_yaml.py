@@ -6,7 +6,7 @@ Source: YAML 1.2.2, section 10.3.
 """
 
 import re
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -47,7 +47,7 @@ def dump(value: Any) -> str:
 class _Loader(yaml.SafeLoader):
     """Composes with a limit of depth; builds text, numbers, booleans, null, lists and mappings only."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - as the base class declares it
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -91,7 +91,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what the loader would not read as text."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - as the base class declares it
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -8,9 +8,11 @@ sampled lengths, and outputs are forced to theirs, so that the work is the workl
 import asyncio
 import json
 import math
+import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -293,7 +295,14 @@ def cut_at(records: Sequence[RequestRecord], seconds: float) -> list[RequestReco
 
 
 async def play_url(
-    url: str, load: Load, *, model: str, vocab_size: int, api_key: str | None = None, stream: bool = True
+    url: str,
+    load: Load,
+    *,
+    model: str,
+    vocab_size: int,
+    api_key: str | None = None,
+    tls_ca: Path | None = None,
+    stream: bool = True,
 ) -> list[RequestRecord]:
     """Runs the load on an OpenAI-compatible server; raises InputError when it does not answer as one.
 
@@ -305,7 +314,7 @@ async def play_url(
 
     gate = asyncio.Semaphore(load.concurrency or len(load.input_tokens))
     began = time.perf_counter()
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=_headers(api_key)) as client:
 
@@ -410,13 +419,26 @@ def _spread(times: Sequence[float], num_tokens: int) -> Sequence[float]:
     return np.interp(np.linspace(0, 1, num_tokens), np.linspace(0, 1, len(times)), times).tolist()
 
 
-def served_model(url: str, api_key: str | None = None) -> str:
+def trusting(tls_ca: Path | None) -> ssl.SSLContext:
+    """A client's side of TLS, which trusts the certificates in this file, or those of the system.
+
+    Raises InputError for a file without certificates.
+    """
+    try:
+        return ssl.create_default_context(cafile=tls_ca)
+    except (ssl.SSLError, OSError) as error:
+        reason = "it has no certificate in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+        raise InputError(f"--tls-ca: cannot use {tls_ca}: {reason}") from None
+
+
+def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> str:
     """The name of the model that a server serves. Raises InputError when the server does not list it."""
     import urllib.request
 
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=_headers(api_key))
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+        tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
+        with urllib.request.build_opener(urllib.request.ProxyHandler({}), tls).open(request, timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None

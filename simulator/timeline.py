@@ -120,14 +120,17 @@ def draw_stages(run: Run, axes: "Axes") -> None:
 
 
 def _draw_requests(run: Run, axes: "Axes") -> None:
-    """Requests in each pass; a pass is as wide as the time that it keeps its first stage."""
-    for name, colour in _COLOURS.items():
-        own = [record for record in _shown(run) if phase(record) == name]
-        first = [record.spans[0] for record in own]
-        heights = [record.num_prefill + record.num_decode for record in own]
-        widths = [b - a for _, a, b in first]
-        axes.bar([a for _, a, _ in first], heights, widths, align="edge", color=colour, antialiased=False)
+    """What each pass holds, prefills below decodes; a pass is as wide as the time that it keeps its first stage."""
+    passes = _shown(run)
+    starts, widths = zip(
+        *((begin, end - begin) for _, begin, end in (record.spans[0] for record in passes)), strict=True
+    )
+    num_prefill, num_decode = [record.num_prefill for record in passes], [record.num_decode for record in passes]
+    for name, heights, below in (("prefill", num_prefill, 0), ("decode", num_decode, num_prefill)):
+        colour = _COLOURS[name]
+        axes.bar(starts, heights, widths, below, align="edge", color=colour, antialiased=False, label=name)
     axes.set(xlabel="seconds", ylabel="requests in the pass", xlim=_middle(run.passes))
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize="small", frameon=False, borderpad=0)
 
 
 def _shown(run: Run) -> list[PassRecord]:

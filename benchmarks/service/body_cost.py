@@ -71,7 +71,23 @@ BODIES: dict[str, Body] = {
     "deep lists": _completion("metadata", "[" * 60 + "]" * 60, opening='{"a":[', closing="]}"),
     "stop strings": _completion("stop", '"a"'),
     "stop token ids": _completion("stop_token_ids", "1"),
-    "tools": _completion("tools", "[0]"),
+    "tools of a completion": _completion("tools", "[0]"),
+    "tools": _messages(
+        '{"type":"function","function":{"name":"f"}}', opening='[{"role":"user","content":"a"}],"tools":['
+    ),
+    "calls": _messages(
+        '{"function":{"name":"f","arguments":"{}"}}', opening='[{"role":"assistant","tool_calls":[', closing="]}]"
+    ),
+    "arguments of calls": _messages(
+        '\\"a\\":1',
+        opening='[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{',
+        closing='}"}}]}]',
+    ),
+    "results of tools": _messages('{"role":"tool","content":"a","tool_call_id":"1"}'),
+    "a schema": _completion("guided_json", '"#":1', opening="{", closing="}", numbered=True),
+    "a schema as text": _text("guided_json", "[{"),
+    "choices": _completion("guided_choice", '"a"'),
+    "a regex": _text("guided_regex", "a|"),
     "modalities": _completion("modalities", '"text"'),
     "a label": _text("user", "a"),
     "a field of the wrong type": _completion("n", "1"),

@@ -75,7 +75,8 @@ def demo_plan(folder: Path, *, budget: str = "40s", bound: str = "3s", policy: s
 def descendants(pid: int) -> list[int]:
     """All descendants of a process."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
     except OSError:
         return []
     return [found for child in map(int, children) for found in (child, *descendants(child))]

@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--trace-arrivals", action="store_true", help="open loop: the trace's own arrival times")
     parser.add_argument("--api-key", metavar="KEY")
     parser.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="with an https --url: trust these certificates, not the system's"
+    )
+    parser.add_argument(
         "--no-stream", action="store_true", help="with --url: whole answers, without times of single tokens"
     )
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the random prompts for a server without PLAN")
@@ -246,7 +249,7 @@ def _play(
     from exeplan.runner.load import play_engine, served_model
 
     if args.url:
-        model = served_model(args.url, args.api_key)
+        model = served_model(args.url, args.api_key, args.tls_ca)
         return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
     from exeplan.runner.engine_process.build import build_engine, engine_setup
 
@@ -262,7 +265,8 @@ async def _play_url(args: argparse.Namespace, load: "Load", model: str, *, vocab
     from exeplan.runner.load import play_url
 
     stream = not args.no_stream
-    return await play_url(args.url, load, model=model, vocab_size=vocab_size, api_key=args.api_key, stream=stream)
+    access = {"api_key": args.api_key, "tls_ca": args.tls_ca}
+    return await play_url(args.url, load, model=model, vocab_size=vocab_size, stream=stream, **access)
 
 
 def _bench_url_only(args: argparse.Namespace) -> int:
@@ -277,7 +281,7 @@ def _bench_url_only(args: argparse.Namespace) -> int:
         raise InputError("give a PLAN, or --url and --workload")
     workload = load_workload(args.workload)
     load = _load(args, workload, None)
-    model = served_model(args.url, args.api_key)
+    model = served_model(args.url, args.api_key, args.tls_ca)
     records = asyncio.run(_play_url(args, load, model, vocab_size=args.vocab_size))
     measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)
     _print(args, None, workload, load, measured=measured, replayed=None)

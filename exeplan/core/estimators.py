@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Figure
@@ -529,4 +528,6 @@ def _of_independent(share: float, number: int) -> float:
 
 def _student(freedom: float) -> float:
     """Deviations on each side of an interval."""
+    from scipy.special import stdtrit  # Importing it takes as long as a search on one device.
+
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -9,7 +9,8 @@ flattened. Not here: the CPU's path (`sampling.py`), which is faster there, by n
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from exeplan.kernels.select import Kernels
 from exeplan.kernels.to_device import to_device
 from exeplan.runner.compute.noise import noise_key, signed
 from exeplan.runner.compute.sampling import SampledToken, SamplingInput, SamplingParams
+
+_NO_MASKS: Mapping[int, NDArray[np.uint8]] = MappingProxyType({})
 
 
 class DeviceSamples:
@@ -54,12 +57,17 @@ class DeviceSamples:
 
 
 def sample_on_device(
-    logits_RV: Tensor, rows: Sequence[SamplingInput], kernels: Kernels, *, positions: Sequence[int] | None = None
+    logits_RV: Tensor,
+    rows: Sequence[SamplingInput],
+    kernels: Kernels,
+    *,
+    positions: Sequence[int] | None = None,
+    masks: Mapping[int, NDArray[np.uint8]] = _NO_MASKS,
 ) -> DeviceSamples:
     """Launches the sampling of one token for each row of logits (float32), which are overwritten.
 
     `positions` counts the output tokens before each row's new one; by default those that the host knows. A row whose
-    last token is still on the device has one more; `needs_tokens` must not hold for it.
+    last token is still on the device has one more; `needs_tokens` must not hold for it. `masks` are those of `sample`.
     """
     logits_RV = logits_RV.contiguous()
     where = [len(row.output_token_ids) for row in rows] if positions is None else positions
@@ -67,6 +75,7 @@ def sample_on_device(
         return DeviceSamples(*kernels.most_likely(logits_RV), None)
     reported = _report(logits_RV, rows)
     _edit(logits_RV, rows, where)
+    _allow(logits_RV, rows, masks)
     if not any(row.sampling.temperature for row in rows):
         return DeviceSamples(*kernels.most_likely(logits_RV), reported)
     return DeviceSamples(*kernels.draw(logits_RV, *_parameters(rows, where, logits_RV.device)), reported)
@@ -74,7 +83,7 @@ def sample_on_device(
 
 def needs_tokens(rows: Sequence[SamplingInput]) -> bool:
     """Whether sampling a row needs its earlier tokens, not only their number: then the host must know all of them."""
-    return any(not row.plain and row.sampling.penalises for row in rows)
+    return any(not row.plain and (row.sampling.penalises or row.sampling.structure is not None) for row in rows)
 
 
 def _parameters(rows: Sequence[SamplingInput], positions: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -147,7 +156,7 @@ def _edit(logits_RV: Tensor, rows: Sequence[SamplingInput], positions: Sequence[
         params = row.sampling
         if row.plain:
             continue
-        if position < params.min_tokens:
+        if position < params.min_tokens and params.structure is None:
             bans.add(number, row.banned_token_ids)
         if params.logit_bias:
             biases.add(number, list(params.logit_bias), list(params.logit_bias.values()))
@@ -163,6 +172,22 @@ def _edit(logits_RV: Tensor, rows: Sequence[SamplingInput], positions: Sequence[
     repeated.apply(logit_X, _penalise_repetition)
     present.apply(logit_X, _penalise_presence)
     frequent.apply(logit_X, lambda logit_X, place_X, value_X: logit_X.index_add_(0, place_X, value_X, alpha=-1.0))
+
+
+def _allow(logits_RV: Tensor, rows: Sequence[SamplingInput], masks: Mapping[int, NDArray[np.uint8]]) -> None:
+    """Only the tokens whose bits are set, in rows that have a grammar. The bits are unpacked on the device."""
+    wanted = [i for i, row in enumerate(rows) if not row.plain and row.sampling.structure is not None]
+    if not wanted:
+        return
+    vocab_size = logits_RV.shape[1]
+    packed = np.zeros((len(wanted), -(-vocab_size // 8)), dtype=np.uint8)
+    for number, i in enumerate(wanted):
+        packed[number, : len(masks[i])] = masks[i][: packed.shape[1]]
+    packed_GW = to_device(packed, logits_RV.device)
+    shift = torch.arange(8, dtype=torch.uint8, device=logits_RV.device)
+    allowed_GV = ((packed_GW[:, :, None] >> shift) & 1).view(len(wanted), -1)[:, :vocab_size].bool()
+    row_G = to_device(np.array(wanted, dtype=np.int64), logits_RV.device)
+    logits_RV[row_G] = logits_RV[row_G].masked_fill(~allowed_GV, -math.inf)
 
 
 def _penalise_repetition(logit_X: Tensor, place_X: Tensor, penalty_X: Tensor) -> None:

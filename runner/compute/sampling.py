@@ -6,15 +6,17 @@ so that rounding in the logits changes a choice only where two tokens nearly tie
 min-p) selects candidates and needs no renormalisation.
 
 Letters: R rows, V vocabulary, K and J candidates. torch is imported where it is used: the server checks parameters
-without it. Not here: beam search, and structured output such as grammars.
+without it. Not here: beam search, and what a grammar allows (`structures.py`), which comes as masks.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exeplan.errors import InputError
 from exeplan.runner.compute.noise import log_exponential_noise, noise_key
@@ -40,13 +42,15 @@ FLOAT_LIMITS = {
 BIAS_LIMITS = (-100.0, 100.0)
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_BIASES = 16, 1024, 256, 300
+MAX_STRUCTURE_CHARS = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are sampled and when it ends. Raises InputError naming the field out of its limits.
 
-    Applied in this order: `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`, as in vLLM.
+    Applied in this order: `min_tokens`, `structure` and `logit_bias`, penalties, temperature, `min_p`, `top_k`,
+    `top_p`, as in vLLM.
     """
 
     temperature: float = 1.0
@@ -78,6 +82,8 @@ class SamplingParams:
     """Report log-probabilities of each token and of this many most likely ones, by the model's own distribution."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids, -100 to 100."""
+    structure: str | None = None
+    """The grammar that the output follows (`structures.py`); it may end only where that is complete."""
 
     def __post_init__(self) -> None:
         for name, limits in FLOAT_LIMITS.items():
@@ -92,6 +98,7 @@ class SamplingParams:
             raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         self._check_stops()
         self._check_bias()
+        self._check_structure()
 
     def _check_stops(self) -> None:
         for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_IDS)):
@@ -116,6 +123,14 @@ class SamplingParams:
             _check_number("each token id of logit_bias", token, (0, 2**31 - 1), (int,))
             _check_number(f"logit_bias of token {token}", bias, BIAS_LIMITS, (int, float))
 
+    def _check_structure(self) -> None:
+        if self.structure is None:
+            return
+        if not isinstance(self.structure, str) or len(self.structure) > MAX_STRUCTURE_CHARS:
+            raise InputError(f"structure must be a grammar of at most {MAX_STRUCTURE_CHARS} characters")
+        if self.ignore_eos:
+            raise InputError("ignore_eos has no meaning for a structured output, which ends when it is complete")
+
     def with_choice(self, number: int) -> "SamplingParams":
         """For this of several answers to one prompt: each draws from a seed of its own."""
         if self.seed is None or number == 0:
@@ -131,7 +146,8 @@ class SamplingParams:
     @property
     def plain(self) -> bool:
         """Whether the token is the arg max of the raw logits, without log-probabilities."""
-        return not (self.temperature or self.penalises or self.logit_bias or self.min_tokens) and self.logprobs is None
+        changes = self.temperature or self.penalises or self.logit_bias or self.min_tokens
+        return not changes and self.logprobs is None and self.structure is None
 
 
 def _check_number(name: str, value: Any, limits: tuple[float, float], types: tuple[type[float], ...]) -> None:
@@ -181,10 +197,16 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits_RV: "Tensor", rows: Sequence[SamplingInput]) -> list[SampledToken | None]:
+_NO_MASKS: Mapping[int, NDArray[np.uint8]] = MappingProxyType({})
+
+
+def sample(
+    logits_RV: "Tensor", rows: Sequence[SamplingInput], masks: Mapping[int, NDArray[np.uint8]] = _NO_MASKS
+) -> list[SampledToken | None]:
     """One token for each row; None for a row whose logits contain NaN or whose maximum is not finite.
 
-    `logits_RV` (float32) is overwritten where a row's parameters change it. Greedy rows share one arg max.
+    `logits_RV` (float32) is overwritten where a row's parameters change it. Greedy rows share one arg max. `masks` has
+    a bit a token for each row with a grammar: whether it is allowed; where none is, the row gets None.
     """
     import torch
 
@@ -193,15 +215,17 @@ def sample(logits_RV: "Tensor", rows: Sequence[SamplingInput]) -> list[SampledTo
         if not special:
             token_ids, sound = _argmax(logits_RV)
             return [SampledToken(t) if fine else None for t, fine in zip(token_ids, sound, strict=True)]
-        return _sample_special(logits_RV, rows, special)
+        return _sample_special(logits_RV, rows, special, masks)
 
 
 def _sample_special(
-    logits_RV: "Tensor", rows: Sequence[SamplingInput], special: list[int]
+    logits_RV: "Tensor", rows: Sequence[SamplingInput], special: list[int], masks: Mapping[int, NDArray[np.uint8]]
 ) -> list[SampledToken | None]:
     raw = {i: _logprobs(logits_RV[i], n) for i in special if (n := rows[i].sampling.logprobs) is not None}
-    _ban(logits_RV, [(i, rows[i]) for i in special if rows[i].sampling.min_tokens])
+    _ban(logits_RV, [(i, rows[i]) for i in special if rows[i].sampling.min_tokens and i not in masks])
     for i in special:
+        if rows[i].sampling.structure is not None:
+            _allow(logits_RV[i], masks[i])
         _edit(logits_RV[i], rows[i])
     token_ids, sound = _argmax(logits_RV)
     drawing = [(i, rows[i]) for i in special if sound[i] and rows[i].sampling.temperature]
@@ -245,6 +269,14 @@ def _ban(logits_RV: "Tensor", rows: list[tuple[int, SamplingInput]]) -> None:
     if banned:
         row_ids, token_ids = zip(*banned, strict=True)
         logits_RV[list(row_ids), list(token_ids)] = -math.inf
+
+
+def _allow(logits_V: "Tensor", bits: NDArray[np.uint8]) -> None:
+    """Only the tokens whose bits are set."""
+    import torch
+
+    denied = np.unpackbits(bits, bitorder="little", count=len(logits_V)) == 0
+    logits_V.masked_fill_(torch.from_numpy(denied).to(logits_V.device), -math.inf)
 
 
 def _edit(logits_V: "Tensor", row: SamplingInput) -> None:

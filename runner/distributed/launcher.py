@@ -1,22 +1,23 @@
 """Launcher: what starts the workers of a plan. LocalLauncher starts them on this host, RemoteLauncher on several.
 
-Workers are forked from a server process that has imported torch once (`forkserver`), so that a new generation starts
-within a fraction of a second. A process forked from the engine itself would hold the ends of other workers' channels,
-and outlive it.
+Workers are forked from a process that has imported torch once (`exeplan.runner.ipc.fork_server`), so that a new
+generation starts within a fraction of a second.
 """
 
 import contextlib
-import multiprocessing
 import socket
 from dataclasses import dataclass
-from multiprocessing.forkserver import ensure_running
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Protocol
+
+from exeplan.runner.ipc.fork_server import ForkChannel, ForkServer
 
 if TYPE_CHECKING:
     from exeplan.runner.ipc.collectives import SharedBuffer
 
 LOOPBACK = "127.0.0.1"
+WORKER = "exeplan.runner.distributed.worker"
+_forks: ForkChannel | ForkServer | None = None
+"""What forks the workers of this process; None before the first one is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +112,30 @@ class LocalLauncher:
         """There is no other host."""
 
 
+class ForkedWorker:
+    """A worker on this host, forked for this process."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Hands it its end of the connection to the engine. Raises ChildProcessError where that is not possible."""
+        self._forks = _fork_server()
+        self.pid: int = self._forks.fork(WORKER, connection, name="exeplan-worker")
+
+    def end(self) -> None:
+        """Kills it, and waits until it has ended."""
+        with contextlib.suppress(ChildProcessError):  # The fork server has ended, and its processes with it.
+            self._forks.end(self.pid)
+
+
 class _LocalWorker:
-    """A worker that this process has forked."""
+    """A worker and the engine's end of its channel."""
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair()
-        self._process = fork_worker(theirs)
+        try:
+            self._process = ForkedWorker(theirs)
+        except BaseException:
+            self._channel.close()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -126,11 +145,10 @@ class _LocalWorker:
         return self._channel
 
     def kill(self) -> None:
-        self._process.kill()
+        """`join` does it: one request to the fork server ends it and waits."""
 
     def join(self) -> None:
-        self._process.join()
-        self._process.close()
+        self._process.end()
         self._channel.close()
 
 
@@ -143,25 +161,19 @@ def disconnect(connection: socket.socket) -> None:
 
 def start_fork_server() -> None:
     """Starts it, so that it imports torch before the first worker is needed."""
-    _context()
-    ensure_running()
+    forks = _fork_server()
+    if isinstance(forks, ForkServer):
+        forks.start()
 
 
-def fork_worker(connection: socket.socket) -> BaseProcess:
-    """Forks a worker, and hands it its end of the connection to the engine."""
-    with connection:
-        process = _context().Process(target=_work, args=(connection,), daemon=True, name="worker")
-        process.start()
-    return process
+def use_fork_server(channel: ForkChannel) -> None:
+    """Workers of this process are forked over this channel, instead of by a fork server of its own."""
+    global _forks
+    _forks = channel
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["exeplan.runner.distributed.worker"])
-    return context
-
-
-def _work(connection: socket.socket) -> None:
-    from exeplan.runner.distributed.worker import main
-
-    main(connection)
+def _fork_server() -> ForkChannel | ForkServer:
+    global _forks
+    if _forks is None:
+        _forks = ForkServer([WORKER])
+    return _forks

@@ -11,10 +11,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NoReturn, assert_never
+from typing import NoReturn, assert_never
 
 from exeplan.errors import InputError
-from exeplan.runner.distributed.launcher import LocalLauncher, fork_worker, start_fork_server
+from exeplan.runner.distributed.launcher import ForkedWorker, LocalLauncher, start_fork_server
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.handshake import dial
 from exeplan.runner.ipc.messages import (
@@ -34,9 +34,6 @@ from exeplan.runner.ipc.messages import (
     WorkerHello,
 )
 
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-
 START_SECONDS = 120.0
 """How long hosts wait for one another at the start."""
 
@@ -49,7 +46,7 @@ def run_agent(host: str, port: int, key: bytes, hello: Callable[..., AgentHello]
     Raises InputError when the engine cannot be reached or refuses this host.
     """
     _on_signals(signal.SIG_IGN)
-    start_fork_server()  # It inherits that signals are ignored: a worker ends with the engine.
+    start_fork_server()
     _on_signals(_leave)
     with dial(host, port, key, patience=START_SECONDS) as connection:
         if on_engine_host:
@@ -67,7 +64,7 @@ class _NodeAgent:
     def __init__(self, device: int, connect: Callable[[], socket.socket]) -> None:
         """`connect` opens another connection to the engine."""
         self._device, self._connect = device, connect
-        self._worker: BaseProcess | None = None
+        self._worker: ForkedWorker | None = None
         self._launcher = LocalLauncher()
 
     def serve(self, connection: socket.socket) -> int:
@@ -81,8 +78,7 @@ class _NodeAgent:
 
     def kill(self) -> None:
         if self._worker:
-            self._worker.kill()
-            self._worker.join()
+            self._worker.end()
             self._worker = None
         self._launcher.unshare()
 
@@ -110,7 +106,7 @@ class _NodeAgent:
     def _start(self, generation: int) -> None:
         connection = self._connect()
         connection.sendall(frame(WorkerHello(device=self._device, generation=generation)))
-        self._worker = fork_worker(connection)
+        self._worker = ForkedWorker(connection)
 
 
 def _commands(connection: socket.socket) -> Iterator[AgentCommand]:

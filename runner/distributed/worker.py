@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn, assert_never, cast
 
@@ -37,6 +38,7 @@ from exeplan.runner.compute.precision import check_precision
 from exeplan.runner.compute.reference_passes import ReferencePasses, with_own_weights
 from exeplan.runner.compute.sampling import sample
 from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.structures import Masks, Structures
 from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
@@ -45,6 +47,7 @@ from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, s
 from exeplan.runner.engine.executor import sampled_requests
 from exeplan.runner.engine.kv_regions import restore_regions, save_regions
 from exeplan.runner.engine.requests import RequestState, as_requests
+from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     WORKER_COMMANDS,
@@ -193,6 +196,9 @@ class Worker:
         ):
             self.capacity = KVCapacity(budget.num_blocks, budget.pass_tokens)
         self._mirror, self._reports = Mirror(), reports
+        self._structures = Structures(partial(structure_tokenizer, self._spec))
+        if self._last and self._leads:
+            self._structures.load()
         self._options = options
         self._reference: ReferencePasses | None = None
         """Made when they are first asked for."""
@@ -246,10 +252,13 @@ class Worker:
         rows = as_requests(batch.prefill + batch.decode)
         hidden_NE = self._links.receive(self._runner.num_tokens(batch))
         begun = self._completion.begin()
+        chooses = self._last and self._leads
+        sampled = sampled_requests(batch, self._spec) if chooses else ()
+        masks = self._structures.begin(sampled)
         out = self._runner.forward(batch, {row.request_id: row.token_ids for row in rows}, hidden_NE)
         tokens: Callable[[], list[SampledTokenOf]] = list
-        if self._last and self._leads:
-            tokens = self._choose(out, sampled_requests(batch, self._spec))
+        if chooses:
+            tokens = self._choose(out, sampled, masks())
         elif not self._last:
             self._links.send(out)
         self._pass_on(command.number, batch)
@@ -261,13 +270,15 @@ class Worker:
                 ),
             )
 
-    def _choose(self, logits_RV: Tensor, rows: tuple[RequestState, ...]) -> Callable[[], list[SampledTokenOf]]:
+    def _choose(
+        self, logits_RV: Tensor, rows: tuple[RequestState, ...], masks: Masks
+    ) -> Callable[[], list[SampledTokenOf]]:
         """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for."""
         names = [row.request_id for row in rows]
         if self._runner.kernels is None:
-            sampled = sample(logits_RV, rows)
+            sampled = sample(logits_RV, rows, masks)
             return lambda: token_messages(dict(zip(names, sampled, strict=True)))
-        picked = sample_on_device(logits_RV, rows, self._runner.kernels)
+        picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
         return lambda: token_messages(dict(zip(names, picked.to_host(), strict=True)))
 
     def _pass_on(self, number: int, batch: Batch) -> None:

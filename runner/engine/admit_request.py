@@ -7,6 +7,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.runner.compute.sampling import check_token_ids
 from exeplan.runner.engine.requests import Request, RequestState
+from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, decoder_start_token_id
 
 
@@ -25,23 +26,37 @@ def admit_request(
     if params.min_tokens > max_output_tokens:
         raise InputError(f"min_tokens {params.min_tokens} is more than the {max_output_tokens} tokens that fit")
     ends = (*params.stop_token_ids, *eos_token_ids)
+    output = list(request.output_token_ids)
     return RequestState(
         request_id=request.request_id,
         num_prompt_tokens=len(prompt) + len(begin),
+        num_output_tokens=len(output),
         max_output_tokens=max_output_tokens,
         sampling=params,
         plain=params.plain,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         prompt_token_ids=begin or prompt,
-        token_ids=[*prompt, *begin],
+        token_ids=[*prompt, *begin, *output],
         num_begin_tokens=len(begin),
         banned_token_ids=tuple(token for token in ends if 0 <= token < spec.vocab_size),
         end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
-        stream=tokenizer.stream(begin or prompt, params.stop),
+        stream=_advanced(tokenizer.stream(begin or prompt, params.stop), output, params.min_tokens),
         arrival=request.arrival,
+        start=request.start,
+        crashes=request.crashes,
         deadline=request.deadline,
         weight=request.weight,
+        client=request.client,
+        client_weight=request.client_weight,
     )
+
+
+def _advanced(stream: TextStream | None, output: Sequence[int], min_tokens: int) -> TextStream | None:
+    """The stream after these tokens, whose text has been delivered."""
+    if stream:
+        for number, token_id in enumerate(output, start=1):
+            stream.push(token_id, may_stop=number >= min_tokens)
+    return stream
 
 
 def check_prompt_length(spec: ModelSpec, num_prompt_tokens: int) -> None:

@@ -24,6 +24,7 @@ from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import RepeatedPasses
 from exeplan.runner.compute.sampling import SampledToken
+from exeplan.runner.compute.structures import Masks
 from exeplan.runner.engine.executor import (
     BatchDone,
     SingleDevice,
@@ -97,8 +98,9 @@ class AsyncExecutor(SingleDevice):
         rows = self._launched[-1].rows if self._launched else {}
         prev_rows = {request.request_id: rows[request.request_id] for request in requests if not _is_known(request)}
         token_ids = {request.request_id: request.token_ids for request in requests}
+        masks = self.structures.begin(sampled)
         logits_RV = self.runner.forward(batch, token_ids, prev_rows=prev_rows)
-        samples = self._sample(logits_RV, sampled)
+        samples = self._sample(logits_RV, sampled, masks())
         names = [request.request_id for request in sampled]
         return _Launched(
             batch,
@@ -108,11 +110,11 @@ class AsyncExecutor(SingleDevice):
             read=lambda: dict(zip(names, samples.to_host(), strict=True)),
         )
 
-    def _sample(self, logits_RV: Tensor, requests: Sequence[RequestState]) -> DeviceSamples:
+    def _sample(self, logits_RV: Tensor, requests: Sequence[RequestState], masks: Masks) -> DeviceSamples:
         if self.runner.chosen is not None and all(request.plain for request in requests):
             return DeviceSamples(*self.runner.chosen, None)
         positions = [request.num_output_tokens for request in requests]
-        return sample_on_device(logits_RV, requests, self._kernels, positions=positions)
+        return sample_on_device(logits_RV, requests, self._kernels, positions=positions, masks=masks)
 
     def _compute_each(self, batch: Batch) -> _Launched:
         """Request by request, after all earlier tokens have arrived, so that only the request at fault fails."""
@@ -123,10 +125,10 @@ class AsyncExecutor(SingleDevice):
             last = None if _is_known(request) else unread[request.request_id]
             token_ids[request.request_id] = [*request.token_ids, last.token_id] if last else request.token_ids
 
-        def sampler(logits_RV: Tensor, requests: Sequence[RequestState]) -> list[SampledToken | None]:
-            return self._sample(logits_RV, requests).to_host()
+        def sampler(logits_RV: Tensor, requests: Sequence[RequestState], masks: Masks) -> list[SampledToken | None]:
+            return self._sample(logits_RV, requests, masks).to_host()
 
-        tokens = compute_each(self.runner, batch, token_ids, sampler)
+        tokens = compute_each(self.runner, batch, token_ids, self.structures, sampler)
         return _Launched(batch, start, rows={}, may_be_followed=False, read=lambda: tokens)
 
 

@@ -1,6 +1,6 @@
 """ChatTemplate: messages to a prompt, by the Jinja template of a checkpoint.
 
-The template is untrusted code: it runs in Jinja's sandbox and sees messages and special tokens only.
+The template is untrusted code: it runs in Jinja's sandbox and sees messages, tools and special tokens only.
 Source: Hugging Face's convention (tokenizer_config.json `chat_template`, or a file chat_template.jinja).
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -52,23 +52,44 @@ class ChatTemplate:
         self._reserved = {"messages", *self._variables, *environment.globals}
         try:
             self._template = environment.from_string(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except (TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             raise InputError(f"the model's chat template is not valid: {error}") from None
+        self.tool_format = tool_format(source) if self.takes_tools else None
+        """Of the calls that it asks the model for; None where it is not known."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt, up to the beginning of the assistant's answer. Raises InputError when the template fails.
 
-        `variables` are the client's own, such as `enable_thinking`.
+        `variables` are the client's own, such as `enable_thinking`; `tools` are functions in OpenAI's form.
         """
         given = variables or {}
         if taken := self._reserved.intersection(given):
             raise InputError(f"chat_template_kwargs must not set '{min(taken)}', which the server or the template has")
         try:
-            return self._template.render({**given, **self._variables, "messages": messages})
+            variables = {**given, **self._variables, "messages": messages, "tools": tools or None}
+            return self._template.render(variables)
         except InputError:
             raise
         except Exception as error:  # A template may raise anything.
             raise InputError(f"the model's chat template does not take these messages: {error}") from None
+
+
+def tool_format(source: str) -> str | None:
+    """How a template asks for calls of functions, by the words that its model was trained with.
+
+    `hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5, Qwen 3); `llama3_json`:
+    `{"name": ..., "parameters": {...}}` (Llama 3.1). None for other ones, such as XML within `<tool_call>`.
+    """
+    if "<tool_call>" in source and not any(other in source for other in ("<function=", "<arg_key>")):
+        return "hermes"
+    return "llama3_json" if '"parameters": dictionary' in source else None
 
 
 def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

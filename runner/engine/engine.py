@@ -37,14 +37,12 @@ from exeplan.runner.engine.executor import (
     sampled_requests,
 )
 from exeplan.runner.engine.kv_migration import KVMigration
-from exeplan.runner.engine.requests import Output, Request, RequestState, as_requests, output_of
+from exeplan.runner.engine.requests import MAX_CRASHES, Output, Request, RequestState, as_requests, output_of
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids
-from exeplan.scheduling.scheduler import Scheduler
+from exeplan.scheduling.fair_queue import VirtualTokenCounters
+from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.takeover import can_keep_blocks, take_over
-
-MAX_CRASHES = 2
-"""A request that was running at this many worker crashes is not tried again: it may be the cause."""
 
 __all__ = ["Engine", "Output", "Request", "StepRecord"]
 
@@ -103,11 +101,14 @@ class Engine:
     ) -> None:
         self.num_blocks = num_blocks
         self.last_steps: tuple[StepRecord, ...] = ()
+        self.on_begin: Callable[[Sequence[str], float], None] = lambda request_ids, start: None
+        """Called before the first prefill of requests is computed, also when it is computed again."""
         self._executor, self._schedule, self._clock = executor, schedule, clock
         self._spec = executor.spec
         self._tokenizer = tokenizer or Tokenizer(None)
         self._eos_token_ids = eos_token_ids(self._spec) or self._tokenizer.eos_token_ids
         self._requests: dict[str, RequestState] = {}
+        self._counters = VirtualTokenCounters()
         self._scheduler = self._same_scheduler()
         self._begun: dict[int, tuple[Batch, StepRecord]] = {}
         """Running batches by identity, the oldest first."""
@@ -280,16 +281,18 @@ class Engine:
         """Ends the executor's processes."""
         self._executor.close()
 
-    def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> Scheduler:
-        return Scheduler(
+    def _new_scheduler(self, schedule: Schedule, num_blocks: int) -> FairScheduler:
+        return FairScheduler(
             schedule,
             num_blocks,
+            counters=self._counters,
+            clock=self._clock,
             num_prefill_stages=self._executor.num_prefill_stages,
             whole_prompts=self._spec.is_encoder_decoder,
             pass_tokens=pass_limit(schedule, self._executor.kv_budget),
         )
 
-    def _same_scheduler(self) -> Scheduler:
+    def _same_scheduler(self) -> FairScheduler:
         return self._new_scheduler(self._schedule, self.num_blocks)
 
     def _results(self) -> list[Output]:
@@ -350,6 +353,8 @@ class Engine:
         context_tokens = sum(request.num_tokens for request in batch.decode)
         counts = (len(batch.prefill), len(batch.decode), batch.num_new_tokens, context_tokens)
         self._begun[id(batch)] = batch, StepRecord(start, start, *counts)
+        if begun := [request.request_id for request in batch.prefill if not request.num_computed_tokens]:
+            self.on_begin(begun, start)
         self._executor.start(batch)
         if self._executor.async_scheduling:
             self._count(batch)
@@ -360,6 +365,7 @@ class Engine:
         batch, end = done.batch, self._clock()
         requests = {request.request_id: request for request in as_requests(batch.prefill + batch.decode)}
         self.last_steps += (replace(self._begun.pop(id(batch))[1], end=end),)
+        self._scheduler.took(batch, end - self.last_steps[-1].start)
         if self._executor.async_scheduling:
             self._begin_next(end)
         else:
@@ -404,7 +410,7 @@ class Engine:
     def _book(self, request: RequestState, token: SampledToken | None, now: float) -> Output:
         if token is None:
             self._drop(request)
-            return output_of(request, now, reason="error")
+            return output_of(request, now, reason="error" if request.sampling.structure is None else "structure")
         request.token_ids.append(token.token_id)
         ended = token.token_id in request.end_token_ids
         text = "" if ended or request.stream is None else self._text(request.stream, request, token.token_id)

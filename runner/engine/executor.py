@@ -7,6 +7,7 @@ tensors; the engine decides which batch runs next and what a token means.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,13 +19,16 @@ from exeplan.runner.compute.kv_budget import KVBudget
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import ReferencePasses, RepeatedPasses
 from exeplan.runner.compute.sampling import SampledToken, sample
+from exeplan.runner.compute.structures import Masks, Structures
 from exeplan.runner.engine.kv_regions import KVRegion, restore_regions, save_regions
 from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.timeline import TimelineFile
+from exeplan.runner.engine.tokenizer import structure_tokenizer
 
 log = logging.getLogger(__name__)
-Sampler = Callable[[Tensor, Sequence[RequestState]], list[SampledToken | None]]
-"""From logits `[R, V]` to a token for each of R requests; None where the logits are not finite."""
+Sampler = Callable[[Tensor, Sequence[RequestState], Masks], list[SampledToken | None]]
+"""From logits `[R, V]` to a token for each of R requests, by the masks of those that have a grammar; None where the
+logits are not finite."""
 
 
 class WorkerError(RuntimeError):
@@ -112,6 +116,7 @@ class SingleDevice:
     ) -> None:
         self.kv_budget = kv_budget
         self.spec, self.runner, self._timeline = runner.spec, runner, timeline
+        self.structures = Structures(partial(structure_tokenizer, runner.spec))
 
     def wake(self) -> None:
         """Nothing to do: `results` waits for the device only."""
@@ -161,7 +166,7 @@ class InProcessExecutor(SingleDevice):
         batch, self._batch = self._batch, None
         assert batch is not None
         start = time.perf_counter()
-        tokens = compute(self.runner, batch)
+        tokens = compute(self.runner, batch, self.structures)
         self._record(batch, start, time.perf_counter())
         return (BatchDone(batch, tokens),)
 
@@ -171,7 +176,7 @@ def sampled_requests(batch: Batch, spec: ModelSpec) -> tuple[RequestState, ...]:
     return as_requests(batch.whole_prefills + batch.decode if spec.first_token_from_prefill else batch.decode)
 
 
-def compute(runner: ModelRunner, batch: Batch) -> dict[str, SampledToken | None]:
+def compute(runner: ModelRunner, batch: Batch, structures: Structures) -> dict[str, SampledToken | None]:
     """A token for each request that gets one. If the batch fails, each request runs alone, and None stands for those
     that fail again.
 
@@ -180,14 +185,18 @@ def compute(runner: ModelRunner, batch: Batch) -> dict[str, SampledToken | None]
     requests = as_requests(batch.prefill + batch.decode)
     token_ids = {request.request_id: request.token_ids for request in requests}
     try:
-        return _tokens(runner, batch, token_ids, sample)
+        return _tokens(runner, batch, token_ids, structures, sample)
     except Exception:
         log.exception("a batch failed: %s", ", ".join(request.request_id for request in requests))
-        return compute_each(runner, batch, token_ids)
+        return compute_each(runner, batch, token_ids, structures)
 
 
 def compute_each(
-    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], sampler: Sampler = sample
+    runner: ModelRunner,
+    batch: Batch,
+    token_ids: Mapping[str, Sequence[int]],
+    structures: Structures,
+    sampler: Sampler = sample,
 ) -> dict[str, SampledToken | None]:
     """The tokens of a batch that has just failed, request by request; None for a request that fails alone too.
 
@@ -198,7 +207,7 @@ def compute_each(
     for single in _singles(batch):
         (request,) = as_requests(single.prefill + single.decode)
         try:
-            found |= _tokens(runner, single, token_ids, sampler)
+            found |= _tokens(runner, single, token_ids, structures, sampler)
         except Exception:
             log.exception("request %s failed", request.request_id)
             found[request.request_id] = None
@@ -209,10 +218,16 @@ def compute_each(
 
 
 def _tokens(
-    runner: ModelRunner, batch: Batch, token_ids: Mapping[str, Sequence[int]], sampler: Sampler
+    runner: ModelRunner,
+    batch: Batch,
+    token_ids: Mapping[str, Sequence[int]],
+    structures: Structures,
+    sampler: Sampler,
 ) -> dict[str, SampledToken | None]:
     sampled = sampled_requests(batch, runner.spec)
-    tokens = sampler(runner.forward(batch, token_ids), sampled)
+    masks = structures.begin(sampled)
+    logits_RV = runner.forward(batch, token_ids)
+    tokens = sampler(logits_RV, sampled, masks())
     return dict(zip((request.request_id for request in sampled), tokens, strict=True))
 
 

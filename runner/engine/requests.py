@@ -6,7 +6,13 @@ from typing import NamedTuple, cast
 
 from exeplan.core.batch import SequenceState
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
+from exeplan.runner.compute.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
+from exeplan.scheduling.fair_queue import ClientSequence
+
+MAX_CRASHES = 2
+"""A request that was running at this many crashes, of workers or of a whole engine, is not tried again: it may be the
+cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +28,14 @@ class Request:
     arrival: float = 0.0
     deadline: float | None = None
     weight: float = 1.0
+    client: str = ""
+    """Requests of one client share what is due to it; see `exeplan.scheduling.fair_queue`."""
+    client_weight: float = 1.0
+    output_token_ids: Sequence[int] = ()
+    """What another engine has delivered of it; the output goes on behind that, with the same draws by the same seed."""
+    start: float | None = None
+    """When its first prefill began there."""
+    crashes: int = 0
 
 
 class Output(NamedTuple):
@@ -34,8 +48,8 @@ class Output(NamedTuple):
     logprobs: tuple[SampledToken, ...]
     """One entry a token where the request asked for log-probabilities."""
     finish_reason: str | None
-    """'stop', 'length', 'error', 'lost' (workers died repeatedly while it was running), 'expired' (it had not started
-    by its deadline), or None while it continues."""
+    """'stop', 'length', 'error', 'structure' (no token could be found that its grammar allows), 'lost' (workers died
+    repeatedly while it was running), 'expired' (it had not started by its deadline), or None while it continues."""
     first: bool
     """Whether this output holds the first token."""
     start: float
@@ -47,7 +61,7 @@ class Output(NamedTuple):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class RequestState(SequenceState):
+class RequestState(ClientSequence):
     """A request in the engine: what the scheduler and sampling (`sampling.SamplingInput`) need to know of it."""
 
     sampling: SamplingParams
@@ -61,6 +75,8 @@ class RequestState(SequenceState):
     end_token_ids: frozenset[int]
     stream: TextStream | None
     arrival: float
+    matcher: Matcher | None = None
+    """Its place in its grammar, in the process that samples; None until its first token."""
     start: float | None = None
     """When its first prefill started."""
     ended: bool = False

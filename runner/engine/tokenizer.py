@@ -8,7 +8,7 @@ Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -19,9 +19,17 @@ from exeplan.files import read_json, read_text
 from exeplan.runner.engine.chat_template import ChatTemplate, find_chat_template
 from exeplan.runner.engine.text_stream import TextStream
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
-_PLAIN_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+T = TypeVar("T")
+_PLAIN_CHAT = (
+    '{% if tools %}tools: {{ tools | tojson }}\nA call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>\n'
+    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}assistant:"
+)
+"""Of shipped models, which have no weights: for trying the server."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -38,6 +46,9 @@ class Codec(Protocol):
         """`special` adds the model's special tokens, such as a beginning-of-sequence token."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+    def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
+        """The bytes of `vocab_size` tokens, as llguidance wants them; `ends` end a sequence."""
 
 
 class Tokenizer:
@@ -75,15 +86,16 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         special: bool = False,
     ) -> list[int]:
-        """A conversation as the chat template renders it, with `variables` of its own.
+        """A conversation as the chat template renders it, with `variables` of its own, and `tools` that may be called.
 
         Raises InputError where there is no template, or it does not take them.
         """
         if self.chat_template is None:
             raise InputError("this model has no chat template, so it takes completions only")
-        return self._encode(self.chat_template.render(messages, variables), special=special)
+        return self._encode(self.chat_template.render(messages, variables, tools=tools), special=special)
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raises InputError for a text that is too long for any tokenization; does not tokenize."""
@@ -145,6 +157,23 @@ class ByteCodec:
         parts = (bytes([i]) if i < 256 else b"<%d>" % i for i in token_ids if i not in hidden)
         return b"".join(parts).decode(errors="replace")
 
+    def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_ByteVocabulary(vocab_size, ends)), vocab_size, ends)
+
+
+class _ByteVocabulary:
+    """What llguidance asks of a tokenizer: only bytes are text."""
+
+    def __init__(self, size: int, ends: list[int]) -> None:
+        self.bos_token_id, self.eos_token_id = ByteCodec.bos_token_id, ends[0]
+        self.tokens = [bytes([i]) if i < 256 else b"<%d>" % i for i in range(size)]
+        self.special_token_ids = sorted({*range(256, size), *ends})
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
 
 class FileCodec:
     """A tokenizer of the `tokenizers` library."""
@@ -169,6 +198,11 @@ class FileCodec:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special)
 
+    def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self._tokenizer.to_str(), vocab_size, ends)
+
 
 def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:
     """The tokens that end an output, by generation_config.json, else by the model's config; none where neither says."""
@@ -180,6 +214,26 @@ def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:
             # One beyond the vocabulary is never sampled, and has no logit to be banned by.
             return tuple(token_id for token_id in token_ids if 0 <= token_id < spec.vocab_size)
     return ()
+
+
+def structure_tokenizer(spec: ModelSpec, tokenizer: Tokenizer | None = None) -> "LLTokenizer":
+    """The model's vocabulary as llguidance wants it; by default of the tokenizer in the model's directory.
+
+    Raises InputError for a model without a tokenizer, without an end-of-sequence token, or with a tokenizer whose
+    tokens are not pieces of text.
+    """
+    tokenizer = tokenizer or Tokenizer.load(spec)
+    ends = [token for token in eos_token_ids(spec) or tokenizer.eos_token_ids if 0 <= token < spec.vocab_size]
+    if tokenizer.codec is None or not ends:
+        lacking = "a tokenizer" if tokenizer.codec is None else "an end-of-sequence token"
+        raise InputError(f"structured output needs {lacking}, which this model lacks")
+    try:
+        return tokenizer.codec.for_structures(spec.vocab_size, ends)
+    except BaseException as error:  # llguidance raises bare Exception, and a panic of Rust is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).partition("\n")[0][:200]
+        raise InputError(f"structured output does not work with this model's tokenizer: {reason}") from None
 
 
 def _read_codec(directory: Path, config: Mapping[str, Any], tokens: Mapping[str, str]) -> Codec | None:

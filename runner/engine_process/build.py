@@ -194,10 +194,12 @@ def _single_device_executor(
             on_read=partial(bar.show, 0),
         )
     kv_budget = measure_kv_budget(runner, setup.schedule, setup.gpu_memory_utilization)
-    if runner.kernels is None:
-        return InProcessExecutor(runner, timeline=timeline, kv_budget=kv_budget)
-    warm_up_runner(runner, most_rows(setup.schedule), shown=True, on_progress=on_progress)
-    return AsyncExecutor(runner, timeline=timeline, kv_budget=kv_budget)
+    if runner.kernels is not None:
+        warm_up_runner(runner, most_rows(setup.schedule), shown=True, on_progress=on_progress)
+    kind = InProcessExecutor if runner.kernels is None else AsyncExecutor
+    executor = kind(runner, timeline=timeline, kv_budget=kv_budget)
+    executor.structures.load()
+    return executor
 
 
 def warm_up(

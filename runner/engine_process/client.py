@@ -2,24 +2,38 @@
 
 The engine runs in a process of its own, so that neither HTTP nor JSON ever delays an iteration. Events are read as fast
 as they come and wait in the job that they belong to, so a slow HTTP client delays only its own tokens.
+
+An engine that has loaded its model and then ends, is stopped, or makes no progress in time is killed and replaced. The
+next one gets all jobs again with the tokens that they have, so that none is lost or repeated; what waits goes on
+waiting. A request that was running at `MAX_CRASHES` such ends is given up, as `Engine.restart` does after crashes of
+workers. Engines that end one after another before they ran a batch are a failure. So is the end of one with workers on
+several hosts: these end with it, and torchrun starts no others.
+
+Not here: the process and its connection (`link.py`), and what forks it (`exeplan.runner.ipc.fork_server`).
 """
 
 import asyncio
 import itertools
-import math
-import socket
+import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
+from msgspec.structs import replace
+
 from exeplan.errors import InputError
-from exeplan.runner.ipc.child_process import start_child
-from exeplan.runner.ipc.frames import MessageError, frame
+from exeplan.runner.engine.requests import MAX_CRASHES
+from exeplan.runner.engine_process.link import EngineLink, engine_forks
+from exeplan.runner.ipc.fork_server import ForkServer
+from exeplan.runner.ipc.frames import MessageError
 from exeplan.runner.ipc.messages import (
-    ENGINE_EVENTS,
     Abort,
+    Alive,
+    Begun,
     EngineBroken,
+    EngineCommand,
     EngineDown,
     EngineEvent,
     EngineReady,
@@ -34,6 +48,7 @@ from exeplan.runner.ipc.messages import (
     PlanRefused,
     PlanSwitched,
     Prompt,
+    Resumed,
     SetupRefused,
     Stats,
     Submit,
@@ -41,15 +56,26 @@ from exeplan.runner.ipc.messages import (
 )
 
 Answer: TypeAlias = LengthStatsReport | PlanSwitched | PlanRefused
+log = logging.getLogger(__name__)
 
 _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
-    "lost": "workers died more than once while this request was running, so it is not tried again",
+    "lost": "the engine or its workers died more than once while this request was running, so it is not tried again",
 }
+_UNFOLLOWED = "the grammar of this request is too costly to follow at this point of the output; simplify it"
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
-MAX_UNREAD = 65536
+LOAD_SECONDS = 600.0
+"""How long an engine that loads, restarts its workers or switches to another plan may report nothing."""
+WATCH_SECONDS = 0.2
+"""Between two looks at the engine process."""
+STOPPED_SECONDS = 0.5
+"""How long it may be stopped by a signal."""
+MAX_FAILED_STARTS = 3
+"""Engines in a row that ended early and without having run a batch; after that no other is started."""
+LONG_LIFE_SECONDS = 10.0
+MAX_UNREAD = 16384
 """Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
 
 
@@ -59,6 +85,17 @@ class EngineError(Exception):
     def __init__(self, message: str, *, status: int = 503, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """What another engine must know of a sequence to go on with it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    start: float | None = None
+    crashes: int = 0
+    running: bool = False
+    """Whether this engine has begun to compute it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,9 +109,15 @@ class Job:
     waiting: set[str]
     """Those whose prefill has not begun."""
     events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
-    streamed: bool = False
+    submission: Submit | None = None
+    """What the engine was sent; None until then."""
+    sequences: dict[str, _Sequence] = field(default_factory=dict)
+    """By request id, once submitted."""
     num_unread: int = 0
     """Tokens and log-probabilities of the events that wait."""
+    client: str = ""
+    client_weight: float = 1.0
+    """Which client it is from, and its share of the engine relative to others."""
 
     def fail(self, error: Exception) -> None:
         """The reader of the events gets this error after those that are there."""
@@ -96,39 +139,78 @@ class Job:
         return events
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Why an engine cannot go on."""
+
+    reason: str
+    final: bool = False
+    """Whether another one would not fare better."""
+
+
+@dataclass(eq=False, slots=True)
+class _Question:
+    """A question to the engine, which the next one gets as well where the first ends before it answers."""
+
+    message: GetLengthStats | SwitchPlan
+    answer: asyncio.Future[Answer]
+    repeated: bool = False
+
+    def refuse(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
 class EngineClient:
-    """Starts, feeds and ends one engine process. `failure` is why it can no longer be used; None while it can."""
+    """Starts, feeds, watches and ends the engine process. `failure` is why it can no longer be used; None while it can.
+
+    What runs during `pause` is another engine that loads, or an engine whose workers are restarted.
+    """
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        numbers: Iterator[int],
+        setup: EngineSetup,
+        *,
+        numbers: Iterator[int] | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
+        """Nothing is started before `until_ready`.
+
+        `numbers` count jobs and `forks` forks processes, where they are given together with those of other clients.
+        """
         self.failure: str | None = None
         self.ended = asyncio.Event()
         """Set when there is a failure."""
         self.pause: str | None = None
-        """Why nothing runs while workers are restarted; None otherwise."""
+        """Why nothing runs while the engine or its workers are restarted; None otherwise."""
         self.loading: Loading | None = Loading("starting the engine")
-        """What is loaded before anything can run; None once it is, until workers are restarted."""
+        """What is loaded before anything can run; None once it is, until something is restarted."""
         self.stats = Stats()
         self.num_blocks = 0
+        self.num_restarts = 0
+        """How many engines have been replaced."""
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
-        self._process = process
-        self._reader, self._writer = streams
+        self._setup, self._numbers = setup, numbers or itertools.count(1)
+        self._forks, self._own_forks = forks or engine_forks(), forks is None
+        self._link: EngineLink | None = None
         self._jobs: dict[str, Job] = {}
-        self._numbers = numbers
-        self._reading: asyncio.Task[None] | None = None
-        self._patience, self._progress = math.inf, time.monotonic()
-        self._asked: tuple[int, asyncio.Future[Answer]] | None = None
-        """The number of the question that waits for its answer; there is one at a time."""
+        self._up = False
+        """Whether the engine takes commands."""
+        self._supervising: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._failed_starts = 0
+        self._began = self._progress = time.monotonic()
+        """When the engine was ready, and when it last had run an iteration."""
+        self._asked: _Question | None = None
+        """The question that waits for its answer; there is one at a time."""
         self._asking = asyncio.Lock()
+        self._switches: dict[int, EngineSetup] = {}
+        """By number: what the engine was asked to switch to, and has not answered."""
 
     @classmethod
     async def start(cls, setup: EngineSetup) -> "EngineClient":
-        """A client that is ready: `launch` and `until_ready`."""
-        client = await cls.launch(setup)
+        """A client that is ready."""
+        client = cls(setup)
         try:
             await client.until_ready()
         except BaseException:
@@ -136,56 +218,50 @@ class EngineClient:
             raise
         return client
 
-    @classmethod
-    async def launch(cls, setup: EngineSetup, *, numbers: Iterator[int] | None = None) -> "EngineClient":
-        """Starts the engine process, which begins to load; it takes no other command before `until_ready`.
-
-        `numbers` count jobs, together with those of other clients where there are any.
-        """
-        first = frame(setup)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await start_child(
-                "exeplan.runner.engine_process.process",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        client = cls(process, await asyncio.open_unix_connection(sock=ours), numbers or itertools.count(1))
-        client._writer.write(first)
-        client._patience = setup.deadline_seconds
-        return client
-
     async def until_ready(self) -> None:
-        """Waits until the model is loaded and warm; `loading` is how far it is.
+        """Starts the engine, and returns when it is warm; `loading` is how far it is. From then on it is watched.
 
         Raises InputError when the model cannot be loaded, EngineError when the process failed.
         """
+        await self._load()
+        self._supervising = asyncio.create_task(self._supervise())
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _load(self) -> None:
         try:
-            while isinstance(event := await ENGINE_EVENTS.read_from(self._reader), Loading):
+            link = self._link = await EngineLink.open(self._forks)
+            link.send(self._setup)
+            while isinstance(event := await link.read(), Loading):
                 self.loading = event
-        except MessageError as error:
+        except (MessageError, ChildProcessError) as error:
             raise EngineError(str(error)) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise EngineError(await self._how_it_ended()) from None
+            raise EngineError((await link.end())[1]) from None
         if isinstance(event, SetupRefused):
             raise InputError(event.message)
         if isinstance(event, EngineBroken):
             raise EngineError(event.message)
         if not isinstance(event, EngineReady):
             raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
-        self.num_blocks, self.loading = event.num_blocks, None
+        self.num_blocks, self.loading, self._up = event.num_blocks, None, True
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
-        self._reading = asyncio.create_task(self._read_on())
+        self._began = self._progress = time.monotonic()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Of the engine process; None before there is one."""
+        return self._link.pid if self._link else None
 
     @property
     def unready(self) -> str | None:
-        """What it does before it takes commands; None from then on."""
-        return f"not ready: {self.loading}" if self._reading is None else None
+        """What it does before it takes commands for the first time; None from then on."""
+        return f"not ready: {self.loading}" if self._supervising is None else None
+
+    @property
+    def guarded(self) -> bool:
+        """Whether there is an engine, or one is being started, and each of them is watched."""
+        tasks = (self._supervising, self._watching)
+        return not self.failure and not any(task and task.done() for task in tasks)
 
     @property
     def num_jobs(self) -> int:
@@ -205,7 +281,7 @@ class EngineClient:
     def stall(self) -> str | None:
         """How long there has been work and no iteration, where that is longer than an iteration may take; else None."""
         silent = time.monotonic() - self._progress
-        return f"no iteration for {silent:.0f} s" if self._jobs and silent > self._patience else None
+        return f"no iteration for {silent:.0f} s" if self._jobs and silent > self._setup.deadline_seconds else None
 
     def reserve(self, count: int) -> Job:
         """A job of `count` sequences, which has its places in the queue from now on."""
@@ -219,18 +295,32 @@ class EngineClient:
     def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
         """Sends the job's prompts to the engine; their sequences are in the order of `request_ids`.
 
-        Streamed, each has an event a token; otherwise one for its first token and one for all the others.
+        Streamed, each has an event a token; otherwise one for its first token and then one for many.
         """
         if self.failure:
             raise EngineError(self.failure)
-        job.streamed = stream
         assert sum(prompt.n for prompt in prompts) == len(job.request_ids)
-        self._writer.write(frame(Submit(job=job.job_id, stream=stream, prompts=prompts, request_ids=job.request_ids)))
+        job.submission = Submit(
+            job=job.job_id,
+            stream=stream,
+            prompts=[_seeded(prompt) for prompt in prompts],
+            request_ids=job.request_ids,
+            client=job.client,
+            client_weight=job.client_weight,
+            arrival=time.perf_counter(),
+        )
+        job.sequences = {request_id: _Sequence() for request_id in job.request_ids}
+        self._send(job.submission)
 
     def release(self, job: Job) -> None:
         """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""
-        if self._jobs.pop(job.job_id, None) and job.open and not self.failure:
-            self._writer.write(frame(Abort(request_ids=sorted(job.open))))
+        if self._jobs.pop(job.job_id, None) and job.open:
+            self._send(Abort(request_ids=sorted(job.open)))
+
+    def _send(self, command: EngineCommand) -> None:
+        """An engine that comes later learns of it in another way: `_resume`."""
+        if self._up and self._link:
+            self._link.send(command)
 
     async def length_stats(self) -> LengthStatsReport:
         """Lengths of requests. Raises EngineError when the engine is gone."""
@@ -249,15 +339,16 @@ class EngineClient:
         assert isinstance(answer, PlanSwitched)
         return answer
 
-    async def _ask(self, question: GetLengthStats | SwitchPlan) -> Answer:
+    async def _ask(self, message: GetLengthStats | SwitchPlan) -> Answer:
         async with self._asking:
             if reason := self.failure or self.unready:
                 raise EngineError(reason)
-            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            self._asked = question.number, answer
-            self._writer.write(frame(question))
+            self._asked = _Question(message, asyncio.get_running_loop().create_future())
+            if isinstance(message, SwitchPlan):
+                self._switches[message.number] = message.setup
+            self._send(message)
             try:
-                return await answer
+                return await self._asked.answer
             finally:
                 self._asked = None
 
@@ -265,43 +356,132 @@ class EngineClient:
         """Ends every job with this error."""
         for job in self._jobs.values():
             job.fail(error)
-        if self._asked and not self._asked[1].done():
-            self._asked[1].set_exception(error)
+        if self._asked:
+            self._asked.refuse(error)
 
     async def close(self) -> int | None:
         """Ends the engine process; returns its exit status."""
-        self.failure = self.failure or "the engine was closed"
-        self._writer.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        if self._reading:
-            await self._reading
-        return self._process.returncode
-
-    async def _read_on(self) -> None:
-        reason = None
-        try:
-            while reason is None:
-                reason = self._take(await ENGINE_EVENTS.read_from(self._reader))
-        except MessageError as error:
-            reason = f"the engine process sent something else than an event: {error}"
-            self._writer.close()  # It ends the process.
-        except (asyncio.IncompleteReadError, ConnectionError):
-            reason = await self._how_it_ended()
-        self.failure = self.failure or reason
+        self.failure, self._up = self.failure or "the engine was closed", False
+        tasks = [task for task in (self._supervising, self._watching) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        status = (await self._link.end(patience=STOP_SECONDS))[0] if self._link else None
+        if self._own_forks:
+            await asyncio.to_thread(self._forks.close)
         self.fail_all(EngineError(self.failure))
         self.ended.set()
+        return status
 
-    def _take(self, event: EngineEvent) -> str | None:
+    async def _supervise(self) -> None:
+        """Reads what the engine sends, and starts another one when it has ended, until that is of no use."""
+        failure: str | None = None
+        try:
+            while failure is None:
+                end = await self._read_on()
+                self._up = False
+                failure = await self._replace(end)
+        except Exception:
+            log.exception("the engine could not be replaced")
+            failure = "the engine could not be replaced; the server's log says more"
+        self.failure = failure
+        self.fail_all(EngineError(failure))
+        self.ended.set()
+
+    async def _watch(self) -> None:
+        """Sees to it that an engine that makes no progress ends."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._link:
+                self._link.watch(WATCH_SECONDS, patience=self._patience, stopped=STOPPED_SECONDS)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds without an event after which the engine counts as hanging."""
+        if self.loading or self.pause or self._switches:
+            return LOAD_SECONDS
+        num_devices = sum(stage.tensor_parallel_size for stage in self._setup.placement)
+        # An engine with workers notices by itself that one of them hangs, after the deadline.
+        return self._setup.deadline_seconds * (1 if num_devices == 1 else 2) + WATCH_SECONDS
+
+    async def _read_on(self) -> _End:
+        assert self._link
+        try:
+            while True:
+                if end := self._take(await self._link.read()):
+                    break
+            await self._link.end()
+        except MessageError as error:
+            end = _End(f"the engine process sent something else than an event: {error}")
+            await self._link.end(patience=0.0)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            end = _End((await self._link.end())[1])
+        return end
+
+    async def _replace(self, end: _End) -> str | None:
+        """Another engine takes over. Returns why none can."""
+        if end.final or self._setup.launcher:
+            return end.reason
+        self._count_crash()
+        if time.monotonic() - self._began > LONG_LIFE_SECONDS:
+            self._failed_starts = 0
+        reason = end.reason
+        while self._failed_starts < MAX_FAILED_STARTS:
+            self._failed_starts += 1
+            self.num_restarts += 1
+            log.error("%s; starting another one", reason)
+            self.pause, self.loading = f"the engine is being restarted ({reason})", Loading("starting the engine")
+            try:
+                await self._load()
+            except InputError as error:
+                return str(error)
+            except EngineError as error:
+                reason = str(error)
+                continue
+            self._resume()
+            return None
+        return f"{self._failed_starts} engines in a row ended before they ran a batch; the last: {reason}"
+
+    def _count_crash(self) -> None:
+        """What was running was so at one crash more; at the last that is allowed it is given up."""
+        now = time.perf_counter()
+        lost = []
+        for job in self._jobs.values():
+            for request_id in sorted(job.open):
+                sequence = job.sequences.get(request_id)
+                if sequence and sequence.running:
+                    sequence.running, sequence.crashes = False, sequence.crashes + 1
+                    if sequence.crashes >= MAX_CRASHES:
+                        lost.append(_lost(job, request_id, now))
+        self.on_step([event for event in lost if self._deliver(event)], self.stats)
+
+    def _resume(self) -> None:
+        """The engine gets everything that it must know to go on where the one before has ended."""
+        self.pause = None
+        if self._asked and not self._asked.repeated:
+            self._asked.repeated = True
+            self._send(self._asked.message)
+        else:
+            self._switches.clear()
+            if self._asked:
+                self._asked.refuse(InputError("the engine ended twice before it had done this"))
+        for job in self._jobs.values():
+            if job.submission and job.open:
+                self._send(replace(job.submission, resumed=_resumed(job)))
+
+    def _take(self, event: EngineEvent) -> _End | None:
         """Passes an event on. Returns why the engine process ends, if it does."""
         match event:
             case IterationDone():
                 self.stats, self._progress = event.stats, time.monotonic()
+                if event.stats.iteration_tokens:
+                    self._failed_starts = 0
                 # An event may have been on its way when its job was released.
                 self.on_step([one for one in event.events if self._deliver(one)], self.stats)
+            case Begun():
+                self._note_begun(event)
+            case Alive():
+                pass
             case JobRefused():
                 if job := self._jobs.get(event.job):
                     job.open.clear()
@@ -312,42 +492,100 @@ class EngineClient:
                 self.loading = event
             case EngineDown():
                 self.pause, self.loading = event.message, None
+                self._note_down()
             case EngineUp():
                 self.pause = self.loading = None
             case EngineBroken():
-                return event.message
+                return _End(event.message, final=event.final)
             case EngineReady() | SetupRefused():
-                return f"the engine process sent {type(event).__name__} a second time"
+                return _End(f"the engine process sent {type(event).__name__} a second time")
             case _:
                 assert_never(event)
         return None
 
+    def _note_begun(self, begun: Begun) -> None:
+        for request_id in begun.request_ids:
+            if job := self._jobs.get(_job_of(request_id)):
+                sequence = job.sequences[request_id]
+                sequence.running = True
+                sequence.start = begun.start if sequence.start is None else sequence.start
+
+    def _note_down(self) -> None:
+        """The engine counts this crash by itself, and says which sequences are lost."""
+        for job in self._jobs.values():
+            for sequence in job.sequences.values():
+                sequence.crashes += sequence.running
+                sequence.running = False
+
     def _take_answer(self, answer: Answer) -> None:
-        """An answer to a question that is not waited for any more has no effect but on `num_blocks`."""
-        if isinstance(answer, PlanSwitched):
-            self.num_blocks = answer.num_blocks
-        if self._asked and self._asked[0] == answer.number and not self._asked[1].done():
-            self._asked[1].set_result(answer)
+        """An answer to a question that is not waited for any more has no effect but that of a switch."""
+        setup = self._switches.pop(answer.number, None)
+        if isinstance(answer, PlanSwitched) and setup:
+            self.num_blocks, self._setup = answer.num_blocks, setup
+        asked = self._asked
+        if asked and asked.message.number == answer.number and not asked.answer.done():
+            asked.answer.set_result(answer)
 
     def _deliver(self, event: Event) -> bool:
         """Whether there still is a job that the event belongs to."""
-        job = self._jobs.get(event.request_id.partition("-")[0])
-        if job is None:
+        job = self._jobs.get(_job_of(event.request_id))
+        if job is None or job.submission is None:
             return False
         job.waiting.discard(event.request_id)
+        job.sequences[event.request_id].token_ids += event.token_ids
         if event.finish_reason:
             job.open.discard(event.request_id)
         if event.finish_reason == "expired":
             job.events.put_nowait(EngineError(_EXPIRED, status=408, code="deadline_exceeded"))
             return True
+        if event.finish_reason == "structure":
+            job.events.put_nowait(EngineError(_UNFOLLOWED, status=400, code="structure"))
+            return True
         fault = _FAULTS.get(event.finish_reason or "")
         job.events.put_nowait(EngineError(fault, status=500) if fault else event)
         job.num_unread += len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
-        if job.streamed and job.num_unread > MAX_UNREAD and job.open:
+        if job.submission.stream and job.num_unread > MAX_UNREAD and job.open:
             job.fail(EngineError("the answer was not read as fast as it was generated, and is given up", status=408))
             self.release(job)
         return True
 
-    async def _how_it_ended(self) -> str:
-        status = await self._process.wait()
-        return f"the engine process ended unexpectedly ({f'signal {-status}' if status < 0 else f'status {status}'})"
+
+def _job_of(request_id: str) -> str:
+    return request_id.partition("-")[0]
+
+
+def _seeded(prompt: Prompt) -> Prompt:
+    """With a seed drawn here where the request has none: another engine goes on with the same draws."""
+    if prompt.sampling.seed is not None:
+        return prompt
+    return replace(prompt, sampling=replace(prompt.sampling, seed=secrets.randbits(62)))
+
+
+def _resumed(job: Job) -> dict[str, Resumed]:
+    return {
+        request_id: Resumed(token_ids=sequence.token_ids, start=sequence.start, crashes=sequence.crashes)
+        for request_id, sequence in job.sequences.items()
+        if request_id in job.open
+    }
+
+
+def _lost(job: Job, request_id: str, now: float) -> Event:
+    assert job.submission
+    sequence = job.sequences[request_id]
+    return Event(
+        request_id=request_id,
+        token_ids=(),
+        text="",
+        finish_reason="lost",
+        first=False,
+        arrival=job.submission.arrival,
+        start=now if sequence.start is None else sequence.start,
+        time=now,
+        num_prompt_tokens=len(_prompt_of(job, request_id).prompt_token_ids),
+    )
+
+
+def _prompt_of(job: Job, request_id: str) -> Prompt:
+    assert job.submission
+    every = (prompt for prompt in job.submission.prompts for _ in range(prompt.n))
+    return next(itertools.islice(every, job.request_ids.index(request_id), None))

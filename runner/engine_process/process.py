@@ -1,9 +1,9 @@
-"""The engine in a process of its own: `python -m exeplan.runner.engine_process.process FD`, FD being one end of a
-socket pair.
+"""The engine in a process of its own, which a fork server has forked for the front end.
 
-A thread reads and time-stamps commands, so that none waits for an iteration; the main thread carries them out between
-iterations and runs the engine. When the other end closes, for whatever reason, this process ends at once: it cannot
-outlive the server. It ignores signals: the server handles them, and lets running requests finish.
+A thread reads commands, so that the connection never waits for an iteration; the main thread carries them out between
+iterations and runs the engine. It alone reports, at least every `HEARTBEAT_SECONDS` while there is nothing to do: an
+engine whose iteration hangs is silent. When the other end closes, for whatever reason, this process ends at once: it
+cannot outlive the server. It ignores signals: the server handles them, and lets running requests finish.
 """
 
 import contextlib
@@ -12,9 +12,7 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +23,15 @@ from msgspec.structs import replace
 
 from exeplan.errors import InputError
 from exeplan.runner import logs
+from exeplan.runner.distributed.launcher import use_fork_server
 from exeplan.runner.engine_process.switch_plan import ExecutorBuilt, PlanSwitcher
+from exeplan.runner.ipc.fork_server import ForkChannel
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     ENGINE_COMMANDS,
     Abort,
+    Alive,
+    Begun,
     EngineBroken,
     EngineCommand,
     EngineDown,
@@ -44,6 +46,7 @@ from exeplan.runner.ipc.messages import (
     LengthStatsReport,
     Loading,
     Logprob,
+    Resumed,
     SetupRefused,
     Stats,
     Submit,
@@ -60,16 +63,22 @@ class WorkersLost:
 
 Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | MessageError
 """What the main thread carries out; it raises a MessageError, which stands for something that was no command."""
-clock = time.perf_counter
+HEARTBEAT_SECONDS = 1.0
+MAX_HELD_TOKENS = 32
+"""Tokens of an answer that is not streamed before they are sent: so many are computed again at most after a crash."""
+_NOTHING = Resumed(token_ids=(), start=None, crashes=0)
 log = logging.getLogger(__name__)
 
 
-def main(descriptor: int) -> int:
-    """Runs until the server is gone, which ends the process at once, or the engine fails. Returns an exit status."""
+def main(connection: socket.socket, forks: socket.socket) -> int:
+    """Runs until the server is gone, which ends the process at once, or the engine fails. Returns an exit status.
+
+    Workers are forked over the channel `forks`.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logs.configure_child()
-    connection = socket.socket(fileno=descriptor)
+    use_fork_server(ForkChannel(forks))
     inbox = _Inbox()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
 
@@ -84,36 +93,44 @@ def main(descriptor: int) -> int:
     except Exception as error:
         # Clients see the message, so the details stay in the log.
         log.exception("the engine failed")
-        send(EngineBroken(message=f"the engine failed ({type(error).__name__}); the server's log says more"))
+        message = f"the engine failed ({type(error).__name__}); the server's log says more"
+        send(EngineBroken(message=message, final=_is_worker_error(error)))
         return 1
+
+
+def _is_worker_error(error: Exception) -> bool:
+    """Whether workers could not be started, after several attempts."""
+    from exeplan.runner.engine.executor import WorkerError
+
+    return isinstance(error, WorkerError)
 
 
 class _Inbox:
     """Commands as they come; `wake` interrupts an engine that waits for workers, `leave` releases the other hosts."""
 
     def __init__(self) -> None:
-        self.commands: queue.SimpleQueue[tuple[float, Command]] = queue.SimpleQueue()
-        """With the time at which each came, on the engine's clock."""
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.wake: Callable[[], None] = lambda: None
         self.leave: Callable[[], None] = lambda: None
 
     def put(self, command: Command) -> None:
-        self.commands.put((clock(), command))
+        self.commands.put(command)
         self.wake()
 
     def take_setup(self) -> EngineSetup:
         """The first command, waiting for it."""
-        setup = self.commands.get()[1]
+        setup = self.commands.get()
         if isinstance(setup, EngineSetup):
             return setup
         raise setup if isinstance(setup, MessageError) else _out_of_order(setup)
 
-    def take_all(self, *, wait: bool) -> Iterator[tuple[float, Command]]:
-        """Everything that has come; with `wait`, at least one."""
-        if wait:
-            yield self.commands.get()
-        while not self.commands.empty():
-            yield self.commands.get()
+    def take_all(self, *, wait: float) -> Iterator[Command]:
+        """Everything that has come, waiting that many seconds for the first."""
+        with contextlib.suppress(queue.Empty):
+            if wait:
+                yield self.commands.get(timeout=wait)
+            while True:
+                yield self.commands.get_nowait()
 
 
 def _read(connection: socket.socket, inbox: _Inbox) -> None:
@@ -145,7 +162,8 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
     build = partial(build_executor, launcher=launcher, on_loss=on_loss)
     inbox.wake = engine.wake
     send(EngineReady(num_blocks=engine.num_blocks))
-    _EngineLoop(engine, PlanSwitcher(engine, setup, build=build, put=inbox.put), send).run(inbox)
+    heartbeat = min(HEARTBEAT_SECONDS, setup.deadline_seconds / 4)
+    _EngineLoop(engine, PlanSwitcher(engine, setup, build=build, put=inbox.put), send).run(inbox, heartbeat)
 
 
 class _LoadingReporter:
@@ -176,24 +194,29 @@ class _EngineLoop:
     def __init__(self, engine: "Engine", switcher: PlanSwitcher, send: Callable[[EngineEvent], None]) -> None:
         self._engine, self._switcher, self._send = engine, switcher, send
         self._requests: dict[str, _OpenRequest] = {}
+        engine.on_begin = lambda request_ids, start: send(Begun(request_ids=request_ids, start=start))
 
-    def run(self, inbox: _Inbox) -> NoReturn:
+    def run(self, inbox: _Inbox, heartbeat: float) -> NoReturn:
         while True:
             outputs: list[Output] = []
-            for arrival, command in inbox.take_all(wait=not self._engine.has_work):
-                if answer := self._take(command, arrival, outputs):
+            commands = list(inbox.take_all(wait=0.0 if self._engine.has_work else heartbeat))
+            for command in commands:
+                if answer := self._take(command, outputs):
                     self._send(answer)
+            if not (commands or self._engine.has_work):
+                self._send(Alive())
+                continue
             outputs += self._step()
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
             self._send(IterationDone(events=events, stats=_stats(self._engine)))
 
-    def _take(self, command: Command, arrival: float, outputs: "list[Output]") -> EngineEvent | None:
+    def _take(self, command: Command, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""
         match command:
             case Submit():
-                return self._submit(command, arrival)
+                return self._submit(command)
             case Abort():
                 for request_id in command.request_ids:
                     if self._requests.pop(request_id, None) is not None:
@@ -213,18 +236,18 @@ class _EngineLoop:
                 assert_never(command)
         return None
 
-    def _submit(self, job: Submit, arrival: float) -> JobRefused | None:
+    def _submit(self, job: Submit) -> JobRefused | None:
         """Adds a job's requests. Returns the refusal where one of them is invalid; none of them runs then."""
         added: list[str] = []
         try:
-            for request in _requests(job, arrival):
+            for request in _requests(job):
                 self._engine.add(request)
                 added.append(request.request_id)
         except InputError as error:
             for request_id in added:
                 self._engine.abort(request_id)
             return JobRefused(job=job.job, message=str(error))
-        self._requests.update((name, _OpenRequest(arrival, job.stream)) for name in added)
+        self._requests.update((name, _OpenRequest(job.arrival, job.stream)) for name in added)
         return None
 
     def _step(self) -> "list[Output]":
@@ -241,16 +264,17 @@ class _EngineLoop:
             return outputs
 
     def _due(self, output: "Output") -> Event | None:
-        """The event to send now. An answer that is not streamed has two, its first token and all the others at the
-        end: an event for each token would take more of the server's time than the answer is worth."""
+        """The event to send now. An answer that is not streamed has one for its first token and then one for many: an
+        event for each token would take more of the server's time than the answer is worth."""
         request = self._requests[output.request_id]
         event = _event(output, request.arrival)
         if event.finish_reason:
             del self._requests[event.request_id]
-        elif not (request.streamed or event.first):
+        elif not (request.streamed or event.first) and len(request.held) < MAX_HELD_TOKENS - 1:
             request.held.append(event)
             return None
-        return _joined([*request.held, event]) if request.held else event
+        held, request.held = request.held, []
+        return _joined([*held, event]) if held else event
 
 
 def _out_of_order(command: Any) -> MessageError:
@@ -266,8 +290,8 @@ def _joined(events: Sequence[Event]) -> Event:
     )
 
 
-def _requests(job: Submit, arrival: float) -> "Iterator[Request]":
-    """The sequences of a job. Raises InputError for sampling parameters out of their limits."""
+def _requests(job: Submit) -> "Iterator[Request]":
+    """The sequences of a job that are to run. Raises InputError for sampling parameters out of their limits."""
     from exeplan.runner.compute.sampling import SamplingParams
     from exeplan.runner.engine.requests import Request
 
@@ -275,13 +299,22 @@ def _requests(job: Submit, arrival: float) -> "Iterator[Request]":
     for prompt in job.prompts:
         sampling = SamplingParams(**msgspec.structs.asdict(prompt.sampling))
         for choice in range(prompt.n):
+            request_id = next(request_ids)
+            so_far = _NOTHING if job.resumed is None else job.resumed.get(request_id)
+            if so_far is None:  # It has ended.
+                continue
             yield Request(
-                request_id=next(request_ids),
+                request_id=request_id,
                 prompt_token_ids=prompt.prompt_token_ids,
                 sampling=sampling.with_choice(choice),
-                arrival=arrival,
-                deadline=None if prompt.deadline is None else arrival + prompt.deadline,
+                arrival=job.arrival,
+                deadline=None if prompt.deadline is None else job.arrival + prompt.deadline,
                 weight=prompt.weight,
+                client=job.client,
+                client_weight=job.client_weight,
+                output_token_ids=so_far.token_ids,
+                start=so_far.start,
+                crashes=so_far.crashes,
             )
 
 
@@ -312,7 +345,3 @@ def _stats(engine: "Engine") -> Stats:
         num_prefill=sum(step.num_prefill for step in engine.last_steps),
         num_decode=sum(step.num_decode for step in engine.last_steps),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

@@ -18,6 +18,7 @@ from msgspec.structs import replace as with_fields
 from exeplan.core.schedule import moved
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.client import EngineClient, EngineError, Job
+from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
 from exeplan.scheduling.router import Router
 
@@ -38,29 +39,20 @@ class _Replica:
 class ReplicaSet:
     """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
 
-    def __init__(self, replicas: Sequence[_Replica], router: str) -> None:
-        self._replicas, self._router = list(replicas), Router(router)
+    def __init__(self, setups: Sequence[EngineSetup], first_devices: Sequence[int], router: str) -> None:
+        """One replica for each setup; made within the running event loop. Nothing is started before `until_ready`."""
+        numbers, self._forks = itertools.count(1), engine_forks()
+        clients = [EngineClient(setup, numbers=numbers, forks=self._forks) for setup in setups]
+        self._replicas = list(map(_Replica, clients, setups, first_devices))
+        self._router = Router(router)
         self._jobs: dict[str, EngineClient] = {}
         self._on_step: OnStep = lambda events, stats: None
         self.failure: str | None = None
         self.ended = asyncio.Event()
-        self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(replicas))]
-
-    @classmethod
-    async def launch(cls, setups: Sequence[EngineSetup], first_devices: Sequence[int], router: str) -> "ReplicaSet":
-        """Starts an engine process for each setup; they load at the same time."""
-        numbers = itertools.count(1)
-        clients: list[EngineClient] = []
-        try:
-            for setup in setups:
-                clients.append(await EngineClient.launch(setup, numbers=numbers))
-        except BaseException:
-            await asyncio.gather(*(client.close() for client in clients))
-            raise
-        return cls(list(map(_Replica, clients, setups, first_devices)), router)
+        self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(setups))]
 
     async def until_ready(self) -> None:
-        """Waits until all replicas are loaded and warm. Raises what the first of them raises that is not."""
+        """Starts an engine for each replica; they load at the same time. Raises what the first that fails raises."""
         await asyncio.gather(*(client.until_ready() for client in self._clients))
 
     @property
@@ -110,6 +102,12 @@ class ReplicaSet:
     @property
     def stall(self) -> str | None:
         return next((client.stall for client in self._clients if not client.failure and client.stall), None)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether one that has not failed is watched, and each of them is."""
+        clients = [client for client in self._clients if not client.failure]
+        return bool(clients) and all(client.guarded for client in clients)
 
     @property
     def num_jobs(self) -> int:
@@ -197,6 +195,7 @@ class ReplicaSet:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.to_thread(self._forks.close)
 
     async def _watch(self, number: int) -> None:
         """Says when a replica has failed; the set has failed with the last of them."""

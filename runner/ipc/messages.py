@@ -5,6 +5,7 @@
     engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP to a worker on another host
     engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
+    front end, engine <-> fork server ForkCommand,    ForkReply      a socket pair each
     profiler     <-  rank             RankReport                     a socket pair
 
 A message names its kind in the field `kind`, and has exactly the fields of its Struct: with an unknown field, a missing
@@ -111,6 +112,7 @@ class Sampling(Part, frozen=True):
     ignore_eos: bool
     logprobs: int | None
     logit_bias: Mapping[int, float]
+    structure: str | None
 
 
 class Prompt(Part, frozen=True):
@@ -124,15 +126,33 @@ class Prompt(Part, frozen=True):
     weight: float = 1.0
 
 
+class Resumed(Part, frozen=True):
+    """How far an engine before this one has come with a sequence."""
+
+    token_ids: Sequence[int]
+    """Of its output: they are not computed again, and not delivered again."""
+    start: float | None
+    """When its first prefill began; None where it has not."""
+    crashes: int
+    """How many times an engine or its workers ended while it was running."""
+
+
 class Submit(Message, frozen=True):
     """Adds all sequences of a job, or none of them."""
 
     job: str
     stream: bool
-    """False: only the first token and the whole answer are of interest, each in one event."""
+    """False: only the first token and the whole answer are of interest, in few events."""
     prompts: Sequence[Prompt]
     request_ids: Sequence[str]
     """Of the sequences: those of the first prompt, then those of the next."""
+    arrival: float
+    """When the front end submitted it, by the clock of both processes."""
+    resumed: Mapping[str, Resumed] | None = None
+    """Only these sequences of the job, by request id, as another engine has begun it; None for all from their start."""
+    client: str = ""
+    client_weight: float = 1.0
+    """The client's share of the engine, relative to others."""
 
 
 class Abort(Message, frozen=True):
@@ -207,7 +227,7 @@ class Event(Record, frozen=True):
     finish_reason: str | None
     first: bool
     arrival: float
-    """When the engine process received the request."""
+    """When the request was submitted."""
     start: float
     """When its first prefill began, or when it expired."""
     time: float
@@ -279,6 +299,19 @@ class EngineBroken(Message, frozen=True):
     """An internal error; the process ends."""
 
     message: str
+    final: bool
+    """Whether another engine would not fare better."""
+
+
+class Alive(Message, frozen=True):
+    """Sent now and then while there is nothing to run."""
+
+
+class Begun(Message, frozen=True):
+    """The first prefill of these sequences begins now, before any of it is computed."""
+
+    request_ids: Sequence[str]
+    start: float
 
 
 EngineCommand: TypeAlias = EngineSetup | Submit | Abort | GetLengthStats | SwitchPlan
@@ -295,9 +328,51 @@ EngineEvent: TypeAlias = (
     | EngineDown
     | EngineUp
     | EngineBroken
+    | Alive
+    | Begun
 )
 ENGINE_COMMANDS: Channel[EngineCommand] = Channel("EngineCommand", EngineCommand)
 ENGINE_EVENTS: Channel[EngineEvent] = Channel("EngineEvent", EngineEvent)
+
+
+# Fork server and its clients.
+
+
+class Fork(Message, frozen=True):
+    """Forks a process that runs `main` of a module on the socket that comes with this: answered by Forked."""
+
+    module: str
+    name: str
+    """Of the process, as the system shows it: at most 15 characters."""
+    forks: bool
+    """Whether it gets a channel of its own to the fork server."""
+
+
+class EndProcess(Message, frozen=True):
+    """Kills a process that was forked over this channel, unless it ends by itself: answered by ProcessEnded."""
+
+    pid: int
+    patience: float
+    """Seconds in which it may end by itself."""
+
+
+class Forked(Message, frozen=True):
+    """The process runs."""
+
+    pid: int
+
+
+class ProcessEnded(Message, frozen=True):
+    """The process has ended."""
+
+    status: int | None
+    """Its exit status, or minus the number of its signal; None where it is not known."""
+
+
+ForkCommand: TypeAlias = Fork | EndProcess
+ForkReply: TypeAlias = Forked | ProcessEnded
+FORK_COMMANDS: Channel[ForkCommand] = Channel("ForkCommand", ForkCommand, max_bytes=1 << 12)
+FORK_REPLIES: Channel[ForkReply] = Channel("ForkReply", ForkReply, max_bytes=1 << 12)
 
 
 # Front end and reader.
@@ -337,6 +412,16 @@ class ReaderReady(Message, frozen=True):
     """The tokenizer is loaded."""
 
 
+class ToolFormat(Part, frozen=True):
+    """How calls of functions are found in an output."""
+
+    name: str
+    """Of a dialect in `exeplan.runner.server.tool_calls`."""
+    functions: tuple[str, ...]
+    single: bool
+    """At most one call is reported."""
+
+
 class Generate(Message, frozen=True):
     """A request for generation, its limits checked and its prompts tokenized."""
 
@@ -353,6 +438,8 @@ class Generate(Message, frozen=True):
     logprobs: bool
     deadline: float | None
     weight: float
+    tools: ToolFormat | None = None
+    """None where an output is text only."""
 
 
 class TokensRead(Message, frozen=True):

@@ -44,18 +44,25 @@ class Admission:
         return _retry(self.wait(num_waiting))
 
     def refusal(
-        self, count: int, *, num_waiting: int, max_tokens: int | None, deadline: float | None = None
+        self,
+        count: int,
+        *,
+        num_waiting: int,
+        max_tokens: int | None,
+        deadline: float | None = None,
+        num_before: int | None = None,
     ) -> RequestError | None:
         """Why a request of `count` sequences is not admitted now; None when it is.
 
-        `deadline` is the request's own: seconds from now by which it must have begun.
+        `deadline` is the request's own: seconds from now by which it must have begun. Of those that wait `num_before`
+        start before it; None for all of them.
         """
         if count > self.max_queue:
             return RequestError(f"{count} sequences in one request, the queue holds {self.max_queue}", param="n")
         if num_waiting + count > self.max_queue:
             message = f"{num_waiting} sequences are waiting, the queue holds {self.max_queue}; try again later"
             return RequestError(message, status=429, code="queue_full", retry_after=self.retry_after(num_waiting))
-        num_ahead = num_waiting + count - 1
+        num_ahead = (num_waiting if num_before is None else num_before) + count - 1
         late = self._late(num_ahead, max_tokens) if self.refuse_late else 0.0
         if self.refuse_late and deadline is not None:
             late = max(late, self.wait(num_ahead) - deadline)

@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
     parser.add_argument("--api-key", metavar="KEY", help="required from clients (default: $EXEPLAN_API_KEY, or none)")
     parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="keys with names, weights and limits, in YAML that only its owner may read; SIGHUP reads it again",
+    )
+    parser.add_argument(
         "--max-queue", type=int, metavar="N", help="waiting requests before 429 (default: from the plan)"
     )
     parser.add_argument(
@@ -48,6 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answer requests to this name, such as llm.example.org, or to any (*); may be repeated (default: loopback "
         "names and the --host)",
     )
+    parser.add_argument(
+        "--trusted-proxy",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="address or network of a proxy, whose X-Forwarded-For names the client that a request counts for; may be "
+        "repeated (default: none)",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https with this certificate (PEM)")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="and this key (PEM); SIGHUP reads both again")
     parser.add_argument(
         "--replan",
         default="advise",
@@ -99,11 +115,15 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         host=args.host,
         port=args.port,
         api_key=args.api_key if args.api_key is not None else os.environ.get("EXEPLAN_API_KEY") or None,
+        api_keys=args.api_keys,
         max_queue=args.max_queue,
         admission=args.admission,
         request_seconds=seconds(args.request_timeout, "--request-timeout"),
         cors_origins=tuple(args.cors_origin),
         allowed_hosts=tuple(args.allowed_host),
+        trusted_proxies=tuple(args.trusted_proxy),
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
         served_model_name=args.served_model_name,
         dummy_weights=args.weights == "dummy",
         drain_seconds=seconds(args.drain, "--drain"),

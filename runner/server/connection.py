@@ -2,14 +2,12 @@
 
 uvicorn accepts headers and bodies of any size and waits for them without limit. Here a header has at most 16 KiB and 10
 seconds, a body 2 MiB, 10 seconds between parts and 30 in total, and a client that reads nothing of a response for 30
-seconds is disconnected. All bodies being read share one limit, and so do connections. Every error is an OpenAI error
-object. A page of another site cannot send requests through a visitor's browser, unless its origin is allowed.
-Not here: TLS, which belongs to a proxy in front.
+seconds is disconnected. All bodies being read share one limit, and so do connections (`places.py`). Every error is an
+OpenAI error object. A page of another site cannot send requests through a visitor's browser, unless its origin is
+allowed.
 """
 
 import asyncio
-import hashlib
-import hmac
 import json
 import logging
 import sys
@@ -19,12 +17,15 @@ from collections.abc import Sequence
 import h11
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from exeplan.runner.server.listener import MAX_CONNECTIONS, set_keepalive
+from exeplan.runner.server.api_keys import ApiKeys
+from exeplan.runner.server.clients import Client, network_of, set_client
+from exeplan.runner.server.listener import MAX_CONNECTIONS, set_buffers
+from exeplan.runner.server.places import Places
 from exeplan.runner.server.protocol import RequestError
-from exeplan.runner.server.request_log import new_request_id
+from exeplan.runner.server.request_log import new_request_id, note
 
 MAX_HEADER_BYTES = 16 * 1024
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -38,7 +39,9 @@ VANISHED_SECONDS = 60
 """After this time the kernel closes a connection whose peer no longer answers."""
 MAX_BODIES_BYTES = 256 * 1024 * 1024
 """Of all bodies being read at one time."""
-OPEN_PATHS = ("/", "/health", "/ready")
+PROBES = ("/health", "/ready")
+"""Answered on a few more connections than there may be."""
+OPEN_PATHS = ("/", *PROBES)
 """The only paths without a key: probes carry none, and the page at `/` holds no data. All others are refused."""
 log = logging.getLogger(__name__)
 
@@ -61,14 +64,27 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
         if connection := transport.get_extra_info("socket"):
-            set_keepalive(connection, VANISHED_SECONDS)
-        if len(self.connections) > self.max_connections:
-            message = f"{self.max_connections} connections are open already"
-            self._close_with(RequestError(message, status=503, code="busy", retry_after=1))
-        else:
-            self._expect_header()
+            set_buffers(connection, VANISHED_SECONDS)
+        self._expect_header()
+        entry = self._places.enter(self, network_of(self.client[0] if self.client else ""))
+        if entry.probes:
+            self.app = OnlyProbes(self.app)
+        if entry.leaves and entry.probes:
+            entry.leaves._close_with(busy())
+        elif entry.leaves:
+            entry.leaves.transport.abort()
+
+    @property
+    def _places(self) -> "Places[GuardedProtocol]":
+        """Those of all connections of one server."""
+        state = self.server_state
+        if not hasattr(state, "places"):
+            state.places = Places(self.max_connections)  # type: ignore[attr-defined]
+        found: Places[GuardedProtocol] = state.places  # type: ignore[attr-defined]
+        return found
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self)
         self._header_came()
         self._rest_came()
         self.resume_writing()
@@ -77,6 +93,8 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """A request may be refused before its body is read; what still arrives of it is discarded, within limits."""
         super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            self._places.rest(self)
         if not self._rest_comes:
             return
         if any(name == b"expect" for name, _ in self.headers):  # Whether a body follows is not known.
@@ -104,6 +122,7 @@ class GuardedProtocol(H11Protocol):
         if self._rest_timer is not None:
             self._take_rest(len(data))
         if self.conn.their_state is not h11.IDLE:
+            self._places.work(self)
             self._header_came()
         elif self.conn.trailing_data[0]:
             self._expect_header()
@@ -171,16 +190,38 @@ class GuardedProtocol(H11Protocol):
             self.cycle.message_event.set()
 
 
+def busy() -> RequestError:
+    """There is no room for a connection."""
+    message = "too many connections are open, or too many from one address; only probes are answered"
+    return RequestError(message, status=503, code="busy", retry_after=1)
+
+
+class OnlyProbes:
+    """ASGI middleware of a connection beyond the limit: one request, answered if it is to an open path, else 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in PROBES:
+            return await self._app(scope, receive, send_and_close)
+        await error_response(busy())(scope, receive, send)
+
+
 class Gate:
     """ASGI middleware: large headers get 431, pages of other sites 403, paths outside `OPEN_PATHS` 401 without the key.
 
     It precedes routing: a path is refused whether or not a view exists for it.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, origins: Sequence[str] = ()) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, keys: ApiKeys, *, origins: Sequence[str] = ()) -> None:
+        self.app, self._keys = app, keys
         self._origins = {origin.encode() for origin in origins}
-        self._digest = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._refusal(scope)):
@@ -197,12 +238,15 @@ class Gate:
             return RequestError(f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB", status=431)
         if self._is_foreign(headers):
             return RequestError("pages of this origin may not use this server (--cors-origin allows one)", status=403)
-        if self._digest is None or scope["path"] in OPEN_PATHS:
+        if not self._keys.required or scope["path"] in OPEN_PATHS:
+            set_client(scope, Client())
             return None
         given = [value for name, value in headers if name == b"authorization"]
         kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        # Digests have one length, so that the time of the comparison reveals nothing about the key.
-        if kind.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest):
+        if kind.lower() == b"bearer" and (client := self._keys.find(key.strip())):
+            set_client(scope, client)
+            if client.name:
+                note(client=client.name)
             return None
         return RequestError("a valid API key is needed (Authorization: Bearer KEY)", status=401, code="invalid_api_key")
 
@@ -214,10 +258,6 @@ class Gate:
 
 
 _num_body_bytes = 0
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 async def read_body(request: Request) -> bytes:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.client import EngineError, Job
 from exeplan.runner.ipc.messages import Event, Generate
+from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import error_response, read_body
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import note
@@ -28,13 +29,15 @@ from exeplan.runner.server.service import Service
 
 async def generate(service: Service, http_request: Request, *, chat: bool) -> Response:
     """The response to a request for generation. Raises RequestError where it is refused."""
-    service.check_capacity()
-    try:
-        body = await read_body(http_request)
-    except ClientDisconnect:
-        return Response()
-    request = await service.read_generation(body, chat=chat)
-    return Generation(service, service.admit(request), request)
+    client = client_of(http_request)
+    service.check_capacity(client)
+    with service.clients.reading(client):
+        try:
+            body = await read_body(http_request)
+        except ClientDisconnect:
+            return Response()
+        request = await service.read_generation(body, chat=chat, client=client)
+        return Generation(service, service.admit(request, client), request)
 
 
 class Generation(Response):

@@ -2,7 +2,7 @@
 
 Probes, the page and refusals work from the start; generation works once the model is loaded and warm.
 On SIGTERM or SIGINT new requests get 503 and running ones are finished; a second signal ends everything at once. On
-SIGHUP the plan's file is read again, as soon as there is an engine to take it.
+SIGHUP the file of API keys is read again, and the plan's, as soon as there is an engine to take it.
 When the engine has failed permanently, after its workers died repeatedly, waiting clients get an error, and a moment
 later the server ends with status 1, so that a supervisor such as systemd can restart it.
 """
@@ -12,15 +12,18 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from exeplan.runner.engine_process.client import EngineError
-from exeplan.runner.server.connection import MAX_HEADER_BYTES, GuardedProtocol
-from exeplan.runner.server.listener import connection_limit
+from exeplan.runner.server.connection import HEADER_SECONDS, MAX_HEADER_BYTES, GuardedProtocol
+from exeplan.runner.server.listener import Listener, connection_limit
 from exeplan.runner.server.notify import notify
+from exeplan.runner.server.places import NUM_PROBES
 from exeplan.runner.server.plan_control import reload
 from exeplan.runner.server.service import Service
 
@@ -29,11 +32,32 @@ CLOSE_SECONDS = 5
 """How long connections may take to close after the last response."""
 FAREWELL_SECONDS = 2.0
 """How long a server whose engine has failed still answers, so that all clients get the error."""
+NUM_HANDSHAKES = 128
+"""Connections that wait for the end of their TLS handshake, besides those that have a place."""
 log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, which would stop listening at once and exit by signal."""
+    """uvicorn's server without its signal handlers, which would stop listening at once and exit by signal.
+
+    It leaves a TLS handshake as long as a header may take; uvicorn would leave it a minute.
+    """
+
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets
+        times = {"ssl_handshake_timeout": HEADER_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS} if self._tls else {}
+        protocol = partial(
+            GuardedProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        listening = asyncio.get_running_loop().create_server(
+            protocol, sock=sockets[0], ssl=self._tls, backlog=self.config.backlog, **times
+        )
+        self.servers = [await listening]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,23 +67,29 @@ class _Server(uvicorn.Server):
 async def serve_until_stopped(
     app: ASGIApp,
     service: Service,
-    listener: socket.socket,
+    listener: Listener,
     *,
+    tls: ssl.SSLContext | None = None,
+    trusted_proxies: Sequence[str] = (),
     drain_seconds: float,
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
+    on_hangup: Callable[[], None],
 ) -> None:
     """Serves until a signal or a failure of the engine, then drains.
 
-    `on_listening` is called once signals are handled, `on_ready` once the engine is ready.
+    Requests from `trusted_proxies` name their clients in `X-Forwarded-For`. `on_listening` is called once signals are
+    handled, `on_ready` once the engine is ready, `on_hangup` at SIGHUP.
 
     Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """
-    life = _Life(service, _Server(_config(app)), drain_seconds)
+    GuardedProtocol.max_connections = connection_limit()
+    listener.limit = GuardedProtocol.max_connections + NUM_PROBES + NUM_HANDSHAKES
+    life = _Life(service, _Server(_config(app, trusted_proxies), tls), drain_seconds)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, life.stop)
-    loop.add_signal_handler(signal.SIGHUP, life.read_plan)
+    loop.add_signal_handler(signal.SIGHUP, life.hang_up, on_hangup)
     on_listening()
     watching = asyncio.create_task(life.watch(on_ready))
     try:
@@ -106,6 +136,11 @@ class _Life:
             self.service.draining = True
             self._draining = asyncio.create_task(self._drain())
 
+    def hang_up(self, on_hangup: Callable[[], None]) -> None:
+        """Reads again what is in files."""
+        on_hangup()
+        self.read_plan()
+
     def read_plan(self) -> None:
         """Reads the plan's file again, once there is an engine that can switch to it."""
         if self.service.engine.unready:
@@ -129,8 +164,7 @@ class _Life:
         self.server.should_exit = True
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
-    GuardedProtocol.max_connections = connection_limit()
+def _config(app: ASGIApp, trusted_proxies: Sequence[str]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=GuardedProtocol,
@@ -140,6 +174,8 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         server_header=False,
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=list(trusted_proxies),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

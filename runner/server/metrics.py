@@ -18,11 +18,12 @@ from prometheus_client.registry import Collector
 
 from exeplan.core.plan import Plan
 from exeplan.runner.ipc.messages import Event, Stats
+from exeplan.runner.server.clients import Totals
 from exeplan.runner.server.observed import Observed, Snapshot, bounds_of
 from exeplan.runner.server.predicted import PREDICTED, predictions
 
 FINISH_REASONS = ("stop", "length", "abort", "expired")
-REJECTIONS = ("queue_full", "late")
+REJECTIONS = ("queue_full", "late", "rate_limit_exceeded", "too_many_requests")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _TOKENS = tuple(float(2**power) for power in range(17))
 _HISTOGRAMS = {
@@ -66,6 +67,14 @@ _REPLANNING = {
     "replan_last_seconds": "Time of the last change of plans on the service's clock, in seconds",
     "replan_proposed": "1 while a proposed plan waits to be accepted",
 }
+_CLIENTS = {
+    "requests": "Requests of a client that were read",
+    "rejections": "Requests of a client that were not admitted",
+    "prompt_tokens": "Prompt tokens of a client's requests that have begun",
+    "generation_tokens": "Output tokens of a client",
+    "waiting": "Sequences of a client that wait for their prefill",
+    "running": "Sequences of a client that run",
+}
 
 
 ALIASES = {
@@ -102,6 +111,8 @@ class Reading:
     observed: Snapshot
     num_waiting: int
     replanning: Mapping[str, float]
+    clients: Mapping[str, Totals]
+    """By the names of their keys; those without one together."""
 
 
 @dataclass(slots=True)
@@ -217,6 +228,7 @@ class ServeMetrics(Collector):
     def _families(self) -> Iterator[Metric]:
         reading = self._read()
         yield from self._engine(reading.stats, reading.num_waiting)
+        yield from self._clients(reading.clients)
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"exeplan:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
             family.add_metric([self._model_name], histogram.cumulative(), histogram.sum)
@@ -236,6 +248,14 @@ class ServeMetrics(Collector):
         yield self._counter("generation_tokens_total", "Output tokens", self._num_generated_tokens)
         yield self._counters("request_success_total", "Sequences that ended", "finished_reason", self.finished)
         yield self._counters("admission_rejections_total", "Requests not admitted", "reason", self.rejected)
+
+    def _clients(self, clients: Mapping[str, Totals]) -> Iterator[Metric]:
+        for name, about in _CLIENTS.items():
+            values = {client: getattr(total, name) for client, total in clients.items()}
+            if name in ("waiting", "running"):
+                yield self._gauges(f"client_sequences_{name}", about, "client", values)
+            else:
+                yield self._counters(f"client_{name}_total", about, "client", values)
 
     def _predicted_and_observed(self, snapshot: Snapshot) -> Iterator[Metric]:
         predicted, bounds = predictions(self._plan), bounds_of(self._plan)

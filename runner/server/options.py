@@ -1,5 +1,6 @@
 """ServeOptions: all options of `exeplan serve` apart from the plan, checked before anything is started."""
 
+import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ class ServeOptions:
     port: int = 8000
     """0 takes a free port."""
     api_key: str | None = None
+    api_keys: Path | None = None
+    """A file of keys with names and limits (see `api_keys`)."""
     max_queue: int | None = None
     """Sequences that may wait for their prefill; None derives it from the plan."""
     admission: str = "queue"
@@ -34,6 +37,11 @@ class ServeOptions:
     """Web origins whose pages may call this server from a browser."""
     allowed_hosts: tuple[str, ...] = ()
     """Names that requests may be addressed to, besides loopback and `host`; "*" for any."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks of proxies, whose `X-Forwarded-For` says which client a request is from."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """PEM files of a certificate and its key; None to serve without TLS."""
     served_model_name: str | None = None
     dummy_weights: bool = False
     drain_seconds: float = 30.0
@@ -84,8 +92,20 @@ class ServeOptions:
                 raise InputError(f"{name} must be one of {', '.join(known)}, found '{value}'")
         for origin in self.cors_origins:
             _check_origin(origin)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InputError("--tls-cert and --tls-key belong together; give both, or none to serve without TLS")
+        for proxy in self.trusted_proxies:
+            _check_network(proxy)
         for name in self.allowed_hosts:
             check_host_name(name)
+
+
+def _check_network(proxy: str) -> None:
+    try:
+        ipaddress.ip_network(proxy)
+    except ValueError:
+        message = f"--trusted-proxy must be an address or a network such as 10.0.0.0/8, found '{proxy}'"
+        raise InputError(message) from None
 
 
 def _check_origin(origin: str) -> None:

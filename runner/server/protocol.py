@@ -3,8 +3,8 @@
 The models are the one source of every limit: they check requests, and `/openapi.json` describes them. Limits that the
 engine also checks come from `sampling`; `SamplingParams` adds what two fields must satisfy together.
 Source: the OpenAI API reference (completions, chat completions), with vLLM's names for what OpenAI lacks. A field that
-OpenAI documents and this server does not offer is accepted only at values that change nothing (`best_of=1`,
-`tools=[]`). A field that is null counts as absent. Every number has a minimum and a maximum.
+OpenAI documents and this server does not offer is accepted only at values that change nothing (`best_of=1`). A field
+that is null counts as absent. Every number has a minimum and a maximum.
 
 Two fields are exeplan's own: `deadline`, seconds after which the output is of no use, and `weight`, the value of the
 request relative to others of its length. A request that has not begun by its deadline costs nothing and is answered
@@ -17,11 +17,12 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -53,6 +54,13 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_TEMPLATE_VARIABLES = 64
+MAX_TOOLS = 128
+MAX_TOOL_CALLS = 128
+"""In a message."""
+MAX_SCHEMA_CHARS = 64 * 1024
+"""Of a schema as JSON text, or of the schemas of all functions."""
+MAX_REGEX_CHARS = 16_384
+MAX_OUTPUT_CHOICES = 1024
 MAX_DEADLINE = 86_400.0
 MAX_WEIGHT = 1e6
 MAX_OBJECT_FIELDS = 4096
@@ -150,15 +158,16 @@ class NotOffered(Strict):
     early_stopping: Annotated[Any, Only(False)] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     functions: Annotated[Any, Only([])] = None
+    guided_decoding_backend: Annotated[Any, Only("auto")] = None
+    guided_grammar: Annotated[Any, Only()] = None
+    guided_whitespace_pattern: Annotated[Any, Only()] = None
     include_stop_str_in_output: Annotated[Any, Only(False)] = None
     length_penalty: Annotated[Any, Only(1.0, 1)] = None
     modalities: Annotated[Any, Only(["text"])] = None
-    parallel_tool_calls: Annotated[Any, Only(True, False)] = None
     prediction: Annotated[Any, Only()] = None
     priority: Annotated[Any, Only(0)] = None
     prompt_logprobs: Annotated[Any, Only()] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
-    response_format: Annotated[Any, Only({"type": "text"})] = None
     return_token_ids: Annotated[Any, Only(False)] = None
     return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
@@ -166,8 +175,6 @@ class NotOffered(Strict):
     spaces_between_special_tokens: Annotated[Any, Only(True, False)] = None
     store: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
-    tool_choice: Annotated[Any, Only("none", "auto")] = None
-    tools: Annotated[Any, Only([])] = None
     truncate_prompt_tokens: Annotated[Any, Only()] = None
     use_beam_search: Annotated[Any, Only(False)] = None
     verbosity: Annotated[Any, Only("medium")] = None
@@ -192,6 +199,7 @@ def _limited(name: str) -> Any:
 TokenId = Annotated[int, Field(json_schema_extra={"format": TOKEN_ID_FORMAT})]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+_Text = Annotated[str, Field(min_length=1)]
 _Bias = Annotated[float, Field(ge=BIAS_LIMITS[0], le=BIAS_LIMITS[1])]
 
 
@@ -252,6 +260,65 @@ class StreamOptions(Lenient):
     """Padding against traffic analysis; accepted because clients send it, and never added."""
 
 
+def _check_function_name(name: str) -> str:
+    if not _FUNCTION_NAME.fullmatch(name):
+        raise ValueError("must have 1 to 64 letters, digits, underscores, dots or hyphens")
+    return name
+
+
+_FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+FunctionName = Annotated[
+    str,
+    AfterValidator(_check_function_name),
+    Field(json_schema_extra={"pattern": f"^{_FUNCTION_NAME.pattern}$"}),
+]
+_Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)]
+_Choices = Annotated[list[_Text], Field(min_length=1, max_length=MAX_OUTPUT_CHOICES, fail_fast=True)]
+_Schema = dict[str, Any]
+_SchemaText = Annotated[str, Field(max_length=MAX_SCHEMA_CHARS)]
+
+
+class JsonSchema(Lenient):
+    """OpenAI's; the output is constrained whether or not it says `strict`."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: _Schema | None = Field(None, alias="schema")
+    """None for any object."""
+    strict: bool = False
+
+
+class ResponseFormat(Lenient):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    """Only of the type `json_schema`, which needs it."""
+
+
+class StructuredOutputs(Lenient):
+    """vLLM's; one of these."""
+
+    json_schema: _Schema | _SchemaText | None = Field(None, alias="json")
+    regex: _Regex | None = None
+    choice: _Choices | None = None
+    json_object: bool = False
+    disable_additional_properties: Annotated[Any, Only(False)] = None
+    disable_any_whitespace: Annotated[Any, Only(False)] = None
+    grammar: Annotated[Any, Only()] = None
+    structural_tag: Annotated[Any, Only()] = None
+    whitespace_pattern: Annotated[Any, Only()] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an output must be, as a request states it."""
+
+    param: str
+    """The field that states it."""
+    kind: Literal["json", "regex", "choice"]
+    value: Any
+    """A schema, or None for any object; a regex; or a list of texts."""
+
+
 class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     """What completions and chat completions have in common."""
 
@@ -262,6 +329,42 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     deadline: float | None = Field(None, gt=0, le=MAX_DEADLINE)
     """Seconds from now; None for no deadline."""
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's name."""
+    guided_json: _Schema | _SchemaText | None = None
+    """As `structured_outputs.json`; this and the next two are vLLM's older names."""
+    guided_regex: _Regex | None = None
+    guided_choice: _Choices | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the output must be; None for any text. Raises RequestError for what is stated twice."""
+        stated = self._stated()
+        if len(stated) > 1:
+            both = f"{stated[0].param} and {stated[1].param}"
+            raise RequestError(f"{both} both say what the output must be; give one", param=stated[1].param)
+        return stated[0] if stated else None
+
+    def _stated(self) -> list[Structure]:
+        found = []
+        if (given := self.response_format) and given.type != "text":
+            schema = given.json_schema.json_schema if given.json_schema else None
+            found.append(Structure("response_format", "json", schema))
+        guided = StructuredOutputs(json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice)
+        for prefix, outputs in (("structured_outputs.", self.structured_outputs), ("guided_", guided)):
+            if outputs is None:
+                continue
+            if outputs.json_schema is not None:
+                name = f"{prefix}json"
+                found.append(Structure(name, "json", _as_schema(outputs.json_schema, name)))
+            if outputs.regex is not None:
+                found.append(Structure(f"{prefix}regex", "regex", outputs.regex))
+            if outputs.choice is not None:
+                found.append(Structure(f"{prefix}choice", "choice", outputs.choice))
+            if outputs.json_object:
+                found.append(Structure(f"{prefix}json_object", "json", None))
+        return found
 
     @property
     @abstractmethod
@@ -277,6 +380,13 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
         """Raises RequestError where two fields exclude each other."""
         if self.stream_options and not self.stream:
             raise RequestError("stream_options is taken only with stream=true", param="stream_options")
+        stated = self.response_format
+        if stated and (stated.type == "json_schema") != (stated.json_schema is not None):
+            message = "response_format has json_schema where its type is json_schema, and only there"
+            raise RequestError(message, param="response_format")
+        if self.structure and self.ignore_eos:
+            message = f"{self.structure.param} ends an output when it is complete, which ignore_eos excludes"
+            raise RequestError(message, param="ignore_eos")
 
     def sampling_params(self) -> SamplingParams:
         """Raises RequestError where two fields contradict each other."""
@@ -291,6 +401,16 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
             raise RequestError(str(error), param=param) from None
 
 
+def _as_schema(given: dict[str, Any] | str, name: str) -> dict[str, Any]:
+    """A schema that may be given as JSON text."""
+    if isinstance(given, dict):
+        return given
+    try:
+        return read_object(given.encode())
+    except RequestError as error:
+        raise RequestError(str(error).replace("the body", name, 1), param=name) from None
+
+
 def _by_token_id(biases: Mapping[str, float]) -> dict[int, float]:
     """Raises RequestError for a token id that is given twice, as "7" and "07"."""
     found: dict[int, float] = {}
@@ -300,7 +420,6 @@ def _by_token_id(biases: Mapping[str, float]) -> dict[int, float]:
     return found
 
 
-_Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 _Texts = Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 _TokenIdLists = Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -312,6 +431,9 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     """Not taken with logprobs."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    parallel_tool_calls: Annotated[Any, Only(True, False)] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    tools: Annotated[Any, Only([])] = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -359,22 +481,97 @@ class TextPart(Lenient):
     text: str
 
 
+class Called(Lenient):
+    name: FunctionName
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCallMade(Lenient):
+    """A call that an earlier answer asked for."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Called
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As Hugging Face's templates see it, with the arguments as an object. Raises RequestError for other ones."""
+        try:
+            arguments = read_object(self.function.arguments.encode()) if self.function.arguments else {}
+        except RequestError as error:
+            message = str(error).replace("the body", f"arguments of a call of {self.function.name}", 1)
+            raise RequestError(message, param="messages") from None
+        called = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", "function": called} | ({"id": self.id} if self.id is not None else {})
+
+
 class Message(Lenient):
     """Clients send an answer back as they got it, with what it lacks written as null or as an empty list."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    """May be left out of an assistant's message with calls."""
     name: str | None = None
+    tool_call_id: str | None = None
+    """Of a message of the role `tool`: the call that it answers."""
+    tool_calls: Annotated[list[ToolCallMade], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] = []
+    """Of an assistant's message."""
     annotations: Annotated[Any, Only([])] = None
     audio: Annotated[Any, Only()] = None
     function_call: Annotated[Any, Only()] = None
     refusal: Annotated[Any, Only()] = None
-    tool_calls: Annotated[Any, Only([])] = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_content(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
+            return {**given, "content": ""}
+        return given
+
+    @model_validator(mode="after")
+    def _only_the_assistant_calls(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("has tool_calls, which only a message of the role 'assistant' may have")
+        return self
+
+    @property
+    def is_about_tools(self) -> bool:
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def plain(self) -> dict[str, Any]:
         """As a chat template sees it: text parts joined by line breaks, `developer` under its older name."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            given = {"tool_call_id": self.tool_call_id, "name": self.name}
+            found |= {name: value for name, value in given.items() if value is not None}
+        return found
+
+
+class Function(Lenient):
+    """`strict` changes nothing: calls that tool_choice asks for are constrained, others are not."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: _Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChosen(Lenient):
+    name: str
+
+
+class ToolChosen(Lenient):
+    type: Literal["function"]
+    function: FunctionChosen
 
 
 class ChatRequest(GenerationRequest):
@@ -386,6 +583,22 @@ class ChatRequest(GenerationRequest):
     """OpenAI's newer name of max_tokens; where both are given they must be equal."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] = {}
     """Further variables of the model's chat template, such as `enable_thinking`; vLLM's name."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Literal["none", "auto", "required"] | ToolChosen = "auto"
+    parallel_tool_calls: bool = True
+    """False: an answer has at most one call."""
+
+    @property
+    def told_functions(self) -> list[Function]:
+        """Those that the model is told of; none for tool_choice=none."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools]
+
+    @property
+    def forced_functions(self) -> list[Function]:
+        """Those of which the answer must be a call; none where the model is free to answer otherwise."""
+        if isinstance(self.tool_choice, ToolChosen):
+            return [function for function in self.told_functions if function.name == self.tool_choice.function.name]
+        return self.told_functions if self.tool_choice == "required" else []
 
     @property
     def num_logprobs(self) -> int | None:
@@ -405,6 +618,18 @@ class ChatRequest(GenerationRequest):
             raise RequestError(message + "limit; give one", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is taken only with logprobs=true", param="top_logprobs")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        names = Counter(tool.function.name for tool in self.tools)
+        if names and (most := names.most_common(1)[0])[1] > 1:
+            raise RequestError(f"tools has the function '{most[0]}' twice", param="tools")
+        if self.tool_choice not in ("none", "auto") and not self.forced_functions:
+            known = f"; there are {', '.join(sorted(names))}"[:200] if names else ", of which there are none"
+            raise RequestError(f"tool_choice asks for a function of tools{known}", param="tool_choice")
+        if self.told_functions and self.structure:
+            message = f"tools and {self.structure.param} exclude each other; give one, or tool_choice=none"
+            raise RequestError(message, param="tools")
 
 
 class TokenizeRequest(Lenient):
@@ -419,12 +644,15 @@ class TokenizeRequest(Lenient):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] = {}
     continue_final_message: Annotated[Any, Only(False)] = None
     return_token_strs: bool = False
-    tools: Annotated[Any, Only([])] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    """Only with messages."""
 
     def check_together(self) -> None:
         """Raises RequestError unless exactly one of the two is given."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
+        if self.tools and self.messages is None:
+            raise RequestError("tools are taken only with messages", param="tools")
 
 
 class DetokenizeRequest(Lenient):

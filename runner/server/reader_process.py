@@ -12,16 +12,17 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from exeplan.core.model import model_spec
 from exeplan.errors import InputError
 from exeplan.runner import logs
-from exeplan.runner.compute.sampling import check_token_ids
+from exeplan.runner.compute.sampling import SamplingParams, check_token_ids
+from exeplan.runner.compute.structures import check_grammar
 from exeplan.runner.engine.admit_request import check_prompt_length
-from exeplan.runner.engine.tokenizer import Tokenizer
+from exeplan.runner.engine.tokenizer import Tokenizer, structure_tokenizer
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     READER_COMMANDS,
@@ -37,6 +38,7 @@ from exeplan.runner.ipc.messages import (
     Sampling,
     TextRead,
     TokensRead,
+    ToolFormat,
 )
 from exeplan.runner.server.protocol import (
     ChatRequest,
@@ -46,11 +48,17 @@ from exeplan.runner.server.protocol import (
     Message,
     RequestError,
     TokenizeRequest,
+    Tool,
+    ToolChosen,
     check,
     parse,
     read_object,
     unknown_model,
 )
+from exeplan.runner.server.structure import grammar_of, refused, tool_grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MAX_MEMORY_BYTES = 4 << 30
 """A template that makes an endless text is refused at this size, where its time is not over before."""
@@ -67,6 +75,8 @@ class Reader:
         directory = None if source.directory is None else Path(source.directory)
         self._spec = model_spec(source.config, name=source.name, directory=directory)
         self._served, self._tokenizer = setup.served_name, Tokenizer.load(self._spec)
+        self._vocabulary: LLTokenizer | None = None
+        """Made for the first request with a grammar."""
 
     def take(self, command: ReaderCommand) -> ReaderAnswer:
         """Carries a command out. Raises InputError for a body that is refused."""
@@ -90,13 +100,14 @@ class Reader:
             check_prompt_length(self._spec, len(prompt))
             check_token_ids("the prompt", prompt, self._spec.vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, self._spec.vocab_size)
+        grammar, tools = self._structured(request)
         options = request.stream_options
         wants_usage = options is not None and options.include_usage
         return Generate(
             chat=command.chat,
             prompts=prompts,
             echoes=self._echoes(request, prompts),
-            sampling=Sampling(**asdict(params)),
+            sampling=Sampling(**asdict(_with_structure(params, grammar))),
             n=request.n,
             stream=request.stream,
             usage=wants_usage,
@@ -104,11 +115,47 @@ class Reader:
             logprobs=request.num_logprobs is not None,
             deadline=request.deadline,
             weight=request.weight,
+            tools=tools,
         )
+
+    def _structured(self, request: GenerationRequest) -> tuple[str | None, ToolFormat | None]:
+        """The grammar that the output must have, and how calls of functions are found in it."""
+        if structure := request.structure:
+            return self._checked(grammar_of(structure), structure.param), None
+        if not isinstance(request, ChatRequest) or not (functions := request.told_functions):
+            return None, None
+        forced = request.forced_functions
+        tools = ToolFormat(
+            name=self._tool_format(forced=bool(forced)),
+            functions=tuple(function.name for function in functions),
+            single=not request.parallel_tool_calls or isinstance(request.tool_choice, ToolChosen),
+        )
+        return self._checked(tool_grammar(forced, tools), "tools") if forced else None, tools
+
+    def _tool_format(self, *, forced: bool) -> str:
+        template = self._tokenizer.chat_template
+        found = template.tool_format if template else None
+        if not found and not forced:
+            message = (
+                "calls of functions that this model makes by itself cannot be read, as its chat template does not say "
+                "their format; use tool_choice=required, or name a function"
+            )
+            raise RequestError(message, param="tool_choice")
+        return found or "json"
+
+    def _checked(self, grammar: str, param: str) -> str:
+        try:
+            if self._vocabulary is None:
+                self._vocabulary = structure_tokenizer(self._spec, self._tokenizer)
+            check_grammar(self._vocabulary, grammar)
+        except InputError as error:
+            raise refused(error, param) from None
+        return grammar
 
     def _prompts(self, request: GenerationRequest, max_tokens: int) -> list[list[int]]:
         if isinstance(request, ChatRequest):
-            return [self._conversation(request.messages, request.chat_template_kwargs, max_tokens)]
+            tools = [tool for tool in request.tools if tool.function in request.told_functions]
+            return [self._conversation(request.messages, request.chat_template_kwargs, max_tokens, tools=tools)]
         assert isinstance(request, CompletionRequest)
         return [
             prompt if isinstance(prompt, list) else self._text(prompt, max_tokens, special=True)
@@ -120,11 +167,21 @@ class Reader:
         return self._tokenizer.encode(text, special=special)
 
     def _conversation(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], max_tokens: int, *, special: bool = False
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        max_tokens: int,
+        *,
+        tools: Sequence[Tool],
+        special: bool = False,
     ) -> list[int]:
+        template = self._tokenizer.chat_template
+        if template and not template.takes_tools and (tools or any(message.is_about_tools for message in messages)):
+            raise RequestError("this model's chat template has no place for tools, so it takes none", param="tools")
         plain = [message.plain() for message in messages]
         self._tokenizer.check_length("".join(message["content"] for message in plain), max_tokens)
-        return self._tokenizer.encode_chat(plain, variables, special=special)
+        told = [tool.model_dump(exclude_none=True) for tool in tools]
+        return self._tokenizer.encode_chat(plain, variables, tools=told, special=special)
 
     def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
         if not isinstance(request, CompletionRequest) or not request.echo:
@@ -143,7 +200,8 @@ class Reader:
             token_ids = self._text(request.prompt, most, special=special is not False)
         else:
             messages = request.messages or []
-            token_ids = self._conversation(messages, request.chat_template_kwargs, most, special=bool(special))
+            variables, special = request.chat_template_kwargs, bool(special)
+            token_ids = self._conversation(messages, variables, most, tools=request.tools, special=special)
         texts = [self._tokenizer.token_text(token) for token in token_ids] if request.return_token_strs else None
         return TokensRead(token_ids=token_ids, texts=texts)
 
@@ -158,6 +216,14 @@ class Reader:
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._served):
             raise unknown_model(name, self._served)
+
+
+def _with_structure(params: SamplingParams, grammar: str | None) -> SamplingParams:
+    """Raises RequestError where the other parameters do not go with a grammar."""
+    try:
+        return replace(params, structure=grammar)
+    except InputError as error:
+        raise RequestError(str(error)) from None
 
 
 def main(descriptor: int) -> int:

@@ -1,14 +1,15 @@
 """Readers: the front end's side of the processes that read requests; the event loop only passes bytes on.
 
 There are two, so that a checkpoint's chat template that never ends cannot hold completions up; each carries out one
-command at a time, in the order in which they came. One that takes longer than `READ_SECONDS` is killed and replaced.
+command at a time, in the order in which they came from a client, clients in turns. One that takes longer than
+`READ_SECONDS` is killed and replaced.
 """
 
 import asyncio
 import contextlib
 import logging
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from exeplan.runner.ipc.child_process import start_child
@@ -57,23 +58,23 @@ class Readers:
         """Commands that are carried out or wait for that."""
         return self._templates.num_commands + self._texts.num_commands
 
-    async def read(self, command: Command) -> ReaderAnswer:
+    async def read(self, command: Command, client: str = "") -> ReaderAnswer:
         """The answer. Raises RequestError for a body that is refused, or that cannot be read in time.
 
-        503 where the bodies that wait are too large together.
+        Clients take turns, by the bytes of their bodies. 503 where the bodies that wait are too large together.
         """
         size = len(command.body)
         if self._num_bytes + size > MAX_WAITING_BYTES:
             raise RequestError("too many large requests at once", status=503, code="busy", retry_after=RETRY_SECONDS)
         self._num_bytes += size
         try:
-            return await self._read(command)
+            return await self._read(command, client)
         finally:
             self._num_bytes -= size
 
-    async def _read(self, command: Command) -> ReaderAnswer:
+    async def _read(self, command: Command, client: str) -> ReaderAnswer:
         renders = isinstance(command, ReadTokenize) or (isinstance(command, ReadGeneration) and command.chat)
-        answer = await (self._templates if renders else self._texts).read(command)
+        answer = await (self._templates if renders else self._texts).read(command, client)
         if isinstance(answer, BodyRefused):
             raise RequestError(answer.message, status=answer.status, param=answer.param, code=answer.code)
         return answer
@@ -96,12 +97,26 @@ class _Connection:
         await self.process.wait()
 
 
+@dataclass(order=True, frozen=True, slots=True)
+class _Turn:
+    start: int
+    """A tag in bytes; the lowest is next."""
+    number: int
+    command: Command = field(compare=False)
+    answer: asyncio.Future[ReaderAnswer] = field(compare=False)
+
+
 class _Reader:
     """One process, started again when it has ended; commands wait in a queue."""
 
     def __init__(self, setup: ReaderSetup) -> None:
         self._setup = setup
-        self._queue: asyncio.Queue[tuple[Command, asyncio.Future[ReaderAnswer]]] = asyncio.Queue()
+        self._queue: asyncio.PriorityQueue[_Turn] = asyncio.PriorityQueue()
+        self._now = 0
+        """The virtual time: the start tag of the command that was taken last."""
+        self._due: dict[str, int] = {}
+        """The finish tag of the last command of each client that has not had all its turns."""
+        self._number = 0
         self._connection: _Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self.num_commands = 0
@@ -109,11 +124,15 @@ class _Reader:
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
-    async def read(self, command: Command) -> ReaderAnswer:
+    async def read(self, command: Command, client: str) -> ReaderAnswer:
+        """By start-time fair queueing over bytes (Goyal et al., SIGCOMM 1996); of one client in order."""
         answer: asyncio.Future[ReaderAnswer] = asyncio.get_running_loop().create_future()
         self.num_commands += 1
         try:
-            self._queue.put_nowait((command, answer))
+            start = max(self._now, self._due.get(client, 0))
+            self._due[client] = start + len(command.body) + 1
+            self._number += 1
+            self._queue.put_nowait(_Turn(start, self._number, command, answer))
             return await answer
         finally:
             self.num_commands -= 1
@@ -129,7 +148,10 @@ class _Reader:
         while True:
             if self._connection is None:
                 self._connection = await self._launch()
-            command, answer = await self._queue.get()
+            turn = await self._queue.get()
+            command, answer = turn.command, turn.answer
+            self._now = turn.start
+            self._due = {name: due for name, due in self._due.items() if due > self._now}
             if answer.done():  # The client has left.
                 continue
             try:

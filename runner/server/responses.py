@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from exeplan.runner.ipc.messages import Event, Logprob
+from exeplan.runner.ipc.messages import Event, Logprob, ToolFormat
+from exeplan.runner.server.tool_calls import Parsed, ToolCall, ToolParser, whole_calls
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's value."""
-FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length"]})]
+FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length", "tool_calls"]})]
 
 
 class Usage(TypedDict):
@@ -88,8 +89,10 @@ class ChatLogprobs(TypedDict):
 
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None where there are only calls."""
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -101,7 +104,8 @@ class ChatChoice(TypedDict):
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: str
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -254,11 +258,14 @@ class CompletionBuilder(ResponseBuilder):
 
 
 class ChatBuilder(ResponseBuilder):
+    """`tools` says how calls of functions are found in the text; None where it is all content."""
+
     prefix = "chatcmpl"
 
-    def __init__(self, token_text: Callable[[int], str], **common: Any) -> None:
+    def __init__(self, token_text: Callable[[int], str], *, tools: ToolFormat | None = None, **common: Any) -> None:
         super().__init__(**common)
         self._token_text = token_text
+        self._parsers = [ToolParser(tools) for _ in self.choices] if tools else []
 
     def whole(self) -> ChatCompletion:
         choices = [self._choice(choice) for choice in self.choices]
@@ -271,23 +278,40 @@ class ChatBuilder(ResponseBuilder):
         }
 
     def _choice(self, choice: Choice) -> ChatChoice:
+        message: ChatMessage = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._parsers:
+            parsed = self._parsed(choice, choice.text)
+            if calls := whole_calls(parsed.calls):
+                message |= {"content": parsed.content or None, "tool_calls": calls}
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
         }
+
+    def _parsed(self, choice: Choice, text: str) -> Parsed:
+        """What a text of this choice adds, and at its end what was held back."""
+        parser = self._parsers[choice.index]
+        parsed = parser.push(text)
+        if choice.finish_reason:
+            parsed.content += parser.finish().content
+        return parsed
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        calls = choice.finish_reason == "stop" and self._parsers and self._parsers[choice.index].num_calls
+        return "tool_calls" if calls else choice.finish_reason
 
     def chunk(self, choice: Choice, event: Event) -> ChatChunk:
         # The role comes with the first token: a chunk before it would distort the client's time to first token.
-        delta: ChatDelta = {"content": event.text}
+        delta: ChatDelta = self._delta(choice, event.text)
         if choice.first is event:
             delta = {"role": "assistant", **delta}
         added: ChatChunkChoice = {
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs(event.logprobs),
-            "finish_reason": event.finish_reason,
+            "finish_reason": self._finish_reason(choice),
         }
         head = self._head
         return {
@@ -297,6 +321,16 @@ class ChatBuilder(ResponseBuilder):
             "object": "chat.completion.chunk",
             "choices": [added],
         }
+
+    def _delta(self, choice: Choice, text: str) -> ChatDelta:
+        if not self._parsers:
+            return {"content": text}
+        parsed, delta = self._parsed(choice, text), ChatDelta()
+        if parsed.content:
+            delta["content"] = parsed.content
+        if parsed.calls:
+            delta["tool_calls"] = parsed.calls
+        return delta
 
     def last_chunk(self) -> ChatChunk:
         return {

@@ -4,6 +4,7 @@ A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin,
 Every error, also of routing, is an OpenAI error object.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from exeplan.runner.server.api_keys import ApiKeys
+from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import Gate, error_response
 from exeplan.runner.server.hosts import HostGate, Hosts
 from exeplan.runner.server.protocol import RequestError
@@ -24,19 +27,17 @@ _EXPOSED = ["x-request-id", "retry-after"]
 """Headers that a page of an allowed origin may read."""
 
 
-def build_app(
-    service: Service, hosts: Hosts, *, api_key: str | None = None, cors_origins: Sequence[str] = ()
-) -> ASGIApp:
+def build_app(service: Service, hosts: Hosts, *, keys: ApiKeys, cors_origins: Sequence[str] = ()) -> ASGIApp:
     """The whole application."""
     app = route_views()
-    app.state.service, app.state.has_key = service, api_key is not None
+    app.state.service, app.state.has_key = service, keys.required
     app.openapi_schema = describe(
-        app, model=service.model_name, vocab_size=service.spec.vocab_size, has_key=api_key is not None
+        app, model=service.model_name, vocab_size=service.spec.vocab_size, has_key=keys.required
     )
     app.exception_handler(HTTPException)(_routing_error)
     app.exception_handler(RequestError)(_refusal)
     app.exception_handler(Exception)(_internal_error)
-    guarded: ASGIApp = Gate(app, api_key=api_key, origins=cors_origins)
+    guarded: ASGIApp = Gate(app, keys, origins=cors_origins)
     if cors_origins:  # Outside the gate: a browser's preflight request carries no key.
         methods = ["GET", "POST"]
         guarded = CORSMiddleware(
@@ -59,6 +60,9 @@ async def _routing_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _refusal(request: Request, error: RequestError) -> Response:
+    service: Service = request.app.state.service
+    if error.status == 429 and (seconds := service.clients.pause(client_of(request))):
+        await asyncio.sleep(seconds)
     return error_response(error)
 
 

@@ -1,9 +1,9 @@
 """`exeplan serve`: the OpenAI-compatible HTTP server of one plan.
 
-This process speaks HTTP and never imports torch; the engine runs in its child (`engine_process`), connected by a pair
-of sockets, each replica of a plan in a child of its own; two more children read requests (`readers`). The responses are
-in `views`, the start and the end in `lifecycle`.
-Not here: TLS and several models; put a proxy in front.
+This process speaks HTTP and never imports torch; the engine runs in a process of its own (`engine_process`), connected
+by a pair of sockets, and so does each replica of a plan; two children read requests (`readers`). The responses are in
+`views`, the start and the end in `lifecycle`.
+Not here: several models; put a proxy in front.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from msgspec.structs import replace as with_fields
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan, single_plans
 from exeplan.drift.state import Rules
+from exeplan.errors import InputError
 from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
@@ -25,6 +26,8 @@ from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
+from exeplan.runner.server.api_keys import ApiKeys
+from exeplan.runner.server.clients import Clients
 from exeplan.runner.server.hosts import Hosts
 from exeplan.runner.server.lifecycle import serve_until_stopped
 from exeplan.runner.server.listener import open_listener
@@ -32,6 +35,7 @@ from exeplan.runner.server.notify import notify
 from exeplan.runner.server.options import ServeOptions
 from exeplan.runner.server.routes import build_app
 from exeplan.runner.server.service import Service, summary
+from exeplan.runner.server.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +53,15 @@ def serve(
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
     tokenizer = Tokenizer.load(spec)
+    keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
+    tls = Tls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
     with open_listener(host, options.port) as listener:
-        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
         async def run() -> int:
             setup = partial(_setup, spec=spec, options=options)
-            engine = await _launch(plan, setup)
+            engine = _engine(plan, setup)
             service = Service(
                 engine,
                 tokenizer,
@@ -67,6 +73,7 @@ def serve(
                 plan_file=options.plan_file,
                 metrics_aliases=options.metrics_aliases,
             )
+            service.clients.count_from_now(keys.clients)
             service.replanner = Replanner(
                 engine,
                 plan,
@@ -91,7 +98,7 @@ def serve(
                 on_ready(url)
 
             hosts = Hosts(host, options.allowed_hosts)
-            app = build_app(service, hosts, api_key=options.api_key, cors_origins=options.cors_origins)
+            app = build_app(service, hosts, keys=keys, cors_origins=options.cors_origins)
             try:
                 await serve_until_stopped(
                     app,
@@ -100,6 +107,9 @@ def serve(
                     drain_seconds=options.drain_seconds,
                     on_listening=listening,
                     on_ready=ready,
+                    on_hangup=partial(_read_again, keys, tls, service.clients),
+                    tls=tls and tls.context,
+                    trusted_proxies=options.trusted_proxies,
                 )
                 return 1 if engine.failure else 0
             finally:
@@ -112,14 +122,14 @@ def serve(
             return 1
 
 
-async def _launch(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
-    """Starts the engine process of a plan, or one for each replica."""
+def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | ReplicaSet:
+    """The client of a plan's engine process, or of one for each replica; within the running event loop."""
     if plan.num_replicas == 1:
-        return await EngineClient.launch(setup(plan))
+        return EngineClient(setup(plan))
     assert plan.router is not None
     firsts = [first for group in plan.groups for first in group.first_devices]
     setups = [_own_timeline(setup(one), number) for number, one in enumerate(single_plans(plan))]
-    return await ReplicaSet.launch(setups, firsts, plan.router)
+    return ReplicaSet(setups, firsts, plan.router)
 
 
 def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
@@ -128,6 +138,17 @@ def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
         return setup
     path = Path(setup.timeline)
     return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
+
+
+def _read_again(keys: ApiKeys, tls: Tls | None, clients: Clients) -> None:
+    try:
+        if tls:
+            tls.reload()
+        if number := keys.reload():
+            log.info("%d API keys, from now on", number)
+            clients.count_from_now(keys.clients)
+    except InputError as error:
+        log.error("%s; keys and certificates stay as they were", error)
 
 
 def _announce(line: str, options: ServeOptions) -> None:

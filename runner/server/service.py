@@ -18,17 +18,20 @@ from exeplan.runner.engine_process.build import model_source
 from exeplan.runner.engine_process.client import EngineClient, Job
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import (
+    Event,
     Generate,
     Prompt,
     ReadDetokenize,
     ReaderSetup,
     ReadGeneration,
     ReadTokenize,
+    Stats,
     TextRead,
     TokensRead,
 )
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission
+from exeplan.runner.server.clients import Client, Clients
 from exeplan.runner.server.metrics import Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed, Snapshot
 from exeplan.runner.server.protocol import RequestError
@@ -65,7 +68,8 @@ class Service:
         self.metrics = ServeMetrics(
             model_name=model_name, plan=plan, observed=self.observed, read=self._read, aliases=metrics_aliases
         )
-        engine.on_step = self.metrics.step
+        self.clients = Clients()
+        engine.on_step = self._step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
         self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
         self._readers.start()
@@ -115,7 +119,13 @@ class Service:
         """For `/metrics`. The waiting ones are also those that have not reached the engine, or are being read."""
         replanning = drift_state.summary(self.replanner.state) if self.replanner else {}
         stats, waiting = self.engine.stats, self.engine.num_waiting + self._readers.num_reading
-        return Reading(stats=stats, observed=self.snapshot(), num_waiting=waiting, replanning=replanning)
+        return Reading(
+            stats=stats,
+            observed=self.snapshot(),
+            num_waiting=waiting,
+            replanning=replanning,
+            clients=self.clients.reading_of_all(),
+        )
 
     @property
     def max_context(self) -> int:
@@ -140,47 +150,88 @@ class Service:
     def _unavailable(self, reason: str) -> RequestError:
         return RequestError(reason, status=503, code="unavailable", retry_after=self.retry_after)
 
-    def check_capacity(self) -> None:
-        """Raises what `admit` would raise for any request, so that its body need not be read for that."""
-        self.check_up()
-        waiting = self.engine.num_waiting + self._readers.num_reading
-        if refusal := self.admission.refusal(1, num_waiting=waiting, max_tokens=1):
-            raise self._counted(refusal)
+    def _step(self, events: list[Event], stats: Stats) -> None:
+        self.metrics.step(events, stats)
+        self.clients.count(events)
 
-    async def read_generation(self, body: bytes, *, chat: bool) -> Generate:
+    def check_capacity(self, client: Client) -> None:
+        """Raises what `admit` would raise for any request, so that its body need not be read for that.
+
+        Requests that are being read count as waiting. In a full queue a client below its share of it may go on.
+        """
+        self.check_up()
+        if refusal := self.clients.refusal(client):
+            raise self._counted(refusal, client)
+        waiting = self.engine.num_waiting + self.clients.num_reading
+        before = self.clients.num_ahead(client, waiting, 1)
+        refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
+        may_push_out = self.clients.is_below_share(client, self.admission.max_queue)
+        if refusal and not (refusal.code == "queue_full" and may_push_out):
+            raise self._counted(refusal, client)
+
+    async def read_generation(self, body: bytes, *, chat: bool, client: Client) -> Generate:
         """The request in a body. Raises RequestError for one that is refused, or cannot be read in time."""
-        answer = await self._readers.read(ReadGeneration(chat=chat, body=body, max_tokens=self.max_context))
+        answer = await self._readers.read(
+            ReadGeneration(chat=chat, body=body, max_tokens=self.max_context), client.identity
+        )
         assert isinstance(answer, Generate)
         return answer
 
-    async def tokenize(self, body: bytes) -> TokensRead:
+    async def tokenize(self, body: bytes, client: Client) -> TokensRead:
         """The tokens of the text in a body. Raises RequestError as `read_generation`."""
-        answer = await self._readers.read(ReadTokenize(body=body, max_tokens=self.max_context))
+        answer = await self._readers.read(ReadTokenize(body=body, max_tokens=self.max_context), client.identity)
         assert isinstance(answer, TokensRead)
         return answer
 
-    async def detokenize(self, body: bytes) -> TextRead:
+    async def detokenize(self, body: bytes, client: Client) -> TextRead:
         """The text of the tokens in a body. Raises RequestError as `read_generation`."""
-        answer = await self._readers.read(ReadDetokenize(body=body))
+        answer = await self._readers.read(ReadDetokenize(body=body), client.identity)
         assert isinstance(answer, TextRead)
         return answer
 
-    def admit(self, request: Generate) -> Job:
+    def admit(self, request: Generate, client: Client) -> Job:
         """Places in the queue for all of a request's sequences, to be given back with `release`.
 
+        In a full queue the newest requests of clients with more in it make room, and get 429.
         Raises RequestError 429 when it is not admitted, 503 when the server cannot serve it.
         """
         self.check_up()
-        count, limit = request.n * len(request.prompts), request.sampling.max_tokens
-        waiting, deadline = self.engine.num_waiting, request.deadline
-        refusal = self.admission.refusal(count, num_waiting=waiting, max_tokens=limit, deadline=deadline)
+        count = request.n * len(request.prompts)
+        if refusal := self.clients.refusal_to_wait(client, count):
+            raise self._counted(refusal, client)
+        while (refusal := self._refusal(request, client)) and refusal.code == "queue_full":
+            heaviest = self.clients.heaviest(client, count)
+            if heaviest is None or heaviest.newest is None:
+                break
+            self._push_out(heaviest.newest, heaviest.client)
         if refusal:
-            raise self._counted(refusal)
-        return self.engine.reserve(count)
+            raise self._counted(refusal, client)
+        job = self.engine.reserve(count)
+        self.clients.begin(client, job)
+        return job
 
-    def _counted(self, refusal: RequestError) -> RequestError:
+    def _refusal(self, request: Generate, client: Client) -> RequestError | None:
+        count, waiting = request.n * len(request.prompts), self.engine.num_waiting
+        return self.admission.refusal(
+            count,
+            num_waiting=waiting,
+            num_before=self.clients.num_ahead(client, waiting, count),
+            max_tokens=request.sampling.max_tokens,
+            deadline=request.deadline,
+        )
+
+    def _push_out(self, job: Job, client: Client) -> None:
+        """Ends a job that has not begun, for one of a client with less in the queue."""
+        message = "the queue is full, and this request made room for a client with fewer waiting; try again later"
+        retry_after = self.admission.retry_after(self.engine.num_waiting)
+        error = RequestError(message, status=429, code="queue_full", retry_after=retry_after)
+        job.fail(self._counted(error, client))
+        self.release(job)
+
+    def _counted(self, refusal: RequestError, client: Client) -> RequestError:
         if refusal.status == 429:
             self.metrics.rejected[refusal.code or ""] += 1
+            self.clients.total(client).rejections += 1
         return refusal
 
     def start(self, job: Job, request: Generate) -> None:
@@ -206,13 +257,14 @@ class Service:
             "wants_logprobs": request.logprobs,
         }
         if request.chat:
-            return ChatBuilder(self.token_text, **common)
+            return ChatBuilder(self.token_text, tools=request.tools, **common)
         return CompletionBuilder(self.token_text, [text for text in request.echoes for _ in range(request.n)], **common)
 
     def release(self, job: Job) -> None:
         """Gives the places back; unfinished sequences are dropped."""
         for request_id in job.request_ids:
             self.metrics.dropped(request_id)
+        self.clients.end(job)
         self.engine.release(job)
 
 

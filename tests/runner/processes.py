@@ -15,7 +15,8 @@ _LISTENING = "0A"
 def descendants(pid: int) -> list[int]:
     """The children of a process, and theirs."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
     except OSError:
         return []
     return [found for child in map(int, children) for found in (child, *descendants(child))]

@@ -5,6 +5,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from typing_extensions import TypedDict
 
+from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import read_body
 from exeplan.runner.server.protocol import DetokenizeRequest, TokenizeRequest
 from exeplan.runner.server.views.interface import Served, declared, failures, reads
@@ -34,11 +35,13 @@ class Text(TypedDict):
     responses=_FAILURES,
 )
 async def tokenize(request: Request, service: Served) -> Response:
-    service.check_capacity()
-    try:
-        found = await service.tokenize(await read_body(request))
-    except ClientDisconnect:
-        return Response()
+    client = client_of(request)
+    service.check_capacity(client)
+    with service.clients.reading(client):
+        try:
+            found = await service.tokenize(await read_body(request), client)
+        except ClientDisconnect:
+            return Response()
     body: Tokens = {
         "count": len(found.token_ids),
         "max_model_len": service.max_context,
@@ -56,10 +59,12 @@ async def tokenize(request: Request, service: Served) -> Response:
     responses=_FAILURES,
 )
 async def detokenize(request: Request, service: Served) -> Response:
-    service.check_capacity()
-    try:
-        found = await service.detokenize(await read_body(request))
-    except ClientDisconnect:
-        return Response()
+    client = client_of(request)
+    service.check_capacity(client)
+    with service.clients.reading(client):
+        try:
+            found = await service.detokenize(await read_body(request), client)
+        except ClientDisconnect:
+            return Response()
     body: Text = {"prompt": found.text}
     return JSONResponse(body)

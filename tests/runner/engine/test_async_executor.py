@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def requests(seed: int, count: int = 9) -> list[Request]:
         {"temperature": 1.0, "seed": 4, "stop_token_ids": tuple(range(0, 200, 9))},
         {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3, "logprobs": 2},
         {"temperature": 1.0, "seed": 6, "stop": ("a", "b", "c"), "min_tokens": 1},
+        {"temperature": 1.0, "seed": 7, "structure": "start: /[ab]+c{1,9}/", "min_tokens": 1, "logprobs": 1},
     ]
     return [
         Request(
@@ -109,6 +111,9 @@ def test_outputs_equal_those_without_async_scheduling_and_aborts_do_not_change_o
         name: delivered(outputs) for name, outputs in expected.items()
     }
     assert is_clean(ahead, paged)
+    structured = [request.request_id for request in requests(seed) if request.sampling.structure]
+    for tokens in (delivered(found[name])[0] for name in structured):
+        assert re.fullmatch("[ab]*c{0,9}", bytes(token for (token,), *_ in tokens if token < 256).decode())
     for name, outputs in found.items():
         for output, reference in zip(outputs, expected[name], strict=True):
             assert [t.logprob for t in output.logprobs] == pytest.approx(

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,32 @@ def text(outputs: list) -> str:
 
 
 # The same tokens
+
+
+@every_policy
+@given(data=st.data())
+@settings(max_examples=15)
+def test_another_engine_goes_on_where_one_has_ended(shared_runner, schedule, data):
+    """Greedily and by a seed; with penalties, of which the output is a part; up to the same stop string."""
+    stop = data.draw(st.sampled_from([(), ("e",), ("th", "xy")]))
+    bias = ONLY_LETTERS if stop else {}
+    fields = {"stop": stop, "logit_bias": bias, "max_tokens": 40, "min_tokens": 5, "presence_penalty": 0.3}
+    params = [greedy(**fields), SamplingParams(**fields, temperature=1.0, seed=3)]
+    whole = [run(shared_runner, prompt, one, tokenizer=BYTES) for prompt, one in zip(prompts(2), params, strict=True)]
+    cuts = [data.draw(st.integers(0, len(outputs) - 1)) for outputs in whole]
+    engine = Engine(InProcessExecutor(shared_runner), schedule, tokenizer=BYTES, num_blocks=64)
+    for number, (prompt, one, cut) in enumerate(zip(prompts(2), params, cuts, strict=True)):
+        so_far = tokens(whole[number][:cut])
+        engine.add(replace(request(str(number), prompt, one), output_token_ids=so_far, start=1.5 if cut else None))
+    rest = drain(engine)
+    for number, cut in enumerate(cuts):
+        wanted, found = whole[number][cut:], rest[str(number)]
+        assert tokens(found) == tokens(wanted)
+        assert text(found) == text(wanted)
+        assert [(output.first, output.finish_reason) for output in found] == [
+            (output.first, output.finish_reason) for output in wanted
+        ]
+        assert (found[0].start == 1.5) == bool(cut)
 
 
 @every_policy

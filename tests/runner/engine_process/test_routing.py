@@ -1,17 +1,17 @@
 """The server sends each request of a stream to the replica that the replay says."""
 
 import asyncio
-import itertools
-from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.core.schedule import ROUTERS, Schedule
-from exeplan.runner.engine_process.client import EngineClient
-from exeplan.runner.engine_process.replicas import ReplicaSet, _Replica
+from exeplan.core.model import load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import ROUTERS, Schedule, single_stage
+from exeplan.runner.engine_process.build import engine_setup
+from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
 
@@ -19,10 +19,11 @@ from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
 async def served(run: RoutedRun, router: str, replicas: int) -> list[int]:
     """Where a ReplicaSet puts requests that come and end at the times of a replay. Its engine processes never start:
     places are reserved and given back, and nothing is sent."""
-    nothing = cast(Any, None)
-    numbers = itertools.count(1)
-    clients = [EngineClient(nothing, (nothing, nothing), numbers) for _ in range(replicas)]
-    every = ReplicaSet([_Replica(client, nothing, number) for number, client in enumerate(clients)], router)
+    spec = load_model_spec("demo")
+    plan = Plan(model="demo", schedule=Schedule("orca", {"max_num_seqs": 3}), placement=single_stage(spec))
+    setup = engine_setup(plan, spec)
+    every = ReplicaSet([setup] * replicas, range(replicas), router)
+    clients = every._clients
     arrivals, ends = run.requests.arrivals, run.requests.last_tokens
     events = sorted([*((t, 1, i) for i, t in enumerate(arrivals)), *((t, 0, i) for i, t in enumerate(ends))])
     jobs, chosen = {}, []

@@ -102,7 +102,7 @@ def test_a_number_that_no_message_holds_is_an_input_error():
     [
         (b"", r"a message of 0 bytes does not fit EngineCommand: Input data was truncated"),
         (b"GET / HTTP/1.1", r"a message of 14 bytes does not fit EngineCommand: "),
-        (frame(EngineBroken(message=""))[4:], r"does not fit EngineCommand: Invalid value 'EngineBroken'"),
+        (frame(EngineBroken(message="", final=False))[4:], r"does not fit EngineCommand: Invalid value 'EngineBroken'"),
         (frame(EngineUp())[4:] * 2, r"does not fit EngineCommand: "),
     ],
 )

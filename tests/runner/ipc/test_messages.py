@@ -21,7 +21,7 @@ from exeplan.runner.distributed.worker import Worker
 from exeplan.runner.distributed.worker_group import WorkerGroup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.process import _EngineLoop
-from exeplan.runner.ipc import messages
+from exeplan.runner.ipc import fork_server, messages
 from exeplan.runner.ipc.frames import Channel, MessageError, frame
 from exeplan.runner.replan.advisor import Advisor
 from exeplan.runner.replan.replanner import Replanner
@@ -41,6 +41,8 @@ json_values = st.recursive(
 HANDLERS = {
     "EngineCommand": [_EngineLoop._take],
     "EngineEvent": [EngineClient._take],
+    "ForkCommand": [fork_server._Server._take],
+    "ForkReply": [fork_server.ForkChannel.fork, fork_server.ForkChannel.end],
     "WorkerCommand": [Worker.take],
     "WorkerEvent": [WorkerGroup._await_ready, MultiprocessExecutor._take, MultiprocessExecutor.save,
                     MultiprocessExecutor.restore],

@@ -16,7 +16,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ..processes import PATIENCE, descendants, eventually
+from ..processes import PATIENCE, descendants, eventually, is_alive
 
 CONTEXT = 4096
 ONE_DEVICE = "[{devices: [0], layers: [0, 2]}]"
@@ -45,7 +45,9 @@ if folder := os.environ.get("VIEWS_FOR_TESTS"):
 plan = read_plan(Path(sys.argv[1]))
 announce = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
 try:
-    options = ServeOptions(plan_file=Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    given = json.loads(sys.argv[2])
+    given |= {name: Path(given[name]) for name in ("api_keys", "tls_cert", "tls_key") if name in given}
+    options = ServeOptions(plan_file=Path(sys.argv[1]), **given)
     sys.exit(serve(plan, load_model_spec(plan.model), options, on_ready=announce))
 except InputError as error:
     print(error, file=sys.stderr)
@@ -82,19 +84,29 @@ class Running:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return int(children.split()[0])
+        (found,) = self.engine_pids
+        return found
 
     @property
     def engine_pids(self) -> list[int]:
-        """The engine processes of all replicas, in their order."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [pid for pid in map(int, children.split()) if b"engine_process" in _command(pid)]
+        """The engine processes of all replicas, in the order in which they were started."""
+        return [pid for pid in descendants(self.process.pid) if _name(pid) == "exeplan-engine"]
+
+    @property
+    def fork_server_pid(self) -> int:
+        """The process that forks the engine, waiting for it; it imports torch before that."""
+        named: list[int] = []
+
+        def started() -> bool:
+            named[:] = (pid for pid in descendants(self.process.pid) if _name(pid) == "exeplan-forks")
+            return bool(named)
+
+        eventually(started)
+        return named[0]
 
     @property
     def worker_pids(self) -> list[int]:
-        """The processes that a fork server of the engine has forked."""
-        return [pid for pid in descendants(self.process.pid) if _forked(pid) and _forked(_parent(pid))]
+        return [pid for pid in descendants(self.process.pid) if _name(pid) == "exeplan-worker"]
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=PATIENCE)
@@ -121,22 +133,11 @@ class Running:
         return sum(float(value) for value in rows)
 
 
-def _command(pid: int) -> bytes:
+def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_text().strip() if is_alive(pid) else ""
     except OSError:  # Gone meanwhile.
-        return b""
-
-
-def _forked(pid: int) -> bool:
-    return b"forkserver" in _command(pid)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+        return ""
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ BODIES = {
     "bad prompt in a batch": ({"prompt": [[1], [999]]}, 400, "token id 999"),
     "unknown field": ({"prompt": "a", "max_token": 5}, 400, "unknown field 'max_token'"),
     "field not offered": ({"prompt": "a", "best_of": 4}, 400, "best_of=4"),
-    "structured output": ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "response_format"),
+    "structured output": ({"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type"),
     "temperature too high": ({"prompt": "a", "temperature": 3}, 400, "temperature"),
     "top_p above 1": ({"prompt": "a", "top_p": 1.5}, 400, "top_p"),
     "too many choices": ({"prompt": "a", "n": 10**6}, 400, "n must be at most"),
@@ -73,7 +73,7 @@ BODIES = {
 MESSAGES = {
     "no messages": ([], "messages must not be empty"),
     "image": ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type"),
-    "tool result": ([{"role": "tool", "content": "x"}], "messages.0.role"),
+    "tool result": ([{"role": "tool", "content": "x"}], "chat template has no place for tools"),
     "unknown field": ([{"role": "user", "content": "x", "colour": 1}], "messages.0.colour"),
     "content missing": ([{"role": "user"}], "messages.0.content"),
     "content of half a million numbers": ([{"role": "user", "content": [5] * 500_000}], "messages.0.content.0 must be"),

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 
@@ -19,15 +20,15 @@ def log(tmp_path):
 
 @contextlib.contextmanager
 def held_up(launch, log, **options):
-    """A server whose engine is stopped long before it has loaded anything; it may go on afterwards."""
+    """A server whose engine cannot start, as the process that forks it is stopped; it may go on afterwards."""
     with launch(loading=True, log=log, **options) as server:
-        engine = server.engine_pid
-        os.kill(engine, signal.SIGSTOP)
+        forks = server.fork_server_pid
+        os.kill(forks, signal.SIGSTOP)
         try:
             yield server
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(engine, signal.SIGCONT)
+                os.kill(forks, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_systemd_is_notified_of_start_and_end_and_sighup_waits_for_the_engine(la
             for _ in range(3):
                 server.process.send_signal(signal.SIGHUP)
                 assert server.call("/health").status == 200
-            os.kill(server.engine_pid, signal.SIGCONT)
+            os.kill(server.fork_server_pid, signal.SIGCONT)
             assert systemd.recv(1000).startswith(b"READY=1\nSTATUS=serving tiny with rra(")
             assert server.process.stdout.readline().startswith("serving tiny with rra(")
             assert server.call("/ready").status == 200
@@ -107,8 +108,12 @@ def test_workers_that_load_end_with_the_server(launch, log):
         eventually(lambda: not any(is_alive(pid) for pid in family))
 
 
-def test_an_engine_that_dies_while_it_loads_ends_the_server_with_1(launch, log):
-    with held_up(launch, log) as server:
+def test_an_engine_that_dies_while_it_loads_ends_the_server_with_1(launch, log, checkpoint, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint, directory)
+    os.mkfifo(directory / "model.safetensors")  # It waits for the weights.
+    with launch(loading=True, log=log, directory=directory, dummy_weights=False) as server:
+        eventually(lambda: len(server.engine_pids) == 1)
         os.kill(server.engine_pid, signal.SIGKILL)
         assert server.process.wait(PATIENCE) == 1
         assert "the engine process ended unexpectedly (signal 9)" in log.read_text()

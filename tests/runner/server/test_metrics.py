@@ -9,7 +9,8 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.drift.state import DriftState, Replanned, ReplanState, summary
 from exeplan.runner.ipc.messages import Event, Stats
-from exeplan.runner.server.metrics import Histogram, Reading, ServeMetrics
+from exeplan.runner.server.clients import Totals
+from exeplan.runner.server.metrics import REJECTIONS, Histogram, Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed
 
 IDLE = Stats(num_blocks=10, free_blocks=10)
@@ -18,7 +19,8 @@ HISTOGRAMS = """time_to_first_token_seconds inter_token_latency_seconds request_
     e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
     request_prompt_tokens request_generation_tokens iteration_tokens_total"""
 COUNTERS = """num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total
-    admission_rejections_total replans_total"""
+    admission_rejections_total replans_total
+    client_requests_total client_rejections_total client_prompt_tokens_total client_generation_tokens_total"""
 GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     drift_measure drift_requests drift_bound_share drift_best_gain drift_bound_missed
     replan_pause_seconds replan_last_seconds replan_proposed
@@ -30,7 +32,7 @@ GAUGES = """num_requests_running num_requests_waiting kv_cache_usage_perc
     observed_num_requests observed_throughput observed_token_throughput observed_ttft_seconds observed_tpot_seconds
     observed_latency_seconds observed_latency_p50_seconds observed_latency_p99_seconds observed_prefill_batch
     observed_decode_batch plan_latency_bound_seconds plan_bound_seconds observed_share_within_bound
-    observed_num_observations"""
+    observed_num_observations client_sequences_waiting client_sequences_running"""
 """Dashboards and alerts of operators use these names: they are never renamed."""
 
 
@@ -59,7 +61,8 @@ class Engine:
 
     def read(self):
         observed = self.observed.snapshot()
-        return Reading(stats=self.stats, observed=observed, num_waiting=3, replanning=self.replanning)
+        clients = {"chat": Totals()}
+        return Reading(stats=self.stats, observed=observed, num_waiting=3, replanning=self.replanning, clients=clients)
 
     def page(self):
         return generate_latest(self.metrics.registry).decode()
@@ -126,7 +129,8 @@ def test_every_name_has_help_and_type_from_the_start_and_counters_their_zeros(en
     found = engine.values()
     counted = {name: value for name, value in found.items() if (name if isinstance(name, str) else name[0]) in COUNTERS}
     labels = {("request_success_total", reason) for reason in ("stop", "length", "abort", "expired")}
-    labels |= {("admission_rejections_total", reason) for reason in ("queue_full", "late")}
+    labels |= {("admission_rejections_total", reason) for reason in REJECTIONS}
+    labels |= {(name, "chat") for name in COUNTERS.split() if name.startswith("client_")}
     plain = set(COUNTERS.split()) - {name for name, _ in labels}
     assert counted == dict.fromkeys(plain | labels, 0)
     assert all(found[f"{name}_count"] == 0 for name in HISTOGRAMS.split())

@@ -14,6 +14,7 @@ import uvicorn
 
 from exeplan.runner.server import connection
 from exeplan.runner.server.connection import GuardedProtocol
+from exeplan.runner.server.places import NUM_PROBES
 
 from ..processes import PATIENCE, eventually
 from .conftest import dropped, is_idle
@@ -141,28 +142,67 @@ def test_a_client_that_reads_nothing_is_disconnected(monkeypatch):
         assert left.wait(PATIENCE)
 
 
-def test_too_many_connections_are_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(GuardedProtocol, "max_connections", 3)
+async def answers(scope, receive, send):
+    """An application that answers `/never` at the end of the connection."""
+    if scope["path"] == "/never":
+        scope["app"].append(scope)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def asked(port, path, address="127.0.0.1"):
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE, source_address=(address, 0))
+    client.request("GET", path)
+    return client
+
+
+def status_of(port, path, address="127.0.0.1"):
+    with contextlib.closing(asked(port, path, address)) as client, client.getresponse() as response:
+        return response.status
+
+
+def test_where_all_connections_work_probes_alone_are_answered(monkeypatch):
+    monkeypatch.setattr(GuardedProtocol, "max_connections", 4)
+    begun = []
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    def status(port):
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as client:
-            try:
-                client.request("GET", "/")
-                return client.getresponse().status
-            except ConnectionError:  # The refusal was written, and the connection closed, before it had asked.
-                return None
+        await answers({**scope, "app": begun}, receive, send)
 
     with guarded(app) as port:
-        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-        with socket.create_connection(("127.0.0.1", port)) as one_more:
-            assert one_more.recv(1000).startswith(b"HTTP/1.1 503")
-        for entry in held:
+        working = []
+        for address in ("127.0.0.2", "127.0.0.2", "127.0.0.2", "127.0.0.3"):
+            if address == "127.0.0.3":
+                assert status_of(port, "/", "127.0.0.2") == 503  # It has its share.
+                assert status_of(port, "/", "127.0.0.3") == 204
+            working.append(asked(port, "/never", address))
+            eventually(lambda: len(begun) == len(working))
+        assert status_of(port, "/", "127.0.0.4") == 503
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(NUM_PROBES + 10)]
+        assert silent[0].recv(1000).startswith(b"HTTP/1.1 503")  # The oldest makes room.
+        assert status_of(port, "/health", "127.0.0.2") == 204
+        for entry in (*working, *silent):
             entry.close()
-        eventually(lambda: status(port) == 204)
+        eventually(lambda: status_of(port, "/", "127.0.0.2") == 204)
+
+
+def test_idle_connections_make_room_the_oldest_first(monkeypatch):
+    monkeypatch.setattr(GuardedProtocol, "max_connections", 4)
+    with guarded(answers) as port:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+
+        def ask(entry):
+            entry.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            return entry.recv(1000).partition(b"\r")[0]
+
+        assert [ask(entry) for entry in (*idle, idle[0])] == [b"HTTP/1.1 204 No Content"] * 4
+        assert status_of(port, "/") == 204
+        assert ask(idle[0]) == b"HTTP/1.1 204 No Content"
+        assert idle[1].recv(1000) == b""  # It had been idle for longer than the one that asked again.
+        for entry in idle:
+            entry.close()
 
 
 async def refuses(scope, receive, send):

@@ -47,6 +47,20 @@ def test_it_is_small_updates_and_has_nothing_to_complain(busy):
     assert asked.count(f"{busy.url}/dashboard") >= 2
 
 
+def test_few_arrivals_are_named_as_the_limit(busy):
+    async def look(page):
+        await page.until(SHOWN)
+        shown = """fetch('/dashboard').then((r) => r.json()).then((d) => {
+            figures({...d, predicted: {...d.predicted, throughput: 1000}, waiting: WAITING});
+            return document.getElementById('load').textContent;
+        })"""
+        return [await page.value(shown.replace("WAITING", str(waiting))) for waiting in (0, 3)]
+
+    few, many = browse(f"{busy.url}/", look)
+    assert few.startswith("Arrivals are the limit, not the schedule: nothing waits, and ")
+    assert many == ""
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_readable(busy, width, dark, tmp_path):
@@ -145,7 +159,7 @@ def test_it_says_that_the_model_is_being_loaded_and_goes_on_by_itself(launch, tm
                 })"""
                 )
             )
-        os.kill(server.engine_pid, signal.SIGCONT)
+        os.kill(server.fork_server_pid, signal.SIGCONT)
         await page.until("document.getElementById('status').textContent === 'ok'")
         await page.until(SHOWN)
         return seen, await page.value("document.getElementById('loading').hidden"), page.complaints()

@@ -11,6 +11,8 @@ import pytest
 from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, RequestError, parse
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 def completion(**fields: Any):
@@ -107,7 +109,10 @@ def test_a_wrong_completion_is_named(fields: dict[str, Any], words: str) -> None
     [
         ({"messages": []}, "messages must not be empty"),
         ({"messages": HELLO * 4097}, "messages holds 4097 entries, at most 4096 are taken"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role must be 'system', 'developer', 'user' or"),
+        (
+            {"messages": [{"role": "bot", "content": "x"}]},
+            "messages.0.role must be 'system', 'developer', 'user', 'ass",
+        ),
         ({"messages": [{"role": "user"}]}, "'messages.0.content' is missing"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content must be"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
@@ -118,12 +123,27 @@ def test_a_wrong_completion_is_named(fields: dict[str, Any], words: str) -> None
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens 3 and max_completion_tokens 4 are the same limit"),
         ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be an object"),
         ({"chat_template_kwargs": {str(n): 1 for n in range(65)}}, "chat_template_kwargs holds 65 entries, at most 64"),
-        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "messages.0.tool_calls=[{}] is not offered by this server"),
+        ({"messages": [{**HELLO[0], "tool_calls": [{}]}]}, "'messages.0.tool_calls.0.function' is missing"),
+        ({"messages": [{**HELLO[0], "tool_calls": [CALL]}]}, "messages.0 has tool_calls, which only a message of the"),
         ({"messages": [{**HELLO[0], "refusal": "no"}]}, 'messages.0.refusal="no" is not offered by this server'),
         ({"use_beam_search": True}, "use_beam_search=true is not offered by this server"),
         ({"skip_special_tokens": False}, "skip_special_tokens=false is not offered by this server"),
         ({"priority": 1}, "priority=1 is not offered by this server"),
-        ({"tools": [{"type": "function"}]}, "tools=[{"),
+        ({"tools": [{"type": "function"}]}, "'tools.0.function' is missing"),
+        ({"tools": [TOOL, TOOL]}, "tools has the function 'look' twice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name must have 1 to 64"),
+        ({"tool_choice": "required"}, "tool_choice asks for a function of tools, of which there are none"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tools; there are look"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "tools and guided_regex exclude each other"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex and guided_choice both say what the output must"),
+        (
+            {"guided_regex": "a", "ignore_eos": True},
+            "guided_regex ends an output when it is complete, which ignore_eos",
+        ),
+        ({"guided_json": "[1]"}, "guided_json must be a JSON object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format has json_schema where its type is json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
+        ({"structured_outputs": {"grammar": "x"}}, 'structured_outputs.grammar="x" is not offered'),
     ],
     ids=str,
 )

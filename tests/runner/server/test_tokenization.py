@@ -7,6 +7,7 @@ import pytest
 from .conftest import CONTEXT
 
 PROMPT = "the quick brown fox <|end|> \N{SNOWMAN}"
+TOOL = {"type": "function", "function": {"name": "look"}}
 MESSAGES = [{"role": "user", "content": "a schedule"}]
 
 
@@ -47,7 +48,9 @@ def test_tokens_become_their_text_again(server):
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "no model 'other'"),
         ("/tokenize", {"prompt": "x" * 100_000}, 400, "100000 characters"),
         ("/tokenize", {"prompt": 5}, 400, "prompt must be a string, found 5"),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "tools=[{}] is not offered"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "'tools.0.type' is missing"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [TOOL]}, 400, "chat template has no place for tools"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools are taken only with messages"),
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "must not set 'messages'"),
         ("/detokenize", {}, 400, "'tokens' is missing"),
         ("/detokenize", {"tokens": [5000]}, 400, "token id 5000 is not in the vocabulary"),

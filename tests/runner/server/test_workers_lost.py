@@ -86,7 +86,7 @@ def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error(pipeline):
     eventually(lambda: pipeline.call("/ready").status == 200)
 
 
-def test_a_worker_that_hangs_is_detected_by_the_deadline_and_the_next_ones_end_with_the_engine(
+def test_a_worker_that_hangs_is_detected_by_the_deadline_and_an_engine_that_dies_takes_its_workers_along(
     launch, undisturbed, tmp_path
 ):
     log = tmp_path / "log"
@@ -97,11 +97,12 @@ def test_a_worker_that_hangs_is_detected_by_the_deadline_and_the_next_ones_end_w
         os.kill(before[1], signal.SIGSTOP)
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))
-        with streaming(server):
-            family = descendants(server.process.pid)
-            assert len(family) >= 4
-            os.kill(server.engine_pid, signal.SIGKILL)
-            eventually(lambda: not any(map(is_alive, family)))
+        before = [server.engine_pid, *server.worker_pids]
+        wait = answers(server, BODIES[:3])
+        eventually(lambda: server.metric("num_requests_running") == 3)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert [tokens(reply) for reply in wait()] == undisturbed[:3]
+        assert not any(map(is_alive, before))
     assert "a batch took longer than 2 s: a worker hangs" in log.read_text()
 
 

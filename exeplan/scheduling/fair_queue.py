@@ -1,0 +1,113 @@
+"""Fair shares of one engine's work among its clients, by virtual token counters.
+
+Each client has a counter of the tokens that it was served, over its weight. Whenever a sequence may start, it is the
+oldest of the client with the lowest counter. A client that comes back after a pause is lifted to the lowest counter of
+those that are there, so that idleness earns nothing. With one client the order is that of arrival.
+
+    w_p   1   a prompt token, counted when the prompt is admitted
+    w_q   2   an output token, counted when it is generated
+
+Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2 with weights (section 4.3).
+
+Not here: limits of what a client may queue (`runner/server/clients.py`), and the scheduler that asks
+(`fair_scheduler.py`).
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from exeplan.core.batch import SequenceState
+
+PROMPT_TOKEN, OUTPUT_TOKEN = 1.0, 2.0
+LINGER_SECONDS = 60.0
+"""A client counts as present for this long after its last sequence."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ClientSequence(SequenceState):
+    """A sequence with the client that it belongs to."""
+
+    client: str = ""
+    client_weight: float = 1.0
+    """The client's share of the engine, relative to others."""
+
+
+@dataclass(slots=True)
+class _Client:
+    weight: float
+    served: float = 0.0
+    seen: float | None = None
+    """When it last had a sequence here, on the driver's clock; None for one that has just come."""
+
+
+class VirtualTokenCounters:
+    """The counters of all clients that were here in the last `LINGER_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, _Client] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is more than one client."""
+        return len(self._clients) > 1
+
+    def knows_more_than(self, clients: Iterable[str]) -> bool:
+        """Whether a client was here that is none of these."""
+        return self.is_shared and len(set(clients)) < len(self._clients)
+
+    def served(self, client: str) -> float:
+        """Tokens over weight, 0 for an unknown client."""
+        return self._clients[client].served if client in self._clients else 0.0
+
+    def join(self, sequence: ClientSequence, present: Iterable[ClientSequence]) -> None:
+        """A new sequence; `present` are those that wait or run, of all clients."""
+        known = self._clients.setdefault(sequence.client, _Client(sequence.client_weight))
+        known.weight, known.seen = sequence.client_weight, None
+        if self.is_shared:
+            others = {one.client for one in present}
+            if others and sequence.client not in others:
+                known.served = max(known.served, min(self.served(name) for name in others))
+
+    def charge(self, sequence: ClientSequence, tokens: float) -> None:
+        """Counts tokens of this sequence, already weighed by their kind."""
+        if known := self._clients.get(sequence.client):
+            known.served += tokens / known.weight
+
+    def look(self, present: Iterable[ClientSequence], now: float) -> None:
+        """Notes which clients are present, and forgets those that were not for `LINGER_SECONDS`."""
+        here = {one.client for one in present}
+        for name, client in list(self._clients.items()):
+            if name in here or client.seen is None:
+                client.seen = now
+            elif now - client.seen >= LINGER_SECONDS:
+                del self._clients[name]
+
+    def share(self, client: str) -> float:
+        """The client's part of everything, 0 to 1, by the weights of all."""
+        return self._clients[client].weight / sum(one.weight for one in self._clients.values())
+
+    def order(self, waiting: Iterable[ClientSequence], running: Iterable[ClientSequence]) -> Iterator[ClientSequence]:
+        """The waiting sequences as they may start, each client's in the order given.
+
+        The prompts of those ahead count as if admitted. Of equal counters the client with fewer running sequences, over
+        its weight, goes first, then the one whose sequence was given first.
+        """
+        lines: dict[str, deque[tuple[int, ClientSequence]]] = {}
+        for place, sequence in enumerate(waiting):
+            lines.setdefault(sequence.client, deque()).append((place, sequence))
+        num_running = dict.fromkeys(lines, 0.0)
+        for sequence in running:
+            if sequence.client in num_running:
+                num_running[sequence.client] += 1 / self._clients[sequence.client].weight
+        heads = [(self.served(name), num_running[name], line[0][0], name) for name, line in lines.items()]
+        heapq.heapify(heads)
+        while heads:
+            served, ahead, _, name = heapq.heappop(heads)
+            sequence = lines[name].popleft()[1]
+            yield sequence
+            if lines[name]:
+                weight = self._clients[name].weight
+                served += PROMPT_TOKEN * sequence.num_tokens / weight
+                heapq.heappush(heads, (served, ahead + 1 / weight, lines[name][0][0], name))

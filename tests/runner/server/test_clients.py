@@ -1,0 +1,177 @@
+"""A client that sends too much takes from its own share: others still find a place in the queue, and the next pass."""
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exeplan.runner.engine_process.client import Job
+from exeplan.runner.ipc.messages import Event
+from exeplan.runner.server.clients import FREE_REFUSALS, PAUSE_SECONDS, Client, Clients, network_of
+
+from ..processes import PATIENCE, eventually
+
+
+def job(number, count=1, waiting=True):
+    names = tuple(f"{number}-{index}" for index in range(count))
+    return Job(str(number), names, set(names), set(names) if waiting else set())
+
+
+def event(request_id, num_tokens, first=False):
+    times = {"arrival": 0.0, "start": 0.0, "time": 0.0}
+    return Event(request_id=request_id, token_ids=[1] * num_tokens, text="", finish_reason=None, first=first,
+                 num_prompt_tokens=10, **times)  # fmt: skip
+
+
+A, B = Client(name="a"), Client(name="b", weight=2.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_host_is_one_client_whatever_its_address(address, network):
+    assert network_of(address) == network
+
+
+def test_the_client_with_the_most_for_its_weight_makes_room():
+    clients = Clients()
+    for number in range(4):
+        clients.begin(A, job(number))
+    clients.begin(B, job(10, count=6))
+    heaviest = clients.heaviest(Client(name="c"), 1)
+    assert heaviest.client == A  # 4 over 1 against 6 over 2.
+    assert heaviest.newest.job_id == "3"
+    assert clients.heaviest(A, 1) is None
+    assert clients.heaviest(B, 1).client == A
+    assert clients.heaviest(B, 2) is None  # It would have as much.
+
+
+def test_what_has_begun_is_not_pushed_out():
+    clients = Clients()
+    clients.begin(A, job(1, count=3))
+    clients.begin(A, job(2, count=3, waiting=False))
+    assert clients.heaviest(B, 1).newest.job_id == "1"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([A, B, Client(name="c", weight=0.5)]), st.integers(1, 4)), max_size=60),
+    st.integers(4, 12),
+)
+def test_a_full_queue_is_divided_by_weights(requests, room):
+    """Each client can have its share of the queue, less one request, whatever others have sent before."""
+    clients, jobs = Clients(), {}
+
+    def waiting():
+        return sum(len(one.waiting) for one, _ in jobs.values())
+
+    for number, (client, count) in enumerate(requests):
+        while waiting() + count > room and (heaviest := clients.heaviest(client, count)):
+            clients.end(jobs.pop(heaviest.newest.job_id)[0])
+        if waiting() + count <= room:
+            jobs[str(number)] = job(number, count), client
+            clients.begin(client, jobs[str(number)][0])
+        else:
+            weights = {one.identity: one.weight for _, one in jobs.values()} | {client.identity: client.weight}
+            held = sum(len(one.waiting) for one, owner in jobs.values() if owner == client)
+            assert held + count >= room * client.weight / sum(weights.values()) - count
+        assert waiting() <= room
+
+
+def test_rates_are_used_up_and_come_back():
+    now = [0.0]
+    clients = Clients(clock=lambda: now[0])
+    limited = Client(name="limited", requests_per_minute=2, tokens_per_minute=60)
+    for _ in range(2):
+        assert clients.refusal(limited) is None
+        with clients.reading(limited):
+            pass
+    refused = clients.refusal(limited)
+    assert (refused.status, refused.code, refused.retry_after) == (429, "rate_limit_exceeded", 30)
+    now[0] = 30.0
+    assert clients.refusal(limited) is None
+    clients.begin(limited, job(1))
+    clients.count([event("1-0", 1, first=True), event("1-0", 99)])  # 10 of the prompt and 100.
+    assert clients.refusal(limited).retry_after == 51  # Until one of 60 - 110 tokens is there again.
+    assert clients.reading_of_all()["limited"].generation_tokens == 100
+
+
+def test_a_client_is_told_that_it_waits_for_its_share_only():
+    clients = Clients()
+    for number in range(50):
+        clients.begin(A, job(number))
+    assert clients.num_ahead(Client(name="c"), 50, 1) == 2
+    assert clients.num_ahead(A, 50, 1) == 50
+
+
+def test_refusals_wait_where_others_are_here():
+    clients = Clients(clock=lambda: 0.0)
+    flood, many = Client().at("192.0.2.1"), int(60 * FREE_REFUSALS)
+    clients.begin(flood, job(1))
+    assert [clients.pause(flood) for _ in range(many + 1)] == [0.0] * (many + 1)  # It is alone.
+    clients.begin(A, job(2))
+    assert clients.pause(flood) == PAUSE_SECONDS
+    assert clients.pause(A) == 0.0
+    for number in range(100):
+        clients.pause(Client().at(f"198.51.100.{number}"))
+    assert len(clients._accounts) == 2
+
+
+def test_addresses_that_have_gone_leave_nothing():
+    clients = Clients()
+    for number in range(100):
+        client = Client().at(f"192.0.2.{number}")
+        with clients.reading(client):
+            clients.begin(client, one := job(number))
+        clients.end(one)
+        clients.end(one)
+    assert not clients._accounts
+    assert set(clients.totals) == {"address"}
+
+
+BODY = json.dumps({"prompt": "a", "max_tokens": 40, "ignore_eos": True})
+
+
+def ask(server, address, answers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE, source_address=(address, 0))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", body=BODY)
+        response = connection.getresponse()
+        body = json.loads(response.read())
+        answers.append((response.status, body.get("error", {}).get("message", "")))
+
+
+def test_a_flood_from_one_address_leaves_a_place_for_another(launch):
+    with launch("policy: orca, max_num_seqs: 1", max_queue=8, replan="off") as server:
+        flood = []
+        stop = time.monotonic() + PATIENCE
+
+        def flooding():
+            while time.monotonic() < stop:
+                ask(server, "127.0.0.2", flood)
+
+        threads = [threading.Thread(target=flooding) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: any(status == 429 for status, _ in flood))
+        polite = []
+        for _ in range(5):
+            ask(server, "127.0.0.3", polite)
+        stop = 0.0
+        for thread in threads:
+            thread.join()
+    assert [status for status, _ in polite] == [200] * 5
+    assert {status for status, _ in flood} == {200, 429}
+    assert any("made room for a client with fewer waiting" in message for _, message in flood)

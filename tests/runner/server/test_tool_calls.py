@@ -1,0 +1,265 @@
+"""Calls of functions: told to the model by its template, found in its output, forced where asked, and answered."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exeplan.core.model import load_model_spec
+from exeplan.errors import InputError
+from exeplan.runner.compute.structures import check_grammar
+from exeplan.runner.engine.chat_template import ChatTemplate
+from exeplan.runner.engine.tokenizer import structure_tokenizer
+from exeplan.runner.ipc.messages import ToolFormat
+from exeplan.runner.server.protocol import Function, RequestError
+from exeplan.runner.server.structure import tool_grammar
+from exeplan.runner.server.tool_calls import MAX_HEAD_CHARS, ToolParser, whole_calls
+
+from .conftest import Running
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "pattern": "^[a-z]{1,6}$"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": PARAMETERS}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+ASK = {"role": "user", "content": "how is it?"}
+HERMES = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Say <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>\n{% endif %}'
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}({{ call.function.arguments.city }})"
+    "</tool_call>{% endfor %}{% if m.tool_call_id %}[{{ m.tool_call_id }}]{% endif %}\n{% endfor %}"
+    "<|assistant|>"
+)
+LLAMA = 'Respond {"name": function name, "parameters": dictionary of argument name and its value} {{ tools }}'
+FORMATS = {
+    "hermes": ToolFormat(name="hermes", functions=("weather", "clock"), single=False),
+    "one": ToolFormat(name="hermes", functions=("weather", "clock"), single=True),
+    "llama": ToolFormat(name="llama3_json", functions=("weather", "clock"), single=False),
+}
+Read = tuple[str, list[tuple[str, str]]]
+
+
+def read(how: str, text: str, cuts: list[int] = []) -> Read:  # noqa: B006 - never changed
+    """Content and calls of a text that comes in pieces."""
+    parser, places = ToolParser(FORMATS[how]), [0, *sorted(cuts), len(text)]
+    parsed = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)] + [parser.finish()]
+    calls = whole_calls(piece for each in parsed for piece in each.calls)
+    assert len({call["id"] for call in calls}) == len(calls) == parser.num_calls
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return "".join(each.content for each in parsed), found
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "a}\\"{b", "days": 1}}\n</tool_call>'
+ARGUMENTS = '{"city": "a}\\"{b", "days": 1}'
+READINGS: dict[str, tuple[str, str, Read]] = {
+    "text": ("hermes", "hello <tool> you ", ("hello <tool> you ", [])),
+    "a call": ("hermes", CALL, ("", [("weather", ARGUMENTS)])),
+    "text and calls": ("hermes", f"I look.\n{CALL}\n{CALL}\n", ("I look.", [("weather", ARGUMENTS)] * 2)),
+    "text between": ("hermes", f"a {CALL} b {CALL} c", ("a b c", [("weather", ARGUMENTS)] * 2)),
+    "one of two": ("one", f"{CALL}\n{CALL}", ("", [("weather", ARGUMENTS)])),
+    "no arguments": ("hermes", '<tool_call>{"name": "clock", "arguments": {}}</tool_call>', ("", [("clock", "{}")])),
+    "cut": ("hermes", CALL[:60], ("", [("weather", CALL[CALL.index('{"city') : 60])])),
+    "cut in the marker": ("hermes", "a <tool_ca", ("a <tool_ca", [])),
+    "cut in the head": ("hermes", '<tool_call>{"name": "wea', ('<tool_call>{"name": "wea', [])),
+    "an unknown function": ("hermes", CALL.replace("weather", "x"), (CALL.replace("weather", "x"), [])),
+    "no JSON": ("hermes", "<tool_call>what</tool_call> so", ("<tool_call>what</tool_call> so", [])),
+    "a long head": ("hermes", "<tool_call>" + "x" * 600, ("<tool_call>" + "x" * 600, [])),
+    "llama": ("llama", '{"name": "clock", "parameters": {"a": {}}}', ("", [("clock", '{"a": {}}')])),
+    "llama, typed": (
+        "llama",
+        '\n{"type": "function", "name": "clock", "parameters": {}} and more',
+        ("", [("clock", "{}")]),
+    ),
+    "llama, text": (
+        "llama",
+        'it is {"name": "clock", "parameters": {}}',
+        ('it is {"name": "clock", "parameters": {}}', []),
+    ),
+    "llama, other JSON": ("llama", '{"colour": 1}', ('{"colour": 1}', [])),
+}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_calls_are_found_in_a_text(case: str) -> None:
+    how, text, expected = READINGS[case]
+    assert read(how, text) == expected
+
+
+@given(st.sampled_from(sorted(READINGS)), st.data())
+def test_pieces_of_a_text_say_what_the_whole_says(case: str, data: st.DataObject) -> None:
+    how, text, expected = READINGS[case]
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6) | st.just(list(range(len(text)))))
+    content, calls = read(how, text, cuts)
+    assert (content.split(), calls) == (expected[0].split(), expected[1])
+
+
+def test_a_call_streams_before_it_is_complete() -> None:
+    parser = ToolParser(FORMATS["hermes"])
+    head = parser.push('<tool_call>{"name": "weather", "arguments": {"ci').calls
+    assert [(piece["index"], piece["function"]) for piece in head] == [(0, {"name": "weather", "arguments": '{"ci'})]
+    assert parser.push('ty": "x').calls == [{"index": 0, "function": {"arguments": 'ty": "x'}}]
+    assert MAX_HEAD_CHARS < 1000
+
+
+@pytest.mark.parametrize(
+    ("template", "takes", "form"),
+    [
+        ("{{ messages }}", False, None),
+        ("{% set tools = 1 %}{{ tools }}", False, None),
+        (HERMES, True, "hermes"),
+        (LLAMA, True, "llama3_json"),
+        ("{{ tools }}<tool_call>\n<function=x>", True, None),
+        ("{{ tools }}[TOOL_CALLS]", True, None),
+    ],
+    ids=range(6),
+)
+def test_a_template_says_whether_and_how_calls_are_made(template: str, takes: bool, form: str | None) -> None:
+    found = ChatTemplate(template)
+    assert (found.takes_tools, found.tool_format) == (takes, form)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "json"])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_grammar_of_calls_is_sound(form: str, single: bool) -> None:
+    vocabulary = structure_tokenizer(load_model_spec("demo"))
+    tools = ToolFormat(name=form, functions=("weather", "clock"), single=single)
+    check_grammar(vocabulary, tool_grammar([Function(name="clock"), Function(**WEATHER["function"])], tools))
+    wrong = Function(name="clock", parameters={"type": "what"})
+    with pytest.raises(InputError):
+        check_grammar(vocabulary, tool_grammar([wrong], tools))
+    large = Function(name="clock", parameters={"enum": ["x" * 40_000]})
+    with pytest.raises(RequestError, match="a schema may have at most 65536 characters in all"):
+        tool_grammar([large, large], tools)
+
+
+@pytest.fixture(scope="module")
+def callers(
+    launch: Callable[..., AbstractContextManager[Running]], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """A server whose model's template takes tools."""
+    directory = tmp_path_factory.mktemp("caller") / "tiny"
+    shutil.copytree(checkpoint, directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": HERMES}))
+    with launch(directory=directory) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def caller(callers: Running) -> Iterator[openai.OpenAI]:
+    with callers.client() as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    given = {"messages": [ASK], "tools": TOOLS, "max_tokens": 300, "seed": 5, **fields}
+    return client.chat.completions.create(model="tiny", **given)
+
+
+def check(call: Any) -> None:
+    assert call.id.startswith("call_")
+    arguments = json.loads(call.function.arguments)
+    jsonschema_rs.validate(PARAMETERS if call.function.name == "weather" else {"maxProperties": 0}, arguments)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_a_call_that_is_asked_for_comes_and_has_its_schema(caller: openai.OpenAI, choice: Any) -> None:
+    for answer in chat(caller, tool_choice=choice, parallel_tool_calls=False, n=4).choices:
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        (call,) = answer.message.tool_calls
+        check(call)
+        assert choice == "required" or call.function.name == "weather"
+
+
+def test_a_streamed_call_is_the_same(caller: openai.OpenAI) -> None:
+    whole = chat(caller, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls[0]
+    chunks = [c.choices[0] for c in chat(caller, tool_choice="required", parallel_tool_calls=False, stream=True)]
+    pieces = [piece for chunk in chunks for piece in chunk.delta.tool_calls or []]
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert [piece.id is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert pieces[0].function.name == whole.function.name
+    assert "".join(piece.function.arguments for piece in pieces) == whole.function.arguments
+    assert {piece.index for piece in pieces} == {0}
+
+
+def test_the_clients_own_stream_helper_collects_the_call(caller: openai.OpenAI) -> None:
+    fields: Any = {"messages": [ASK], "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    with caller.chat.completions.stream(model="tiny", max_tokens=300, seed=5, **fields) as stream:
+        final = stream.get_final_completion()
+    check(final.choices[0].message.tool_calls[0])
+
+
+def test_a_model_that_is_free_may_answer_with_text(caller: openai.OpenAI) -> None:
+    answer = chat(caller, max_tokens=8, temperature=0).choices[0]
+    assert answer.finish_reason == "length"
+    assert answer.message.tool_calls is None
+    assert answer.message.content
+    pieces = chat(caller, max_tokens=8, temperature=0, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in pieces) == answer.message.content
+
+
+def test_a_second_turn_with_the_result_reaches_the_template(caller: openai.OpenAI, callers: Running) -> None:
+    choice = {"type": "function", "function": {"name": "weather"}}
+    first = chat(caller, tool_choice=choice).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
+    messages: list[Any] = [ASK, first, result]
+    assert chat(caller, messages=messages, max_tokens=4).choices[0].message.content is not None
+    sent = [ASK, {**first.model_dump(), "content": None}, result]
+    shown = callers.call("/tokenize", {"messages": sent, "tools": TOOLS, "return_token_strs": True})
+    text = "".join(json.loads(shown.text)["token_strs"])
+    city = json.loads(first.tool_calls[0].function.arguments)["city"]
+    assert f"<tool_call>weather({city})</tool_call>" in text
+    assert f"<|tool|>rain[{first.tool_calls[0].id}]" in text
+    assert '"description": "tells it"' in text
+
+
+def test_without_a_choice_of_tools_the_model_is_not_told_of_them(callers: Running) -> None:
+    def num_prompt_tokens(**fields: Any) -> int:
+        reply = callers.call("/v1/chat/completions", {"messages": [ASK], "max_tokens": 1, **fields})
+        return json.loads(reply.text)["usage"]["prompt_tokens"]
+
+    assert num_prompt_tokens(tools=TOOLS, tool_choice="none") == num_prompt_tokens() < num_prompt_tokens(tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, "Invalid type"),
+        ({"response_format": {"type": "json_object"}}, "tools and response_format exclude each other"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools; there are clock, weather"),
+        (
+            {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+            "call of f",
+        ),
+    ],
+    ids=range(4),
+)
+def test_wrong_tools_get_400_and_one_sentence(callers: Running, fields: dict[str, Any], words: str) -> None:
+    body = {"messages": [ASK], "tools": TOOLS, "tool_choice": "required", **fields}
+    reply = callers.call("/v1/chat/completions", body)
+    assert (reply.status, words in reply.error["message"]) == (400, True), reply.text
+
+
+def test_a_template_without_tools_takes_none(server: Running) -> None:
+    reply = server.call("/v1/chat/completions", {"messages": [ASK], "tools": TOOLS})
+    assert reply.status == 400
+    assert reply.error["message"] == "this model's chat template has no place for tools, so it takes none"

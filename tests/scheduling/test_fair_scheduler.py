@@ -1,0 +1,220 @@
+"""Clients share an engine by their weights, whatever they send; a single one is served as without shares."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exeplan.core.batch import BLOCK_SIZE, Batch
+from exeplan.core.schedule import Schedule
+from exeplan.scheduling.fair_queue import LINGER_SECONDS, OUTPUT_TOKEN, ClientSequence, VirtualTokenCounters
+from exeplan.scheduling.fair_scheduler import FairScheduler
+from exeplan.scheduling.scheduler import Scheduler
+
+SCHEDULES = (
+    Schedule("orca", {"max_num_seqs": 5}),
+    Schedule("rra", {"prefill_batch": 3, "decode_steps": 4}),
+    Schedule("static", {"batch_size": 4}),
+    Schedule("chunked", {"max_num_seqs": 6, "max_num_batched_tokens": 40}),
+    Schedule("orca", {"max_num_seqs": 5}, "sjf"),
+)
+LENGTHS = st.tuples(st.integers(1, 60), st.integers(1, 40))
+
+
+def sequence(name: str, prompt: int, output: int, client: str = "", weight: float = 1.0) -> ClientSequence:
+    return ClientSequence(
+        request_id=name, num_prompt_tokens=prompt, max_output_tokens=output, client=client, client_weight=weight
+    )
+
+
+def fair(schedule: Schedule, num_blocks: int = 1000, clock: Callable[[], float] = lambda: 0.0) -> FairScheduler:
+    return FairScheduler(schedule, num_blocks, counters=VirtualTokenCounters(), clock=clock)
+
+
+def finish(scheduler: Scheduler, batch: Batch) -> list[str]:
+    """Every row has its token. Returns the clients of those, one a token."""
+    rows = [*batch.whole_prefills, *batch.decode]
+    for row in rows:
+        row.num_output_tokens += 1
+        row.finished = row.num_output_tokens >= row.max_output_tokens
+    scheduler.complete(batch)
+    return [row.client for row in rows if isinstance(row, ClientSequence)]
+
+
+def run(scheduler: Scheduler) -> list[str]:
+    batch = scheduler.next_batch()
+    assert batch is not None, "work waits, nothing is in flight, and nothing runs"
+    return finish(scheduler, batch)
+
+
+def names(rows: Sequence[object]) -> list[str]:
+    return [getattr(row, "request_id", "") for row in rows]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=30), num_blocks=st.integers(8, 40))
+def test_one_client_is_served_as_without_shares(
+    schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: int
+) -> None:
+    plain, shared = Scheduler(schedule, num_blocks), fair(schedule, num_blocks)
+    for number, (prompt, output) in enumerate(lengths):
+        plain.add(sequence(str(number), prompt, output))
+        shared.add(sequence(str(number), prompt, output))
+    while plain.has_work:
+        wanted, found = plain.next_batch(), shared.next_batch()
+        assert wanted is not None
+        assert found is not None
+        assert (names(found.prefill), names(found.decode), found.chunks) == (
+            names(wanted.prefill),
+            names(wanted.decode),
+            wanted.chunks,
+        )
+        finish(plain, wanted)
+        finish(shared, found)
+    assert not shared.has_work
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
+    outputs=st.lists(st.integers(1, 30), min_size=4, max_size=4),
+    prompts=st.lists(st.integers(1, 60), min_size=4, max_size=4),
+)
+def test_backlogged_clients_are_served_in_proportion_to_their_weights(
+    weights: list[float], outputs: list[int], prompts: list[int]
+) -> None:
+    """Within the bound of the source: twice the larger of a prompt and the tokens of a full batch."""
+    places = 8
+    scheduler = fair(Schedule("orca", {"max_num_seqs": places}))
+    counters = scheduler._counters
+    for number in range(150):
+        for client, weight in enumerate(weights):
+            scheduler.add(sequence(f"{client}-{number}", prompts[client], outputs[client], str(client), weight))
+    bound = 2 * max(max(prompts), OUTPUT_TOKEN * places * max(outputs)) / min(weights)
+    waiting = {str(client) for client in range(len(weights))}
+    while len(waiting) == len(weights):
+        run(scheduler)
+        served = [counters.served(client) for client in sorted(waiting)]
+        assert max(served) - min(served) <= bound
+        waiting = {getattr(s, "client", "") for s in scheduler.waiting}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.sampled_from("abcd"), LENGTHS), min_size=1, max_size=30),
+    num_blocks=st.integers(8, 40),
+    weights=st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.1, 1.0, 10.0])),
+)
+def test_every_request_is_served_to_its_end_and_no_pass_is_left_out(
+    schedule: Schedule, requests: list[tuple[str, tuple[int, int]]], num_blocks: int, weights: dict[str, float]
+) -> None:
+    scheduler = fair(schedule, num_blocks)
+    for number, (client, (prompt, output)) in enumerate(requests):
+        scheduler.add(sequence(str(number), prompt, output, client, weights.get(client, 1.0)))
+    passes = 0
+    while scheduler.has_work:
+        run(scheduler)
+        passes += 1
+        assert passes <= 200 * len(requests)
+    assert scheduler.free_blocks == num_blocks
+
+
+@given(places=st.integers(2, 40), num_clients=st.integers(2, 5))
+def test_all_places_are_taken_where_all_clients_want_them(places: int, num_clients: int) -> None:
+    scheduler = fair(Schedule("orca", {"max_num_seqs": places}))
+    for number in range(places):
+        for client in range(num_clients):
+            scheduler.add(sequence(f"{client}-{number}", 1, 9, str(client)))
+    run(scheduler)
+    rows = Counter(getattr(s, "client", "") for s in scheduler.running)
+    assert rows.total() == places
+    assert max(rows.values()) - min(rows.values()) <= 1
+
+
+def test_a_client_that_comes_back_starts_with_the_next_pass() -> None:
+    """A flood of long outputs never takes the last place while the other client was here a moment ago."""
+    now = [0.0]
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 4}), clock=lambda: now[0])
+    scheduler.add(sequence("hello", 1, 1, "polite"))
+    run(scheduler)
+    for number in range(20):
+        scheduler.add(sequence(str(number), 1, 1000, "flood"))
+    for _ in range(5):
+        run(scheduler)
+    assert len(scheduler.running) == 3
+    scheduler.add(sequence("again", 1, 1, "polite"))
+    assert "polite" in run(scheduler)
+    now[0] = LINGER_SECONDS + 1
+    run(scheduler)
+    assert len(scheduler.running) == 4  # It is gone for good: nothing is kept for it.
+
+
+def test_idleness_earns_nothing() -> None:
+    """b was away while a was served; then both have the same share, b no debt to collect."""
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 2}))
+    scheduler.add(sequence("b", 1, 1, "b"))
+    for number in range(100):
+        scheduler.add(sequence(f"a{number}", 5, 10, "a"))
+    for _ in range(200):
+        run(scheduler)
+    for number in range(100):
+        scheduler.add(sequence(f"b{number}", 5, 10, "b"))
+    tokens = Counter(client for _ in range(100) for client in run(scheduler))
+    assert abs(tokens["a"] - tokens["b"]) <= 20
+
+
+def test_the_client_that_holds_the_most_gives_up_its_youngest() -> None:
+    """The flood's outputs grow out of the cache; the polite sequence, the youngest of all, stays."""
+    scheduler = fair(Schedule("rra", {"prefill_batch": 8, "decode_steps": 100}), num_blocks=12)
+    for number in range(5):
+        scheduler.add(sequence(f"flood{number}", BLOCK_SIZE, 5 * BLOCK_SIZE, "flood"))
+    scheduler.add(sequence("polite", BLOCK_SIZE, 2 * BLOCK_SIZE, "polite"))
+    while any(s.request_id == "polite" for s in (*scheduler.waiting, *scheduler.running)):
+        run(scheduler)
+        assert all(s.preemptions == 0 for s in scheduler.waiting if s.request_id == "polite")
+    assert scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[1], SCHEDULES[3]], ids=str)
+@pytest.mark.parametrize(("fixed", "a_row"), [(1.0, 0.2), (1.0, 0.0), (0.1, 1.0)])
+def test_a_light_client_runs_at_a_share_of_its_own_speed(schedule: Schedule, fixed: float, a_row: float) -> None:
+    """Passes take a fixed time and some for each row: in company an output takes 1.5 times its time alone, and the pass
+    that runs when it comes. The flood keeps a third of the time."""
+    now = 0.0
+    scheduler = fair(schedule, clock=lambda: now)
+    flood = 0.0
+
+    def step() -> None:
+        nonlocal now, flood
+        batch = scheduler.next_batch()
+        assert batch is not None
+        rows = (*batch.prefill, *batch.decode)
+        seconds = fixed + a_row * len(rows)
+        now += seconds
+        flood += seconds if any(getattr(row, "client", "") == "flood" for row in rows) else 0.0
+        finish(scheduler, batch)
+        scheduler.took(batch, seconds)
+
+    def answer(name: str) -> float:
+        began, polite = now, sequence(name, 4, 50, "polite")
+        scheduler.add(polite)
+        while not polite.finished:
+            step()
+        return now - began
+
+    alone = answer("alone")
+    for number in range(100):
+        scheduler.add(sequence(f"flood{number}", 4, 200, "flood"))
+    for _ in range(20):
+        step()
+    longest = fixed + a_row * 8
+    answer("first")  # What an express pass takes is learned.
+    began, flood = now, 0.0
+    for number in range(3):
+        assert answer(f"again{number}") <= 1.6 * alone + 8 * longest
+    assert flood >= (now - began) / 3.5
+    assert scheduler._counters.served("flood") > 0

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from exeplan.planner.load_problem import plan_model, read_plan
+    from exeplan.planner.load_problem import plan_sizes, read_plan
     from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, SSD_BYTES_PER_SECOND, diff_plans
     from exeplan.planner.plan_diff_text import as_json, diff_text
     from exeplan.planner.tables import json_line
@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
     if args.load_bandwidth:
         speeds = {f"at {args.load_bandwidth}/s": float(num_bytes(args.load_bandwidth, "--load-bandwidth"))}
     old, new = read_plan(args.old), read_plan(args.new)
-    diff = diff_plans(old, new, plan_model(old), plan_model(new), bytes_per_second=speeds)
+    diff = diff_plans(old, new, plan_sizes(old), plan_sizes(new), bytes_per_second=speeds)
     print(json_line(as_json(diff)) if args.json else diff_text(diff))
     return 0

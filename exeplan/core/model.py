@@ -162,7 +162,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def load_model_spec(model: str) -> ModelSpec:
-    """The spec of a shipped name, a model directory, its `config.json`, or an id of the Hugging Face Hub.
+    """The spec of a shipped name, a model directory, a config file in one, or an id of the Hugging Face Hub.
 
     Raises InputError when there is no such model, or its config is none that can be planned.
     """
@@ -174,7 +174,9 @@ def load_model_spec(model: str) -> ModelSpec:
     if model and path.is_dir():
         return _in_directory(path, name=path.name, reference=str(path))
     if path.suffix == ".json" and path.is_file():
-        return model_spec(read_json(path), name=path.stem, reference=str(path))
+        if path.name == "config.json":
+            return _in_directory(path.parent, name=path.parent.name, reference=str(path.parent))
+        return model_spec(read_json(path), name=path.stem, directory=path.parent, reference=str(path))
     if is_hub_id(model) and (snapshot := cached_snapshot(model)):
         return _in_directory(snapshot, name=model, reference=model)
     if model.startswith((".", "~", "/")):

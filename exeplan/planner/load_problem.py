@@ -89,6 +89,13 @@ def plan_model(plan: Plan) -> ModelSpec:
     return _checked(plan, load_model_spec(plan.model))
 
 
+def plan_sizes(plan: Plan) -> ModelSpec:
+    """The same for what needs no weights: of the plan's profile where the model is not on this machine."""
+    if plan.profile is None or not Path(plan.profile).exists():
+        return plan_model(plan)
+    return _checked(plan, _planned_model(plan, load_profile(Path(plan.profile))))
+
+
 def _checked(plan: Plan, spec: ModelSpec) -> ModelSpec:
     """The model of a plan, whose placement is of its layers."""
     if plan.model_fingerprint and not spec.matches(plan.model_fingerprint):

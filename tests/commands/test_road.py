@@ -129,6 +129,7 @@ def test_a_model_of_the_hub_and_one_that_moved(
     assert load_plan(plan).model == "tiny/llama-1.1"
     moved = (cached / "snapshots" / "abc").rename(tmp_path / "elsewhere")
     assert main(["simulate", str(plan)]) == 0  # The profile has the sizes.
+    assert main(["diff", str(plan), str(plan)]) == 0
     assert main(["serve", str(plan)]) == 2
     assert "download it with `hf download tiny/llama-1.1`" in capsys.readouterr().err
     with serving(plan, "--model-dir", str(moved)) as url:

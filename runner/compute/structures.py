@@ -41,9 +41,10 @@ LIMITS: Mapping[str, Any] = {
 _MAX_COMPILED = 16
 """Grammars that are kept compiled: the choices of a request share one, and often requests do."""
 Bits: TypeAlias = NDArray[np.uint8]
-"""A bit a token, `[V / 8]`, the lowest first: whether it is allowed."""
+"""A bit a token, `[V / 8]`, the lowest first: whether it is allowed. Empty where none can be found."""
 Masks: TypeAlias = Mapping[int, Bits]
 """By row of the logits; of the rows that have a grammar."""
+_NONE: Bits = np.empty(0, dtype=np.uint8)
 log = logging.getLogger(__name__)
 
 
@@ -101,14 +102,14 @@ class Structures:
         return {i: self._mask(row) for i, row in rows}
 
     def _mask(self, row: StructuredInput) -> Bits:
-        """No token at all where the grammar turns out to be too costly: the request ends then, and no other does."""
+        """No bits at all where the grammar turns out to be too costly: the request ends then, and no other does."""
         try:
             if row.matcher is None:
                 row.matcher = Matcher(self._compile(row.sampling.structure or ""))
             bits = row.matcher.allowed(row.output_token_ids)
         except InputError as error:
             log.warning("a structured output ends: %s", error)
-            return np.zeros(1, dtype=np.uint8)
+            return _NONE
         early = len(row.output_token_ids) < row.sampling.min_tokens
         return _without(bits, row.banned_token_ids) if early else bits
 

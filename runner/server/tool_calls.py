@@ -2,7 +2,7 @@
 
 A `Dialect` says how a template asks for a call. The parser is a state machine over the text: content, the head of a
 call up to its arguments, the arguments, and the rest up to the end of the call. The time is linear in the text but for
-heads, of which at most `MAX_HEAD_CHARS` are held. Whole and streamed answers are read by the same parser.
+what is held back, of which there are at most `MAX_HELD_CHARS`. Whole and streamed answers are read by the same parser.
 Not here: which calls are allowed, which a grammar says (`structure.py`); and whether the arguments of a call that the
 model was free to make are valid, which clients must check, as with OpenAI.
 """
@@ -17,8 +17,8 @@ from typing_extensions import TypedDict
 
 from exeplan.runner.ipc.messages import ToolFormat
 
-MAX_HEAD_CHARS = 512
-"""Before the arguments; a longer text is no call."""
+MAX_HELD_CHARS = 512
+"""From the beginning of a call to its arguments, after which a text is no call; and of white space before a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,10 @@ class ToolParser:
             parsed.content += before.rstrip()
             self._held, self._state = after, self._in_head
             return True
-        said = self._held[: len(self._held) - _overlap(self._held, begin)].rstrip()
+        sure = self._held[: len(self._held) - _overlap(self._held, begin)]
+        said = sure.rstrip()
+        if len(sure) - len(said) > MAX_HELD_CHARS:
+            said = sure
         parsed.content += said
         self._held = self._held[len(said) :]
         return False
@@ -130,7 +133,7 @@ class ToolParser:
             self._open(parsed, found[1])
             self._held, self._state = self._held[found.end() :], self._in_arguments
             return True
-        if found or len(self._held) > MAX_HEAD_CHARS or self._closes():
+        if found or len(self._held) > MAX_HELD_CHARS or self._closes():
             parsed.content += self._dialect.begin + self._held
             self._held, self._state = "", self._content
         return False

@@ -22,7 +22,7 @@ from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.messages import ToolFormat
 from exeplan.runner.server.protocol import Function, RequestError
 from exeplan.runner.server.structure import tool_grammar
-from exeplan.runner.server.tool_calls import MAX_HEAD_CHARS, ToolParser, whole_calls
+from exeplan.runner.server.tool_calls import MAX_HELD_CHARS, ToolParser, whole_calls
 
 from .conftest import Running
 
@@ -115,7 +115,13 @@ def test_a_call_streams_before_it_is_complete() -> None:
     head = parser.push('<tool_call>{"name": "weather", "arguments": {"ci').calls
     assert [(piece["index"], piece["function"]) for piece in head] == [(0, {"name": "weather", "arguments": '{"ci'})]
     assert parser.push('ty": "x').calls == [{"index": 0, "function": {"arguments": 'ty": "x'}}]
-    assert MAX_HEAD_CHARS < 1000
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    for text in (" ", "<tool_call>{", "<tool_c"):
+        parser = ToolParser(FORMATS["hermes"])
+        said = sum(len(parser.push(text).content) for _ in range(3000))
+        assert said > 3000 * len(text) - MAX_HELD_CHARS - 2 * len(text)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ whether that tree was dirty. Intervals hold 95 %. A new figure is an entry here 
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median
@@ -410,14 +411,35 @@ def long_replay(record: Record) -> str:
 
 def answers(record: Record) -> str:
     """Answers after kills: equal to those of an undisturbed run, ended with an error, and anything else."""
-    found = {key: number for key, number in record.items() if key.startswith("answers:")}
+    found: Counter[str] = Counter()
+    for plan in record["plans"]:
+        found.update(plan["answers"])
+    del found["not let in (503)"]  # They were told to come again.
     total = sum(found.values())
-    equal, errors = found["answers: as undisturbed"], found["answers: clear error after a second crash"]
+    equal, errors = found["as undisturbed"], found["clear error after a second crash"]
     other = total - equal - errors
     return (
         f"{share_of(equal, total)} answers equal an undisturbed run, {errors} ended with a clear error after a second "
         f"crash, {other} ({span(*wilson(other, total), percent)}) otherwise"
     )
+
+
+def well_again(record: Record) -> str:
+    """Seconds to the first new token after a kill, by plan and signal."""
+    return rows(
+        ("killed", "signal", "median", "p99", "worst"),
+        [
+            (plan["plan"], kind, *(secs(found[name]) for name in ("median", "p99", "worst")))
+            for plan in record["plans"]
+            for kind in ("SIGKILL", "SIGSTOP")
+            if (found := plan[f"well again after {kind}, s"])
+        ],
+    )
+
+
+def left_behind(record: Record) -> str:
+    ends = [plan[f"left after {end}"] for plan in record["plans"] for end in ("SIGTERM", "SIGKILL")]
+    return str(sum(sum(end.values()) for end in ends))
 
 
 def slowest(name: str) -> Callable[[Record], str]:
@@ -555,10 +577,10 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "kills": {
-        "kills": lambda record: str(record["kills"]),
+        "kills": lambda record: str(sum(plan["kills"] for plan in record["plans"])),
         "answers": answers,
-        "detected": slowest("noticed after"),
-        "recovered": slowest("all well after"),
+        "well": well_again,
+        "left": left_behind,
     },
     "replans": {
         "answers": replan_answers,

@@ -1,143 +1,271 @@
-"""Workers killed repeatedly under load: what happens to the requests, and the time to detection and recovery.
+"""Engines, workers and readers killed or stopped at random under load: the answers, the time to recovery, what is left.
 
-    python -m benchmarks.service.kills [--kills 100] [--clients 6]
+    python -m benchmarks.service.kills [--plan one two reader] [--kills 30] [--minutes 30] [--stops 0.25]
 
-Serves the demo model on two workers, a pipeline, and requests the same greedy answers repeatedly. At random times
-a random worker gets SIGKILL. Every answer must equal the undisturbed one, or be a clear error after the second crash of
-its request. Prints the shares, the seconds from a kill to its detection and to full recovery, and the resources of the
-server before and after: memory, processes, open files, listening ports, files in shared memory.
+Serves the demo model on one worker, on two (a pipeline), and on one whose reader processes are the target. Each plan
+gets that many kills, or fewer where its minutes end first. Clients stream the same greedy answers repeatedly. At random
+times a random process (the engine; the engine or a worker; a reader) gets SIGKILL, or SIGSTOP for a share of the kills.
+Every answer must equal the undisturbed one, or be the documented error after its request's second crash. Well again is
+the first new token that the next processes make. At last the server gets SIGTERM, and another one SIGKILL under load:
+no process, port, shared memory or file in the temporary directory may be left.
 Writes records/kills.json.
 """
 
 import argparse
+import contextlib
+import http.client
 import json
 import os
 import random
 import signal
+import socket
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.lib.record import write_record
-from benchmarks.service.serving import descendants, held, served
+from benchmarks.service.serving import Server, descendants, served
 from exeplan.planner.tables import table
 
-PLAN = """model: demo
+ONE = "model: demo\nschedule: {policy: orca, max_num_seqs: 8}\nplacement: [{devices: [0], layers: [0, 6]}]\n"
+TWO = """model: demo
 schedule: {policy: orca, max_num_seqs: 8, micro_batches: 2}
 placement: [{devices: [0], layers: [0, 3]}, {devices: [1], layers: [3, 6]}]
-kv_cache_tokens: 8192
 """
+PLANS = {
+    "one": (ONE, ("exeplan-engine",)),
+    "two": (TWO, ("exeplan-engine", "exeplan-worker")),
+    "reader": (ONE, ("reader",)),
+}
+"""By name: the plan, and what is killed."""
+WELL_SECONDS = 60.0
+END_SECONDS = 30.0
+AFTER_SECOND_CRASH = "died more than once while this request was running"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--kills", type=int, default=30, help="of each plan")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for each plan at most")
+    parser.add_argument("--stops", type=float, default=0.25, help="share that gets SIGSTOP instead of SIGKILL")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    plans = []
+    for name in args.plan:
+        plans.append(_measured(name, args))
+        print(table(("", ""), [[key, str(value)] for key, value in plans[-1].items()]), flush=True)
+    print(f"\nrecord: {write_record('kills', {'plans': plans})}")
+
+
+def _measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    body, victims = PLANS[name]
+    shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
-        plan = Path(folder) / "plan.yaml"
-        plan.write_text(PLAN)
-        with served(plan, "--weights", "dummy") as server:
-            figures = _storm(server.process.pid, server.url, args)
-    figures["exit_status"] = server.process.returncode
-    rows = [[name, str(value)] for name, value in figures.items()]
-    print(table(("", ""), rows))
-    print(f"\nrecord: {write_record('kills', figures)}")
+        plan, temporary = Path(folder) / "plan.yaml", Path(folder) / "tmp"
+        plan.write_text(f"{body}kv_cache_tokens: 8192\n")
+        temporary.mkdir()
+        environment = {"TMPDIR": str(temporary)}
+        with served(plan, "--weights", "dummy", "--replan", "off", environment=environment) as server:
+            figures = _storm(server, name, victims, args)
+            family = [server.process.pid, *descendants(server.process.pid)]
+        figures["exit status"] = server.process.returncode
+        left = [_left(family, server.port, temporary, shared)]
+        with served(plan, "--weights", "dummy", "--replan", "off", environment=environment, killed=True) as server:
+            load = _Load(server, _bodies(random.Random(args.seed), args.clients))
+            with load.clients(args.clients, wanted=None):
+                family = [server.process.pid, *descendants(server.process.pid)]
+                server.process.kill()
+                server.process.wait()
+        left.append(_left(family, server.port, temporary, shared))
+    return {**figures, "left after SIGTERM": left[0], "left after SIGKILL": left[1]}
 
 
-def _storm(pid: int, url: str, args: argparse.Namespace) -> dict:
-    draw = random.Random(args.seed)
-    bodies = [
-        {"prompt": [draw.randrange(200) for _ in range(draw.randint(1, 60))], "max_tokens": draw.randint(5, 60)}
-        for _ in range(3 * args.clients)
-    ]
-    wanted = [_ask(url, body)[1] for body in bodies]
-    before, outcomes, stop = held(pid), Counter(), threading.Event()
+@dataclass
+class _Load:
+    """Clients that stream, and what came of it."""
 
-    def client(number: int) -> None:
-        turn = number
-        while not stop.is_set():
-            index = turn % len(bodies)
-            outcomes[_judge(_ask(url, bodies[index]), wanted[index])] += 1
-            turn += args.clients
+    server: Server
+    bodies: list[dict[str, Any]]
+    outcomes: Counter[str] = field(default_factory=Counter)
+    last: tuple[float, float] = (0.0, 0.0)
+    """When the latest token came, and when its request was sent."""
+    stop: threading.Event = field(default_factory=threading.Event)
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(args.clients)]
-    for thread in threads:
-        thread.start()
-    noticed, recovered = [], []
-    for _ in range(args.kills):
-        time.sleep(draw.uniform(0.2, 2.5))
-        victim = draw.choice(_workers(pid))
-        began = time.perf_counter()
-        os.kill(victim, signal.SIGKILL)
-        noticed.append(_until(url, 503) - began)
-        recovered.append(_until(url, 200) - began)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    time.sleep(0.5)
-    return {
-        "kills": args.kills,
-        **{f"answers: {name}": count for name, count in sorted(outcomes.items())},
-        "noticed after, median s": round(median(noticed), 4),
-        "noticed after, most s": round(max(noticed), 4),
-        "all well after, median s": round(median(recovered), 3),
-        "all well after, most s": round(max(recovered), 3),
-        "held before": before,
-        "held after": held(pid),
-    }
+    def answer(self, body: dict[str, Any]) -> tuple[str, list[str]]:
+        """How a request ended, and its tokens."""
+        tokens: list[str] = []
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
+        with contextlib.closing(connection):
+            sent = time.perf_counter()
+            fields = {**body, "temperature": 0, "ignore_eos": True, "logprobs": 0, "stream": True}
+            connection.request("POST", "/v1/completions", json.dumps(fields))
+            response = connection.getresponse()
+            if response.status != 200:
+                return _ended(response.status, response.read().decode()), tokens
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    return _ended(0, chunk["error"]["message"]), tokens
+                tokens += chunk["choices"][0]["logprobs"]["tokens"]
+                self.last = (time.perf_counter(), sent)
+        return "ended", tokens
+
+    @contextlib.contextmanager
+    def clients(self, count: int, wanted: list[list[str]] | None) -> Iterator[None]:
+        """Each asks one body after another; the answers are compared where `wanted` has them."""
+
+        def client(number: int) -> None:
+            turn = number
+            while not self.stop.is_set():
+                index = turn % len(self.bodies)
+                try:
+                    outcome, tokens = self.answer(self.bodies[index])
+                except OSError as error:
+                    if wanted is None:  # The server is to go.
+                        return
+                    outcome, tokens = f"unexpected {type(error).__name__}", []
+                if wanted and outcome == "ended":
+                    outcome = "as undisturbed" if tokens == wanted[index] else "other tokens"
+                self.outcomes[outcome] += 1
+                turn += count
+                if outcome.startswith("not let in"):
+                    time.sleep(0.05)
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        began = self.last
+        _await(lambda: self.last != began, WELL_SECONDS, "no token came")
+        try:
+            yield
+        finally:
+            self.stop.set()
+            for thread in threads:
+                thread.join()
 
 
-def _judge(answer: tuple[int, str], wanted: str) -> str:
-    status, text = answer
-    if status == 200:
-        return "as undisturbed" if text == wanted else "other tokens"
-    if status == 500 and "workers died more than once" in text:
+def _ended(status: int, text: str) -> str:
+    if AFTER_SECOND_CRASH in text:
         return "clear error after a second crash"
     return "not let in (503)" if status == 503 else f"unexpected {status}: {text[:80]}"
 
 
-def _ask(url: str, body: dict) -> tuple[int, str]:
-    """Status, and the tokens of the answer or the text of the error."""
-    fields = {**body, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    data = json.dumps(fields).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return reply.status, json.dumps(json.loads(reply.read())["choices"][0]["logprobs"]["tokens"])
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+def _bodies(draw: random.Random, clients: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": [draw.randrange(200) for _ in range(draw.randint(1, 60))], "max_tokens": draw.randint(5, 120)}
+        for _ in range(3 * clients)
+    ]
 
 
-def _until(url: str, status: int, seconds: float = 30.0) -> float:
-    """When /ready first has that status."""
+def _storm(server: Server, name: str, victims: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
+    draw = random.Random(args.seed)
+    load = _Load(server, _bodies(draw, args.clients))
+    wanted = [load.answer(body)[1] for body in load.bodies]
+    before, well = server.held(), {"SIGKILL": [], "SIGSTOP": []}
+    deadline = time.monotonic() + 60 * args.minutes
+    with load.clients(args.clients, wanted):
+        for number in range(1, args.kills + 1):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(draw.uniform(0.3, 3.0))
+            kind = "SIGSTOP" if draw.random() < args.stops else "SIGKILL"
+            well[kind].append(_killed(server, load, victims, draw, kind))
+            if number % 10 == 0 or number == args.kills:
+                every = well["SIGKILL"] + well["SIGSTOP"]
+                print(f"{name}: {number} of {args.kills}, {_spread(every)}, {dict(load.outcomes)}", flush=True)
+    _await(server.idle, WELL_SECONDS, "requests or blocks are left")
+    return {
+        "plan": name,
+        "kills": sum(map(len, well.values())),
+        "answers": dict(sorted(load.outcomes.items())),
+        **{f"well again after {kind}, s": _spread(found) for kind, found in well.items()},
+        "held before": before,
+        "held after": server.held(),
+    }
+
+
+def _killed(server: Server, load: _Load, victims: tuple[str, ...], draw: random.Random, kind: str) -> float:
+    """Seconds from the signal to the first token of the processes that came next; of a new request, for a reader."""
+    found = _family(server, victims)
+    victim = draw.choice(sorted(found))
+    began = time.perf_counter()
+    os.kill(victim, getattr(signal, kind))
+
+    def replaced() -> bool:
+        now = _family(server, victims)
+        return victim not in now and len(now) == len(found)
+
+    _await(replaced, WELL_SECONDS, f"process {victim} was not replaced after {kind}")
+    since, requests_too = time.perf_counter(), victims == ("reader",)
+    _await(
+        lambda: load.last[0] > since and (not requests_too or load.last[1] > began),
+        WELL_SECONDS,
+        f"no token came after {kind}",
+    )
+    return load.last[0] - began
+
+
+def _family(server: Server, names: tuple[str, ...]) -> set[int]:
+    """The processes of a server that live and have one of these names."""
+    return {pid for pid in descendants(server.process.pid) if _name(pid) in names}
+
+
+def _name(pid: int) -> str:
+    """As the system shows it; `reader` for one that reads requests; none for one that has ended."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            reads = b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return "reader" if reads else Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _left(family: list[int], port: int, temporary: Path, shared: set[str]) -> dict[str, int]:
+    """What there is of a server that has ended, a while after its end where there is anything."""
+    with contextlib.suppress(SystemExit):
+        _await(lambda: not any(map(_name, family)), END_SECONDS, "processes are left")
+    with socket.socket() as probe:
+        return {
+            "processes": sum(bool(_name(pid)) for pid in family),
+            "ports": int(probe.connect_ex(("127.0.0.1", port)) == 0),
+            "files in the temporary directory": len(list(temporary.iterdir())),
+            "shared-memory files": len(set(os.listdir("/dev/shm")) - shared - _mapped()),
+        }
+
+
+def _mapped() -> set[str]:
+    """Files in shared memory that some process has mapped: those of other programs on this machine."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found |= {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return found
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and worst; nothing of nothing."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return {"median": round(median(ordered), 3), "p99": round(p99, 3), "worst": round(ordered[-1], 3)}
+
+
+def _await(claim: Any, seconds: float, otherwise: str) -> None:
     deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=10) as reply:
-                found = reply.status
-        except urllib.error.HTTPError as error:
-            found = error.code
-        if found == status:
-            return time.perf_counter()
-    raise SystemExit(f"/ready did not say {status} within {seconds:g} s")
-
-
-def _workers(pid: int) -> list[int]:
-    """Processes that a fork server has forked: they share its command line, as does their parent."""
-    family = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in descendants(pid)}
-    forked = [child for child, line in family.items() if b"forkserver" in line]
-    return [child for child in forked if _parent(child) in forked]
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    while not claim():
+        if time.perf_counter() > deadline:
+            raise SystemExit(f"{otherwise} within {seconds:g} s")
+        time.sleep(0.005)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +42,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(plan: Path, *options: str, key: str = "") -> Iterator[Server]:
-    """`exeplan serve` of a plan on a free port, ended by SIGTERM; reports an exit status other than 0."""
+def served(
+    plan: Path, *options: str, key: str = "", environment: Mapping[str, str] | None = None, killed: bool = False
+) -> Iterator[Server]:
+    """`exeplan serve` of a plan on a free port, ended by SIGTERM; reports an exit status other than 0.
+
+    `environment` is added to this process's. One that is to be `killed` is ended with the context, if it lives.
+    """
     command = [sys.executable, "-m", "exeplan", "serve", str(plan), "--port", "0", "--log-level", "warning", *options]
     command += ["--api-key", key] if key else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    variables = {**os.environ, **(environment or {})}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout
         found = re.search(r"http://\S+", process.stdout.readline())
         if not found:
@@ -54,8 +60,8 @@ def served(plan: Path, *options: str, key: str = "") -> Iterator[Server]:
         try:
             yield Server(process, found.group().rstrip(",.;"), key)
         finally:
-            process.send_signal(signal.SIGTERM)
-            if process.wait(60):
+            process.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
+            if process.wait(60) and not killed:
                 print(f"the server ended with status {process.returncode}", file=sys.stderr)
 
 

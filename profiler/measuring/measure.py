@@ -32,6 +32,7 @@ from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.reference_passes import timed_sequence
 from exeplan.runner.compute.sampling import GREEDY, SampledToken, SamplingInput, SamplingParams, sample
 from exeplan.runner.compute.shard import ALONE, Group, whole
+from exeplan.runner.compute.structures import Masks
 from exeplan.runner.compute.warm_up import tune_kernels
 from exeplan.runner.engine import executor as execution
 from exeplan.runner.engine.engine import Engine, Request
@@ -312,9 +313,9 @@ class Rig:
         seconds: list[float] = []
         clock = time.thread_time_ns if self._on_cpu_clock else time.perf_counter_ns
 
-        def timed(logits_RV: Tensor, rows: Sequence[SamplingInput]) -> list[SampledToken | None]:
+        def timed(logits_RV: Tensor, rows: Sequence[SamplingInput], masks: Masks) -> list[SampledToken | None]:
             start = clock()
-            tokens = sample(logits_RV, rows)
+            tokens = sample(logits_RV, rows, masks)
             seconds.append((clock() - start) * 1e-9)
             return tokens
 

@@ -5,11 +5,13 @@ workers connect to one port of the address that torchrun was given. A peer that 
 disconnected. A node agent that is lost never comes back, as torchrun restarts nothing: no generation follows then.
 """
 
+import contextlib
 import logging
 import queue
 import socket
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 
 from exeplan.errors import InputError
@@ -39,7 +41,10 @@ from exeplan.runner.ipc.messages import (
 log = logging.getLogger(__name__)
 _REPLY_SECONDS = 30.0
 _MAX_UNPROVEN = 32
-"""Connections that may be in the key challenge at a time."""
+"""Connections that may be in the key challenge at a time; a further one takes the place of the oldest. A host that has
+the key proves that in milliseconds, strangers who say nothing cannot keep it out."""
+_HELLO_SECONDS = 5.0
+"""How long a peer that has proved the key may take to say which one it is."""
 _PINGS = 8
 
 
@@ -57,7 +62,8 @@ class RemoteLauncher:
                 "give torchrun a --master-addr of this host, and a --master-port whose successor is free"
             ) from None
         self.address: str = self._listener.getsockname()[0]
-        self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
+        self._unproven: deque[socket.socket] = deque()
+        """The oldest first; guarded by `_changed`."""
         self._changed = threading.Condition()
         self._agents: dict[int, _Agent] = {}
         self._mismatch: str | None = None
@@ -116,23 +122,35 @@ class RemoteLauncher:
                 connection, (host, *_) = self._listener.accept()
             except OSError:  # It was closed.
                 return
-            if self._unproven.acquire(blocking=False):
-                threading.Thread(target=self._admit, args=(connection, host), daemon=True).start()
-            else:
-                connection.close()
+            with self._changed:
+                if len(self._unproven) >= _MAX_UNPROVEN:
+                    disconnect(self._unproven.popleft())
+                self._unproven.append(connection)
+            threading.Thread(target=self._admit, args=(connection, host), daemon=True).start()
 
     def _admit(self, connection: socket.socket, host: str) -> None:
         """The key challenge comes before anything else is read."""
         try:
-            admit(connection, self._key)
+            self._challenge(connection)
+            connection.settimeout(_HELLO_SECONDS)
             hello = AGENT_EVENTS.read(connection.recv)
+            connection.settimeout(None)
+            self._take_hello(connection, host, hello)
         except OSError as error:
             log.warning("refused a connection from %s: %s", host, error)
-            hello = None
+            disconnect(connection)
+
+    def _challenge(self, connection: socket.socket) -> None:
+        try:
+            admit(connection, self._key)
         finally:
-            self._unproven.release()
+            with self._changed, contextlib.suppress(ValueError):  # It was the oldest, and has lost its place.
+                self._unproven.remove(connection)
+
+    def _take_hello(self, connection: socket.socket, host: str, hello: AgentEvent | None) -> None:
+        """Raises OSError where the peer has gone."""
         match hello:
-            case AgentHello():
+            case AgentHello(device=device) if 0 < device < self._setup.num_devices:
                 self._welcome(connection, hello)
             case WorkerHello(device=device, generation=generation) if device in self._agents:
                 self._agents[device].worker_connected(connection, generation)

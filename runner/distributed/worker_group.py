@@ -7,8 +7,11 @@ Not here: what the messages mean (`worker.py`, `multiprocess_executor.py`), what
 whether to start another generation.
 """
 
+import contextlib
 import logging
+import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -28,6 +31,7 @@ from exeplan.runner.distributed.launcher import (
     WorkerHandle,
     disconnect,
 )
+from exeplan.runner.ipc.child_process import STOPPED_SECONDS, WATCH_SECONDS, is_stopped
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     WORKER_EVENTS,
@@ -83,6 +87,7 @@ class WorkerGroup:
         self._channels: list[socket.socket] = []
         self._store: object = None
         """Where the workers find each other; it lives as long as they do."""
+        self._ended = threading.Event()
         try:
             self._start(generation, on_loading)
         except BaseException:
@@ -105,6 +110,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Ends all workers, at once, and releases all that they shared."""
+        self._ended.set()
         for worker in self._workers:
             worker.kill()
         for channel in self._channels:
@@ -137,7 +143,20 @@ class WorkerGroup:
                 links=links,
             )
             self.send([rank], command)
+        threading.Thread(target=self._watch, args=(self.pids,), daemon=True).start()
         self._await_ready(len(devices), on_loading)
+
+    def _watch(self, pids: Sequence[int]) -> None:
+        """Ends a worker of this host that is stopped by a signal: it counts as lost then."""
+        stopped = dict.fromkeys(pids, 0)
+        while not self._ended.wait(WATCH_SECONDS):
+            for rank, pid in enumerate(pids):
+                stopped[pid] = stopped[pid] + 1 if is_stopped(pid) else 0
+                if stopped[pid] * WATCH_SECONDS > STOPPED_SECONDS:
+                    log.error("local worker %d was stopped by a signal, and is ended", rank)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    return
 
     def _open_store(self, timeout: float) -> tuple[str, int]:
         """Returns the address of the store."""

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from exeplan.errors import InputError
 from exeplan.runner.engine.requests import MAX_CRASHES
 from exeplan.runner.engine_process.link import EngineLink, engine_forks
+from exeplan.runner.ipc.child_process import STOPPED_SECONDS, WATCH_SECONDS
 from exeplan.runner.ipc.fork_server import ForkServer
 from exeplan.runner.ipc.frames import MessageError
 from exeplan.runner.ipc.messages import (
@@ -68,10 +69,6 @@ STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
 LOAD_SECONDS = 600.0
 """How long an engine that loads, restarts its workers or switches to another plan may report nothing."""
-WATCH_SECONDS = 0.2
-"""Between two looks at the engine process."""
-STOPPED_SECONDS = 0.5
-"""How long it may be stopped by a signal."""
 MAX_FAILED_STARTS = 3
 """Engines in a row that ended early and without having run a batch; after that no other is started."""
 LONG_LIFE_SECONDS = 10.0

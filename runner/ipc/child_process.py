@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+WATCH_SECONDS = 0.2
+"""Between two looks at a process."""
+STOPPED_SECONDS = 0.5
+"""How long a process may be stopped by a signal before it counts as lost."""
+
 
 async def start_child(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None, **options: Any

@@ -755,7 +755,7 @@ AgentCommand: TypeAlias = Ping | ShareMemory | ReleaseMemory | StartWorker | Kil
 AgentEvent: TypeAlias = AgentHello | WorkerHello | Pong | MemoryShared
 """AgentHello or WorkerHello first, and once."""
 AGENT_COMMANDS: Channel[AgentCommand] = Channel("AgentCommand", AgentCommand)
-AGENT_EVENTS: Channel[AgentEvent] = Channel("AgentEvent", AgentEvent)
+AGENT_EVENTS: Channel[AgentEvent] = Channel("AgentEvent", AgentEvent, max_bytes=1 << 16)
 
 
 # Replanner and advisor.

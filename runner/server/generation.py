@@ -36,8 +36,9 @@ async def generate(service: Service, http_request: Request, *, chat: bool) -> Re
             body = await read_body(http_request)
         except ClientDisconnect:
             return Response()
-        request = await service.read_generation(body, chat=chat, client=client)
-        return Generation(service, service.admit(request, client), request)
+        with service.reading():
+            request = await service.read_generation(body, chat=chat, client=client)
+            return Generation(service, service.admit(request, client), request)
 
 
 class Generation(Response):

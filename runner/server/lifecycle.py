@@ -3,8 +3,10 @@
 Probes, the page and refusals work from the start; generation works once the model is loaded and warm.
 On SIGTERM or SIGINT new requests get 503 and running ones are finished; a second signal ends everything at once. On
 SIGHUP the file of API keys is read again, and the plan's, as soon as there is an engine to take it.
-When the engine has failed permanently, after its workers died repeatedly, waiting clients get an error, and a moment
-later the server ends with status 1, so that a supervisor such as systemd can restart it.
+An engine that dies is replaced, which clients do not notice but by the time it takes. When that is of no use any more,
+because engines or workers die one after another, waiting clients get an error, and a moment later the server ends with
+status 1, so that a supervisor such as systemd can restart it. systemd's watchdog is served for as long as this event
+loop runs and the engine is watched or being replaced.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from starlette.types import ASGIApp
 from exeplan.runner.engine_process.client import EngineError
 from exeplan.runner.server.connection import HEADER_SECONDS, MAX_HEADER_BYTES, GuardedProtocol
 from exeplan.runner.server.listener import Listener, connection_limit
-from exeplan.runner.server.notify import notify
+from exeplan.runner.server.notify import notify, watchdog_seconds
 from exeplan.runner.server.places import NUM_PROBES
 from exeplan.runner.server.plan_control import reload
 from exeplan.runner.server.service import Service
@@ -91,13 +93,15 @@ async def serve_until_stopped(
         loop.add_signal_handler(number, life.stop)
     loop.add_signal_handler(signal.SIGHUP, life.hang_up, on_hangup)
     on_listening()
-    watching = asyncio.create_task(life.watch(on_ready))
+    tasks = [asyncio.create_task(life.watch(on_ready)), asyncio.create_task(life.feed_watchdog())]
     try:
         await life.server.serve(sockets=[listener])
     finally:
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
-            await watching
+            await tasks[0]
 
 
 class _Life:
@@ -121,6 +125,13 @@ class _Life:
             await asyncio.sleep(FAREWELL_SECONDS)
         finally:
             self.server.should_exit = True
+
+    async def feed_watchdog(self) -> None:
+        """Says that the server works, three times as often as systemd wants to hear it."""
+        while seconds := watchdog_seconds():
+            if self.service.engine.guarded:
+                notify(WATCHDOG="1")
+            await asyncio.sleep(seconds / 3)
 
     def stop(self) -> None:
         """The first time: no new requests. The second time: no further waiting."""
@@ -152,14 +163,15 @@ class _Life:
         task.add_done_callback(self._reading.discard)
 
     async def _drain(self) -> None:
-        """Lets running requests finish while new ones get 503, then ends the rest with an error."""
+        """Finishes requests that run or are being read, while new ones get 503, then ends the rest with an error."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
-                while self.service.engine.num_jobs:
+                while self.service.num_pending:
                     await asyncio.sleep(0.02)
         self._end()
 
     def _end(self) -> None:
+        self.service.ended = True
         self.service.engine.fail_all(EngineError("the server has shut down"))
         self.server.should_exit = True
 

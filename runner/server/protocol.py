@@ -524,10 +524,12 @@ class Message(Lenient):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_need_no_content(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
-            return {**given, "content": ""}
-        return given
+    def _as_sent_back(cls, given: Any) -> Any:
+        """An answer without what the client's library has added to it, and with empty content where it only calls."""
+        if not isinstance(given, dict) or given.get("role") != "assistant":
+            return given
+        known = {name: value for name, value in given.items() if name in cls.model_fields}
+        return known | ({"content": ""} if given.get("tool_calls") and given.get("content") is None else {})
 
     @model_validator(mode="after")
     def _only_the_assistant_calls(self) -> "Message":

@@ -5,7 +5,9 @@ the queue have room for all of it; the engine checks the rest. A batch of prompt
 Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses (`responses`).
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -61,7 +63,10 @@ class Service:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
         self.request_seconds, self.plan_file = request_seconds, plan_file
-        self.draining = False
+        self.draining = self.ended = False
+        """Whether new requests are refused, and whether those are, too, that were read before."""
+        self._num_read = 0
+        """Requests whose body is there, and that are not admitted yet."""
         self.started = time.time()
         self.replanner: Replanner | None = None
         self.observed = Observed(plan, clock=time.monotonic)
@@ -169,6 +174,24 @@ class Service:
         if refusal and not (refusal.code == "queue_full" and may_push_out):
             raise self._counted(refusal, client)
 
+    @property
+    def num_pending(self) -> int:
+        """Requests that have been received and not answered."""
+        return self.engine.num_jobs + max(self._num_read, self._readers.num_reading)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While a body that is there is read and admitted: what the server was up for in the beginning is still served.
+
+        Raises as `check_up`.
+        """
+        self.check_up()
+        self._num_read += 1
+        try:
+            yield
+        finally:
+            self._num_read -= 1
+
     async def read_generation(self, body: bytes, *, chat: bool, client: Client) -> Generate:
         """The request in a body. Raises RequestError for one that is refused, or cannot be read in time."""
         answer = await self._readers.read(
@@ -193,9 +216,11 @@ class Service:
         """Places in the queue for all of a request's sequences, to be given back with `release`.
 
         In a full queue the newest requests of clients with more in it make room, and get 429.
-        Raises RequestError 429 when it is not admitted, 503 when the server cannot serve it.
+        Raises RequestError 429 when it is not admitted, 503 when the server cannot serve it any more: a drain has begun
+        after the request, or another engine is being started, are no reasons.
         """
-        self.check_up()
+        if gone := self.engine.failure or ("the server has shut down" if self.ended else None):
+            raise self._unavailable(gone)
         count = request.n * len(request.prompts)
         if refusal := self.clients.refusal_to_wait(client, count):
             raise self._counted(refusal, client)

@@ -15,6 +15,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
+from exeplan.runner.engine.executor import WorkerError
 from exeplan.runner.engine.timeline import read_events
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 
@@ -163,6 +164,20 @@ def test_separate_stages_equal_generate(family, widths, checkpoint, expected):
     directory = checkpoint(family)[1]
     stages = apart(load_model_spec(directory), *APART_PLACEMENTS[widths])
     check(stages, APART.values(), directory, expected(family))
+
+
+def test_a_batch_that_takes_longer_than_the_deadline_means_a_worker_that_hangs(checkpoint, expected):
+    directory = checkpoint("llama")[1]
+    stages = placement(load_model_spec(directory), [1, 1])
+    with contextlib.closing(build_engine(setup(directory, stages, SHARED["orca"]))) as engine:
+        engine._executor._deadline, usual = 0.0, engine._executor._deadline
+        engine.add(Request(request_id="a", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=50)))
+        with pytest.raises(WorkerError, match="a batch took longer than 0 s: a worker hangs"):
+            answers(engine, [])
+        engine._executor._deadline = usual
+        engine.restart()
+        engine.abort("a")
+        assert answers(engine) == expected("llama")
 
 
 def timeline(directory, stages, schedule, path):

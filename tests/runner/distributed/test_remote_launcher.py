@@ -11,9 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_model, read_plan
@@ -21,13 +23,15 @@ from exeplan.runner.__main__ import fingerprint
 from exeplan.runner.distributed.remote_launcher import RemoteLauncher
 from exeplan.runner.distributed.worker_group import Report
 from exeplan.runner.engine.executor import WorkerError
-from exeplan.runner.ipc.handshake import KEY_VARIABLE
-from exeplan.runner.ipc.messages import LauncherSetup
+from exeplan.runner.ipc.frames import HEADER, frame
+from exeplan.runner.ipc.handshake import KEY_VARIABLE, dial
+from exeplan.runner.ipc.messages import AgentHello, LauncherSetup, Ping, WorkerHello
 
 from ..processes import PATIENCE, descendants, eventually, is_alive, listening
 from .supervisor import PIPELINE, WIDE, begin
 
 KEY = "a key that only tests use"
+HELLO = AgentHello(device=1, host=1, address="127.0.0.1", local_device=0, model_directory=None, fingerprint="another")
 _PORTS = itertools.count(20_000, 10)
 LATER = ["unshare", "--time", "--monotonic", "1000", "--fork", "--kill-child"]
 
@@ -167,6 +171,38 @@ def test_a_host_with_another_key_stays_out(plan, process, listen):
     assert agent.returncode == 2
 
 
+def test_strangers_who_say_nothing_keep_no_host_out(plan, process, listen, port):
+    launcher = listen(plan)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(40):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        process(1)
+        launcher.prepare()
+    assert launcher.locate(1).host == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"\xff" * 8,
+        HEADER.pack(3) + b"abc",
+        frame(Ping()),
+        frame(WorkerHello(device=7, generation=1)),
+        *(frame(replace(HELLO, device=device)) for device in (-1, 0, 2, 2**40)),
+    ],
+)
+def test_a_host_with_the_key_that_sends_something_else_is_disconnected_and_leaves_no_thread(plan, listen, port, sent):
+    listen(plan)
+    before = threading.active_count()
+    with dial("127.0.0.1", port, KEY.encode(), patience=PATIENCE) as peer:
+        peer.sendall(sent)
+        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+    eventually(lambda: threading.active_count() == before)
+
+
 @pytest.mark.skipif(not has_clocks(), reason="`unshare --time` gives no process a clock of its own here")
 def test_the_clock_of_another_host_is_read(plan, process, listen):
     process(1, before=LATER)
@@ -203,8 +239,9 @@ def test_all_hosts_end_with_status_0_after_a_signal_to_the_first(both):
 
 
 def test_a_node_agent_that_loses_the_engine_ends(both):
-    first, second, family = both
-    os.kill(descendants(first.pid)[0], signal.SIGKILL)
+    _, second, family = both
+    (engine,) = (pid for pid in family if Path(f"/proc/{pid}/comm").read_text() == "exeplan-engine\n")
+    os.kill(engine, signal.SIGKILL)
     assert second.wait(PATIENCE) == 1
     assert second.stderr.read() == "exeplan.runner: the engine is gone\n"
     eventually(lambda: not any(map(is_alive, family)))

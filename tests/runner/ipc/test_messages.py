@@ -47,12 +47,13 @@ HANDLERS = {
     "WorkerEvent": [WorkerGroup._await_ready, MultiprocessExecutor._take, MultiprocessExecutor.save,
                     MultiprocessExecutor.restore],
     "AgentCommand": [_NodeAgent._take],
-    "AgentEvent": [RemoteLauncher._admit, _Agent.share, _Agent.read_clock],
+    "AgentEvent": [RemoteLauncher._take_hello, _Agent.share, _Agent.read_clock],
     "AdvisorRequest": [Advisor.take],
     "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor],
     "RankReport": [links._answers],
     "ReaderCommand": [Reader.take],
-    "ReaderAnswer": [Readers._read, readers._started, Service.read_generation, Service.tokenize, Service.detokenize],
+    "ReaderAnswer": [Readers._read, readers._Reader._started, Service.read_generation, Service.tokenize,
+                     Service.detokenize],
 }  # fmt: skip
 
 

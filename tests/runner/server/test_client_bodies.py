@@ -77,7 +77,7 @@ CHATS: dict[str, dict[str, Any]] = {
                 "role": "assistant",
                 "tool_calls": None,
                 "function_call": None,
-                "provider_specific_fields": None,
+                "provider_specific_fields": {"refusal": None},
                 "reasoning_content": None,
                 "annotations": [],
             },

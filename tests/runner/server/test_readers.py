@@ -98,14 +98,34 @@ def test_a_reader_that_is_killed_is_replaced(server):
     assert server.call("/ready").status == 200
 
 
-def test_sigterm_does_not_wait_for_a_template(launch, directory):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_an_idle_reader_that_is_stopped_or_killed_is_replaced(server, number):
+    before = readers(server)
+    for pid in before:
+        os.kill(pid, number)
+    eventually(lambda: len(readers(server)) == 2 and not set(before) & set(readers(server)))
+    assert server.complete({"prompt": "a", "max_tokens": 2}).status == 200
+
+
+def test_what_is_being_read_at_sigterm_is_still_answered_though_its_reader_is_stopped(launch):
+    with launch(replan="off") as server, ThreadPoolExecutor(1) as pool:
+        for pid in readers(server):
+            os.kill(pid, signal.SIGSTOP)
+        asked = pool.submit(server.complete, {"prompt": "a", "max_tokens": 2})
+        eventually(lambda: asked.done() or server.metric("num_requests_waiting") == 1)
+        server.process.terminate()
+        assert asked.result(PATIENCE).status == 200
+        assert server.process.wait(PATIENCE) == 0
+
+
+def test_sigterm_waits_for_a_template_no_longer_than_for_any_other_request(launch, directory):
     with launch(directory=directory, replan="off") as server, ThreadPoolExecutor(1) as pool:
         family = descendants(server.process.pid)
         endless = pool.submit(chat, server, ENDLESS)
         eventually(lambda: any(state(pid) == b"R" for pid in readers(server)))
         server.process.terminate()
         assert server.process.wait(PATIENCE) == 0
-        assert endless.exception(PATIENCE) is not None or endless.result().status >= 400
+        assert endless.result(PATIENCE).status == 400
         eventually(lambda: not any(map(is_alive, family)))
 
 

@@ -4,11 +4,12 @@ import json
 import os
 import re
 import signal
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from .conftest import Running
 
@@ -46,6 +47,26 @@ def test_a_chat_answers_in_the_schema(on: str, temperature: float, request: pyte
 def test_a_stream_brings_the_same_json(client: openai.OpenAI) -> None:
     pieces = [c.choices[0].delta.content for c in chat(client, response_format=AS_PERSON, stream=True)]
     assert "".join(pieces) == chat(client, response_format=AS_PERSON).choices[0].message.content
+
+
+class Leg(BaseModel):
+    """A part of a journey."""
+
+    by: Literal["train", "ship"] = Field(description="what moves")
+    hours: int = Field(ge=0, le=99)
+
+
+class Journey(BaseModel):
+    legs: list[Leg] = Field(max_length=2)
+    name: str | None = Field(max_length=5)
+    paid: bool
+
+
+def test_the_clients_own_models_are_filled(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny", messages=SAY, response_format=Journey, max_tokens=600, seed=1, temperature=1
+    )
+    assert isinstance(answer.choices[0].message.parsed, Journey)
 
 
 def test_an_output_that_is_cut_says_so(client: openai.OpenAI) -> None:

@@ -125,10 +125,11 @@ def test_a_call_streams_before_it_is_complete() -> None:
         ("{% set tools = 1 %}{{ tools }}", False, None),
         (HERMES, True, "hermes"),
         (LLAMA, True, "llama3_json"),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}" + LLAMA, True, "llama3_json"),
         ("{{ tools }}<tool_call>\n<function=x>", True, None),
         ("{{ tools }}[TOOL_CALLS]", True, None),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_a_template_says_whether_and_how_calls_are_made(template: str, takes: bool, form: str | None) -> None:
     found = ChatTemplate(template)

@@ -156,3 +156,9 @@ def test_a_file_that_is_no_profile_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be resumed"):
         run(path)
     assert path.read_text() == '{"mine": 1}'
+
+
+def test_layers_that_differ_in_their_windows_are_measured_up_to_the_window(tmp_path: Path) -> None:
+    mixed = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
+    with pytest.raises(InputError, match="measure up to --max-context 32, below which they do not, or derive a"):
+        run(tmp_path / "p.json", tiny(**mixed))

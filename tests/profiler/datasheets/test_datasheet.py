@@ -19,7 +19,7 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.cluster import load_cluster
 from exeplan.core.layer_costs import mlp_parameters, model_parameters
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.files import shipped, shipped_names
@@ -401,3 +401,16 @@ def test_the_median_error_against_measured_tables_is_under_ten_percent(system: s
     ]
     assert len(errors) > 60
     assert median(errors) < 0.10
+
+
+def test_a_sliding_window_bounds_the_time_of_attention(sheet: Datasheet) -> None:
+    full = load_model_spec("mistral-7b")
+    windows = {"all": 4096, "half": 4096, "none": None}
+    specs = {name: model_spec({**full.config, "sliding_window": window}, name=name) for name, window in windows.items()}
+    kinds = ["sliding_attention", "full_attention"] * (full.num_layers // 2)
+    specs["half"] = model_spec({**specs["half"].config, "layer_types": kinds}, name="half")
+    rows = {name: profile_from_datasheet(spec, sheet, dtype="bfloat16").measurements for name, spec in specs.items()}
+    for every, some, no in zip(rows["all"], rows["half"], rows["none"], strict=True):
+        within = (no.num_tokens or no.context_tokens) <= 4096 * no.num_seqs
+        assert every.seconds == no.seconds if within or no.op != "attention" else every.seconds < no.seconds
+        assert some.seconds == pytest.approx((every.seconds + no.seconds) / 2)

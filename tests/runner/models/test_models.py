@@ -238,6 +238,8 @@ def test_a_tied_head_is_counted_twice_only_where_it_is_packed():
     [
         ({"model_type": "mixtral"}, "no model family 'mixtral'; there are gpt2, llama, "),
         ({"quantization_config": {"quant_method": "gptq"}}, "'tiny' is quantized by gptq"),
+        ({"vision_config": {}}, "'tiny' is multimodal, and only its part for text can be planned; it cannot be run"),
+        ({"head_dim": 15}, "rotary positions need an even number of dimensions, not 15"),
         ({"hidden_act": "snake"}, "no activation 'snake'; there are gelu, "),
         ({"rope_scaling": {"type": "su"}}, "no rotary scaling 'su'; there are default, dynamic, "),
         ({"rope_scaling": {"type": "linear"}}, "rotary scaling 'linear' lacks 'factor'"),

@@ -27,7 +27,7 @@ LINGER_SECONDS = 60.0
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ClientSequence(SequenceState):
-    """A sequence with the client that it belongs to."""
+    """A sequence with the client that it belongs to; "" for none."""
 
     client: str = ""
     client_weight: float = 1.0
@@ -62,7 +62,12 @@ class VirtualTokenCounters:
         return self._clients[client].served if client in self._clients else 0.0
 
     def join(self, sequence: ClientSequence, present: Iterable[ClientSequence]) -> None:
-        """A new sequence; `present` are those that wait or run, of all clients."""
+        """A new sequence; `present` are those that wait or run, of all clients.
+
+        One without a client, as of a warm-up, is of no further interest.
+        """
+        if not sequence.client:
+            return
         known = self._clients.setdefault(sequence.client, _Client(sequence.client_weight))
         known.weight, known.seen = sequence.client_weight, None
         if self.is_shared:
@@ -86,7 +91,10 @@ class VirtualTokenCounters:
 
     def share(self, client: str) -> float:
         """The client's part of everything, 0 to 1, by the weights of all."""
-        return self._clients[client].weight / sum(one.weight for one in self._clients.values())
+        return self._weight(client) / sum(one.weight for one in self._clients.values())
+
+    def _weight(self, client: str) -> float:
+        return self._clients[client].weight if client in self._clients else 1.0
 
     def order(self, waiting: Iterable[ClientSequence], running: Iterable[ClientSequence]) -> Iterator[ClientSequence]:
         """The waiting sequences as they may start, each client's in the order given.
@@ -100,7 +108,7 @@ class VirtualTokenCounters:
         num_running = dict.fromkeys(lines, 0.0)
         for sequence in running:
             if sequence.client in num_running:
-                num_running[sequence.client] += 1 / self._clients[sequence.client].weight
+                num_running[sequence.client] += 1 / self._weight(sequence.client)
         heads = [(self.served(name), num_running[name], line[0][0], name) for name, line in lines.items()]
         heapq.heapify(heads)
         while heads:
@@ -108,6 +116,6 @@ class VirtualTokenCounters:
             sequence = lines[name].popleft()[1]
             yield sequence
             if lines[name]:
-                weight = self._clients[name].weight
+                weight = self._weight(name)
                 served += PROMPT_TOKEN * sequence.num_tokens / weight
                 heapq.heappush(heads, (served, ahead + 1 / weight, lines[name][0][0], name))

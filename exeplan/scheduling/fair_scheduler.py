@@ -37,6 +37,8 @@ _SMOOTHING = 0.2
 """Weight of the latest pass in the mean seconds of passes."""
 KEPT_FREE = 1 / 8
 """Of the places and of the blocks, for clients below their share."""
+_FEW_PLACES = 4
+"""From this many on at least one is kept free."""
 _LEAST_OFFERED = 64
 
 
@@ -123,11 +125,11 @@ class FairScheduler(Scheduler):
         cut = any(s.num_computed_tokens for s in self.running)
         prefill = () if cut else self._express_prefill(light)
         batch = Batch(prefill=prefill, decode=decode)
-        decode = self._grow(batch)
+        grown = self._grow(batch)
         admitted = self._admit(batch) if prefill else ()
-        if not decode and not admitted:
+        if not grown and not admitted:
             return None
-        batch = replace(batch, prefill=admitted, decode=decode)
+        batch = replace(batch, prefill=admitted, decode=grown)
         self.busy.add(batch.group)
         self._launch(batch)
         self.num_prefills_in_flight += bool(batch.prefill)
@@ -195,7 +197,7 @@ class FairScheduler(Scheduler):
     def _is_last_place(self, client: str, rows: Counter[str]) -> bool:
         """Whether the next place is one of those that are kept free for others than this client."""
         places = self._num_places
-        if places is None or rows.total() < places - max(1, int(KEPT_FREE * places)):
+        if places is None or rows.total() < places - max(int(KEPT_FREE * places), int(places >= _FEW_PLACES)):
             return False
         return rows[client] >= math.ceil(self._counters.share(client) * places)
 

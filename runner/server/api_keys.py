@@ -94,7 +94,9 @@ def _entry(entry: Any, where: str) -> tuple[bytes, Client]:
         raise InputError(f"{where} needs a name of 1 to 64 letters, digits, '.', '_' and '-'")
     if not isinstance(admin, bool):
         raise InputError(f"{where}: admin must be true or false")
-    limits = {field: read(entry[field], f"{where}: {field}") for field, read in _LIMITS.items() if field in entry}
+    limits: dict[str, Any] = {
+        field: read(entry[field], f"{where}: {field}") for field, read in _LIMITS.items() if field in entry
+    }
     return _key_digest(entry, where), Client(name=name, admin=admin, **limits)
 
 

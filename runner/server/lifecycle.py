@@ -51,12 +51,16 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets
-        times = {"ssl_handshake_timeout": HEADER_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS} if self._tls else {}
         protocol = partial(
             GuardedProtocol, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         listening = asyncio.get_running_loop().create_server(
-            protocol, sock=sockets[0], ssl=self._tls, backlog=self.config.backlog, **times
+            protocol,
+            sock=sockets[0],
+            ssl=self._tls,
+            backlog=self.config.backlog,
+            ssl_handshake_timeout=HEADER_SECONDS if self._tls else None,
+            ssl_shutdown_timeout=CLOSE_SECONDS if self._tls else None,
         )
         self.servers = [await listening]
         self.started = True

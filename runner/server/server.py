@@ -108,7 +108,7 @@ def serve(
                     on_listening=listening,
                     on_ready=ready,
                     on_hangup=partial(_read_again, keys, tls, service.clients),
-                    tls=tls and tls.context,
+                    tls=tls.context if tls else None,
                     trusted_proxies=options.trusted_proxies,
                 )
                 return 1 if engine.failure else 0

@@ -32,6 +32,13 @@ ALLOWED = {
         "ExeGPT section 5.2": "a section",
         "to four times as many": "the range of a sweep",
     },
+    "docs/how-to/serve-in-production.md": {
+        "more than 1.5 times as long": "a limit",
+        "256 KiB of the kernel, 64 KiB of the server and 16,384 tokens": "limits",
+        "reads nothing for 30 s": "a limit",
+        "at most 4,096": "a limit",
+        "TLS 1.2 and newer; a handshake has 10 s": "a version and a limit",
+    },
     "docs/findings.md": {
         "Intervals in brackets hold 95 %": "the confidence",
         "10,000 requests through": "an input",

@@ -218,3 +218,14 @@ def test_a_light_client_runs_at_a_share_of_its_own_speed(schedule: Schedule, fix
         assert answer(f"again{number}") <= 1.6 * alone + 8 * longest
     assert flood >= (now - began) / 3.5
     assert scheduler._counters.served("flood") > 0
+
+
+def test_a_warm_up_is_no_client() -> None:
+    """Otherwise the only client would share with it for a minute."""
+    scheduler = fair(Schedule("orca", {"max_num_seqs": 4}))
+    scheduler.add(sequence("warm-up", 1, 1))
+    run(scheduler)
+    for number in range(8):
+        scheduler.add(sequence(str(number), 1, 9, "only"))
+    run(scheduler)
+    assert len(scheduler.running) == 4

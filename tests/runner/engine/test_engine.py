@@ -435,3 +435,33 @@ def test_when_all_have_expired_nothing_is_computed(runner):
     assert [output.finish_reason for output in engine.step()] == ["expired"] * 3
     assert engine.last_steps == ()
     assert not engine.has_work
+
+
+# Clients
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [*SCHEDULES.values(), Schedule("chunked", {"max_num_seqs": 5, "max_num_batched_tokens": 16})],
+    ids=[*SCHEDULES, "chunked"],
+)
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_clients_that_share_an_engine_get_the_same_tokens(runner, schedule, num_blocks):
+    """Also in express passes, which are due before every other pass here, and where blocks run out."""
+    names, given = [f"{'polite' if number in (9, 17) else 'flood'}{number}" for number in range(20)], prompts(20)
+    expected = {name: tokens(run(runner, prompt, greedy())) for name, prompt in zip(names, given, strict=True)}
+    engine, found, sizes = Engine(InProcessExecutor(runner), schedule, num_blocks=num_blocks), {}, set()
+    for name, prompt in zip(names, given, strict=True):
+        client = "polite" if name.startswith("polite") else "flood"
+        engine.add(replace(request(name, prompt, greedy()), client=client))
+        for _ in range(2):
+            engine._scheduler._credit = 1.0
+            for output in engine.step():
+                found.setdefault(output.request_id, []).append(output)
+            sizes |= {(step.num_prefill + step.num_decode, engine.num_running) for step in engine.last_steps}
+    for name, outputs in drain(engine).items():
+        found.setdefault(name, []).extend(outputs)
+    assert {name: tokens(outputs) for name, outputs in found.items()} == expected
+    assert engine.free_blocks == num_blocks
+    if schedule.policy != "static":
+        assert any(rows == 1 and running > 2 for rows, running in sizes)

@@ -1,5 +1,6 @@
 """A client that sends too much takes from its own share: others still find a place in the queue, and the next pass."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from exeplan.runner.engine_process.client import Job
 from exeplan.runner.ipc.messages import Event
+from exeplan.runner.server import lifecycle
 from exeplan.runner.server.clients import FREE_REFUSALS, PAUSE_SECONDS, Client, Clients, network_of
 
 from ..processes import PATIENCE, eventually
@@ -175,3 +177,19 @@ def test_a_flood_from_one_address_leaves_a_place_for_another(launch):
     assert [status for status, _ in polite] == [200] * 5
     assert {status for status, _ in flood} == {200, 429}
     assert any("made room for a client with fewer waiting" in message for _, message in flood)
+
+
+@pytest.mark.parametrize(
+    ("proxies", "known"), [((), "127.0.0.1"), (("127.0.0.1",), "192.0.2.7"), (("10.0.0.0/8",), "127.0.0.1")]
+)
+def test_only_trusted_proxies_name_the_client(proxies, known):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(Client().at(scope["client"][0]).address)
+
+    config = lifecycle._config(app, proxies)
+    config.load()
+    scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": [(b"x-forwarded-for", b"192.0.2.7")]}
+    asyncio.run(config.loaded_app(scope, None, None))
+    assert seen == [known]

@@ -225,24 +225,34 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch())
 
     async def _load(self) -> None:
+        """Another engine process, until it takes commands; none is left of one that does not come as far."""
         try:
             link = self._link = await EngineLink.open(self._forks)
-            link.send(self._setup)
-            while isinstance(event := await link.read(), Loading):
-                self.loading = event
-        except (MessageError, ChildProcessError) as error:
+        except OSError as error:
             raise EngineError(str(error)) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise EngineError((await link.end())[1]) from None
-        if isinstance(event, SetupRefused):
-            raise InputError(event.message)
-        if isinstance(event, EngineBroken):
-            raise EngineError(event.message)
+        link.send(self._setup)
+        event = await self._until_loaded(link)
         if not isinstance(event, EngineReady):
-            raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
+            await link.end()
+            raise (InputError if isinstance(event, SetupRefused) else EngineError)(event.message)
         self.num_blocks, self.loading, self._up = event.num_blocks, None, True
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
         self._began = self._progress = time.monotonic()
+
+    async def _until_loaded(self, link: EngineLink) -> EngineReady | SetupRefused | EngineBroken:
+        """How loading ended. Raises EngineError where the process ended before that, or sent something else."""
+        try:
+            while isinstance(event := await link.read(), Loading):
+                self.loading = event
+        except MessageError as error:
+            await link.end(patience=0.0)
+            raise EngineError(str(error)) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EngineError((await link.end())[1]) from None
+        if isinstance(event, EngineReady | SetupRefused | EngineBroken):
+            return event
+        await link.end(patience=0.0)
+        raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
 
     @property
     def pid(self) -> int | None:
@@ -292,10 +302,13 @@ class EngineClient:
     def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
         """Sends the job's prompts to the engine; their sequences are in the order of `request_ids`.
 
-        Streamed, each has an event a token; otherwise one for its first token and then one for many.
+        Streamed, each has an event a token; otherwise one for its first token and then one for many. A job that has
+        been released meanwhile, with an error among its events, is not sent: nothing would end it in the engine.
         """
         if self.failure:
             raise EngineError(self.failure)
+        if job.job_id not in self._jobs:
+            return
         assert sum(prompt.n for prompt in prompts) == len(job.request_ids)
         job.submission = Submit(
             job=job.job_id,
@@ -455,13 +468,14 @@ class EngineClient:
     def _resume(self) -> None:
         """The engine gets everything that it must know to go on where the one before has ended."""
         self.pause = None
-        if self._asked and not self._asked.repeated:
-            self._asked.repeated = True
-            self._send(self._asked.message)
-        else:
-            self._switches.clear()
-            if self._asked:
-                self._asked.refuse(InputError("the engine ended twice before it had done this"))
+        again = self._asked if self._asked and not self._asked.repeated else None
+        # What was asked for and is not waited for any more is not asked again, and never answered.
+        self._switches = {n: setup for n, setup in self._switches.items() if again and n == again.message.number}
+        if again:
+            again.repeated = True
+            self._send(again.message)
+        elif self._asked:
+            self._asked.refuse(InputError("the engine ended twice before it had done this"))
         for job in self._jobs.values():
             if job.submission and job.open:
                 self._send(replace(job.submission, resumed=_resumed(job)))

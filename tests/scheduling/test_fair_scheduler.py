@@ -54,27 +54,39 @@ def names(rows: Sequence[object]) -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@settings(max_examples=30, deadline=None)
-@given(lengths=st.lists(LENGTHS, min_size=1, max_size=30), num_blocks=st.integers(8, 40))
+@settings(max_examples=40, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), LENGTHS), min_size=1, max_size=30),
+    num_blocks=st.integers(8, 40),
+    client=st.sampled_from(["", "a"]),
+)
 def test_one_client_is_served_as_without_shares(
-    schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: int
+    schedule: Schedule, arrivals: list[tuple[int, tuple[int, int]]], num_blocks: int, client: str
 ) -> None:
+    """Pass by pass, while its requests come; each is some passes behind the one before."""
     plain, shared = Scheduler(schedule, num_blocks), fair(schedule, num_blocks)
-    for number, (prompt, output) in enumerate(lengths):
-        plain.add(sequence(str(number), prompt, output))
-        shared.add(sequence(str(number), prompt, output))
+    for number, (pause, (prompt, output)) in enumerate(arrivals):
+        for _ in range(pause):
+            same_pass(plain, shared)
+        for scheduler in (plain, shared):
+            scheduler.add(sequence(str(number), prompt, output, client, weight=2.0))
     while plain.has_work:
-        wanted, found = plain.next_batch(), shared.next_batch()
-        assert wanted is not None
-        assert found is not None
+        same_pass(plain, shared)
+    assert not shared.has_work
+
+
+def same_pass(plain: Scheduler, shared: FairScheduler) -> None:
+    wanted, found = plain.next_batch(), shared.next_batch()
+    assert (wanted is None) == (found is None) == (not plain.has_work)
+    if wanted and found:
         assert (names(found.prefill), names(found.decode), found.chunks) == (
             names(wanted.prefill),
             names(wanted.decode),
             wanted.chunks,
         )
         finish(plain, wanted)
+        shared.took(found, 1.0)
         finish(shared, found)
-    assert not shared.has_work
 
 
 @settings(max_examples=60, deadline=None)

@@ -257,6 +257,7 @@ class Engine:
         outputs = []
         for request in as_requests(before.running):
             request.crashes += 1
+            request.preemptions += 1  # It has begun: a deadline to begin by is of the past.
             if request.finished:
                 del self._requests[request.request_id]
             elif request.crashes >= MAX_CRASHES:

@@ -267,7 +267,7 @@ class Engine:
             if request.request_id in self._requests:
                 request.num_blocks = request.num_computed_tokens = request.group = 0
                 request.in_flight = False
-                self._scheduler.add(request)
+                self._scheduler.add_again(request)
         return outputs
 
     def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:

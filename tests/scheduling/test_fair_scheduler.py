@@ -12,6 +12,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.scheduling.fair_queue import LINGER_SECONDS, OUTPUT_TOKEN, ClientSequence, VirtualTokenCounters
 from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.scheduler import Scheduler
+from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 SCHEDULES = (
     Schedule("orca", {"max_num_seqs": 5}),
@@ -163,6 +164,24 @@ def test_a_client_that_comes_back_starts_with_the_next_pass() -> None:
     now[0] = LINGER_SECONDS + 1
     run(scheduler)
     assert len(scheduler.running) == 4  # It is gone for good: nothing is kept for it.
+
+
+def test_another_schedule_goes_on_with_the_same_counters() -> None:
+    """What waits behind another client's output is not taken for one that has just come."""
+    counters = VirtualTokenCounters()
+    before, after = (
+        FairScheduler(Schedule("orca", {"max_num_seqs": places}), 100, counters=counters, clock=lambda: 0.0)
+        for places in (1, 2)
+    )
+    before.add(sequence("0", 10, 40, "a"))
+    run(before)
+    before.add(sequence("1", 10, 40, "b"))
+    for _ in range(5):
+        run(before)
+    served = counters.served("a"), counters.served("b")
+    assert served[0] > served[1]
+    take_over(after, before, keep=can_keep_blocks(after, before))
+    assert (counters.served("a"), counters.served("b")) == served
 
 
 def test_idleness_earns_nothing() -> None:

@@ -157,6 +157,11 @@ class _Question:
         if not self.answer.done():
             self.answer.set_exception(error)
 
+    def refuse_twice_ended(self) -> None:
+        """A plan may be the cause; lengths may be asked for again."""
+        kind = InputError if isinstance(self.message, SwitchPlan) else EngineError
+        self.refuse(kind("the engine ended twice before it had done this"))
+
 
 class EngineClient:
     """Starts, feeds, watches and ends the engine process. `failure` is why it can no longer be used; None while it can.
@@ -191,6 +196,8 @@ class EngineClient:
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
         self._jobs: dict[str, Job] = {}
+        self.num_waiting = 0
+        """Sequences whose prefill has not begun, those included that are still being tokenized."""
         self._up = False
         """Whether the engine takes commands."""
         self._supervising: asyncio.Task[None] | None = None
@@ -280,11 +287,6 @@ class EngineClient:
         return sum(len(job.open) for job in self._jobs.values())
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences whose prefill has not begun, those included that are still being tokenized."""
-        return sum(len(job.waiting) for job in self._jobs.values())
-
-    @property
     def stall(self) -> str | None:
         """How long there has been work and no iteration, where that is longer than an iteration may take; else None."""
         silent = time.monotonic() - self._progress
@@ -296,6 +298,7 @@ class EngineClient:
             self._progress = time.monotonic()
         job_id = str(next(self._numbers))
         request_ids = tuple(f"{job_id}-{index}" for index in range(count))
+        self.num_waiting += count
         self._jobs[job_id] = Job(job_id, request_ids, set(request_ids), set(request_ids))
         return self._jobs[job_id]
 
@@ -324,7 +327,10 @@ class EngineClient:
 
     def release(self, job: Job) -> None:
         """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""
-        if self._jobs.pop(job.job_id, None) and job.open:
+        if self._jobs.pop(job.job_id, None) is None:
+            return
+        self.num_waiting -= len(job.waiting)
+        if job.open:
             self._send(Abort(request_ids=sorted(job.open)))
 
     def _send(self, command: EngineCommand) -> None:
@@ -394,7 +400,7 @@ class EngineClient:
         except Exception:
             log.exception("the engine could not be replaced")
             failure = "the engine could not be replaced; the server's log says more"
-        self.failure = failure
+        self.failure, self.loading, self.stats = failure, None, Stats()
         self.fail_all(EngineError(failure))
         self.ended.set()
 
@@ -475,7 +481,7 @@ class EngineClient:
             again.repeated = True
             self._send(again.message)
         elif self._asked:
-            self._asked.refuse(InputError("the engine ended twice before it had done this"))
+            self._asked.refuse_twice_ended()
         for job in self._jobs.values():
             if job.submission and job.open:
                 self._send(replace(job.submission, resumed=_resumed(job)))
@@ -542,7 +548,9 @@ class EngineClient:
         job = self._jobs.get(_job_of(event.request_id))
         if job is None or job.submission is None:
             return False
-        job.waiting.discard(event.request_id)
+        if event.request_id in job.waiting:
+            job.waiting.remove(event.request_id)
+            self.num_waiting -= 1
         job.sequences[event.request_id].token_ids += event.token_ids
         if event.finish_reason:
             job.open.discard(event.request_id)

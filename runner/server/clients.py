@@ -177,8 +177,8 @@ class Clients:
 
     def refusal_to_wait(self, client: Client, count: int) -> RequestError | None:
         """Why no `count` more sequences of the client may wait; None where they may."""
-        waiting, most = self.account(client).num_waiting, client.max_waiting
-        if most is None or waiting + count <= most:
+        most = client.max_waiting
+        if most is None or (waiting := self.account(client).num_waiting) + count <= most:
             return None
         message = f"{waiting} sequences of this API key are waiting, {most:g} may; try again later"
         return _refusal(message, "too_many_requests", 1)

@@ -167,12 +167,15 @@ class Service:
         self.check_up()
         if refusal := self.clients.refusal(client):
             raise self._counted(refusal, client)
-        waiting = self.engine.num_waiting + self.clients.num_reading
-        before = self.clients.num_ahead(client, waiting, 1)
+        waiting, most = self.engine.num_waiting + self.clients.num_reading, self.admission.max_queue
+        before = self._num_before(client, waiting, 1)
         refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
-        may_push_out = self.clients.is_below_share(client, self.admission.max_queue)
-        if refusal and not (refusal.code == "queue_full" and may_push_out):
+        if refusal and not (refusal.code == "queue_full" and self.clients.is_below_share(client, most)):
             raise self._counted(refusal, client)
+
+    def _num_before(self, client: Client, waiting: int, count: int) -> int | None:
+        """Of the sequences that wait those that start before `count` more of the client, where that is of interest."""
+        return self.clients.num_ahead(client, waiting, count) if self.admission.refuse_late else None
 
     @property
     def num_pending(self) -> int:
@@ -243,7 +246,7 @@ class Service:
         return self.admission.refusal(
             count,
             num_waiting=waiting,
-            num_before=self.clients.num_ahead(client, waiting, count),
+            num_before=self._num_before(client, waiting, count),
             max_tokens=request.sampling.max_tokens,
             deadline=request.deadline,
         )

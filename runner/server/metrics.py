@@ -22,7 +22,7 @@ from exeplan.runner.server.clients import Totals
 from exeplan.runner.server.observed import Observed, Snapshot, bounds_of
 from exeplan.runner.server.predicted import PREDICTED, predictions
 
-FINISH_REASONS = ("stop", "length", "abort", "expired")
+FINISH_REASONS = ("stop", "length", "abort", "expired", "error", "structure", "lost")
 REJECTIONS = ("queue_full", "late", "rate_limit_exceeded", "too_many_requests")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _TOKENS = tuple(float(2**power) for power in range(17))
@@ -165,8 +165,8 @@ class ServeMetrics(Collector):
             self._histograms["iteration_tokens_total"].add(stats.iteration_tokens)
         for event in events:
             progress = self._open.get(event.request_id)
-            if event.finish_reason == "expired":  # It was not computed, so its times are no latencies.
-                self.finished["expired"] += 1
+            if progress is None and not event.token_ids:  # It ended without a token, so its times are no latencies.
+                self.finished[event.finish_reason or ""] += 1
                 continue
             if progress is None:
                 self._begin(event)

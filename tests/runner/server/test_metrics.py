@@ -1,6 +1,7 @@
 """`/metrics` counts what the engine reported, and Prometheus' own parser reads every name from the start."""
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -10,7 +11,7 @@ from exeplan.core.schedule import Estimate, Schedule, Stage
 from exeplan.drift.state import DriftState, Replanned, ReplanState, summary
 from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.clients import Totals
-from exeplan.runner.server.metrics import REJECTIONS, Histogram, Reading, ServeMetrics
+from exeplan.runner.server.metrics import FINISH_REASONS, REJECTIONS, Histogram, Reading, ServeMetrics
 from exeplan.runner.server.observed import Observed
 
 IDLE = Stats(num_blocks=10, free_blocks=10)
@@ -111,6 +112,17 @@ def test_a_dropped_request_counts_once(engine):
     assert +engine.metrics.finished == {"abort": 1}
 
 
+@pytest.mark.parametrize("reason", ["expired", "lost", "error", "structure"])
+def test_a_sequence_without_a_token_has_no_latencies(engine, reason):
+    engine.metrics.step([replace(event(2.5, finish_reason=reason), token_ids=())], IDLE)
+    found = engine.values()
+    assert +engine.metrics.finished == {reason: 1}
+    assert {name: found[f"{name}_seconds_count"] for name in ("time_to_first_token", "e2e_request_latency")} == {
+        "time_to_first_token": 0,
+        "e2e_request_latency": 0,
+    }
+
+
 def test_gauges_show_the_engine_and_the_bound(engine):
     engine.stats = Stats(num_running=2, num_blocks=10, free_blocks=4, num_preemptions=1)
     found = engine.values()
@@ -128,7 +140,7 @@ def test_every_name_has_help_and_type_from_the_start_and_counters_their_zeros(en
     assert helped == {line.split()[2] for line in wanted}
     found = engine.values()
     counted = {name: value for name, value in found.items() if (name if isinstance(name, str) else name[0]) in COUNTERS}
-    labels = {("request_success_total", reason) for reason in ("stop", "length", "abort", "expired")}
+    labels = {("request_success_total", reason) for reason in FINISH_REASONS}
     labels |= {("admission_rejections_total", reason) for reason in REJECTIONS}
     labels |= {(name, "chat") for name in COUNTERS.split() if name.startswith("client_")}
     plain = set(COUNTERS.split()) - {name for name, _ in labels}

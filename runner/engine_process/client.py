@@ -9,22 +9,20 @@ waiting. A request that was running at `MAX_CRASHES` such ends is given up, as `
 workers. Engines that end one after another before they ran a batch are a failure. So is the end of one with workers on
 several hosts: these end with it, and torchrun starts no others.
 
-Not here: the process and its connection (`link.py`), and what forks it (`exeplan.runner.ipc.fork_server`).
+Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
+(`exeplan.runner.ipc.fork_server`).
 """
 
 import asyncio
 import itertools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
-from msgspec.structs import replace
-
 from exeplan.errors import InputError
-from exeplan.runner.engine.requests import MAX_CRASHES
+from exeplan.runner.engine_process.job import EngineError, Job, job_of
 from exeplan.runner.engine_process.link import EngineLink, engine_forks
 from exeplan.runner.ipc.child_process import STOPPED_SECONDS, WATCH_SECONDS
 from exeplan.runner.ipc.fork_server import ForkServer
@@ -49,22 +47,14 @@ from exeplan.runner.ipc.messages import (
     PlanRefused,
     PlanSwitched,
     Prompt,
-    Resumed,
     SetupRefused,
     Stats,
-    Submit,
     SwitchPlan,
 )
 
 Answer: TypeAlias = LengthStatsReport | PlanSwitched | PlanRefused
 log = logging.getLogger(__name__)
 
-_FAULTS = {
-    "error": "the model gave no usable numbers for this request; the server's log says more",
-    "lost": "the engine or its workers died more than once while this request was running, so it is not tried again",
-}
-_UNFOLLOWED = "the grammar of this request is too costly to follow at this point of the output; simplify it"
-_EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 STOP_SECONDS = 5.0
 """How long the engine process may take to end before it is killed."""
 LOAD_SECONDS = 600.0
@@ -72,68 +62,6 @@ LOAD_SECONDS = 600.0
 MAX_FAILED_STARTS = 3
 """Engines in a row that ended early and without having run a batch; after that no other is started."""
 LONG_LIFE_SECONDS = 10.0
-MAX_UNREAD = 16384
-"""Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
-
-
-class EngineError(Exception):
-    """The engine did not do what was asked: the message says why, `status` is the HTTP status that fits."""
-
-    def __init__(self, message: str, *, status: int = 503, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """What another engine must know of a sequence to go on with it."""
-
-    token_ids: list[int] = field(default_factory=list)
-    start: float | None = None
-    crashes: int = 0
-    running: bool = False
-    """Whether this engine has begun to compute it."""
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """The sequences of one HTTP request, and the events that the engine sent of them."""
-
-    job_id: str
-    request_ids: tuple[str, ...]
-    open: set[str]
-    """Sequences that have not finished."""
-    waiting: set[str]
-    """Those whose prefill has not begun."""
-    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
-    submission: Submit | None = None
-    """What the engine was sent; None until then."""
-    sequences: dict[str, _Sequence] = field(default_factory=dict)
-    """By request id, once submitted."""
-    num_unread: int = 0
-    """Tokens and log-probabilities of the events that wait."""
-    client: str = ""
-    client_weight: float = 1.0
-    """Which client it is from, and its share of the engine relative to others."""
-
-    def fail(self, error: Exception) -> None:
-        """The reader of the events gets this error after those that are there."""
-        self.events.put_nowait(error)
-
-    async def next_events(self) -> list[Event]:
-        """All events so far, waiting for the first. Raises InputError or EngineError where that comes first."""
-        events: list[Event] = []
-        self.num_unread = 0  # All of them are taken below.
-        while not events or not self.events.empty():
-            found = await self.events.get()
-            if isinstance(found, Event):
-                events.append(found)
-                continue
-            if not events:
-                raise found
-            self.events.put_nowait(found)  # For the next call; what came after an error is dropped.
-            break
-        return events
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +117,8 @@ class EngineClient:
         """What is loaded before anything can run; None once it is, until something is restarted."""
         self.stats = Stats()
         self.num_blocks = 0
+        self.num_waiting = 0
+        """Sequences whose prefill has not begun, those included that are still being tokenized."""
         self.num_restarts = 0
         """How many engines have been replaced."""
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
@@ -196,8 +126,6 @@ class EngineClient:
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
         self._jobs: dict[str, Job] = {}
-        self.num_waiting = 0
-        """Sequences whose prefill has not begun, those included that are still being tokenized."""
         self._up = False
         """Whether the engine takes commands."""
         self._supervising: asyncio.Task[None] | None = None
@@ -312,18 +240,7 @@ class EngineClient:
             raise EngineError(self.failure)
         if job.job_id not in self._jobs:
             return
-        assert sum(prompt.n for prompt in prompts) == len(job.request_ids)
-        job.submission = Submit(
-            job=job.job_id,
-            stream=stream,
-            prompts=[_seeded(prompt) for prompt in prompts],
-            request_ids=job.request_ids,
-            client=job.client,
-            client_weight=job.client_weight,
-            arrival=time.perf_counter(),
-        )
-        job.sequences = {request_id: _Sequence() for request_id in job.request_ids}
-        self._send(job.submission)
+        self._send(job.submit(prompts, stream=stream))
 
     def release(self, job: Job) -> None:
         """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""
@@ -460,15 +377,10 @@ class EngineClient:
 
     def _count_crash(self) -> None:
         """What was running was so at one crash more; at the last that is allowed it is given up."""
-        now = time.perf_counter()
-        lost = []
+        lost: list[Event] = []
         for job in self._jobs.values():
-            for request_id in sorted(job.open):
-                sequence = job.sequences.get(request_id)
-                if sequence and sequence.running:
-                    sequence.running, sequence.crashes = False, sequence.crashes + 1
-                    if sequence.crashes >= MAX_CRASHES:
-                        lost.append(_lost(job, request_id, now))
+            job.count_crash()
+            lost += job.lost(time.perf_counter())
         self.on_step([event for event in lost if self._deliver(event)], self.stats)
 
     def _resume(self) -> None:
@@ -483,8 +395,8 @@ class EngineClient:
         elif self._asked:
             self._asked.refuse_twice_ended()
         for job in self._jobs.values():
-            if job.submission and job.open:
-                self._send(replace(job.submission, resumed=_resumed(job)))
+            if submission := job.resubmit():
+                self._send(submission)
 
     def _take(self, event: EngineEvent) -> _End | None:
         """Passes an event on. Returns why the engine process ends, if it does."""
@@ -496,20 +408,22 @@ class EngineClient:
                 # An event may have been on its way when its job was released.
                 self.on_step([one for one in event.events if self._deliver(one)], self.stats)
             case Begun():
-                self._note_begun(event)
+                for request_id in event.request_ids:
+                    if job := self._jobs.get(job_of(request_id)):
+                        job.note_begun(request_id, event.start)
             case Alive():
                 pass
             case JobRefused():
                 if job := self._jobs.get(event.job):
-                    job.open.clear()
-                    job.fail(InputError(event.message))
+                    job.refuse(event.message)
             case LengthStatsReport() | PlanSwitched() | PlanRefused():
                 self._take_answer(event)
             case Loading():
                 self.loading = event
             case EngineDown():
                 self.pause, self.loading = event.message, None
-                self._note_down()
+                for job in self._jobs.values():  # Which of them are lost the engine says.
+                    job.count_crash()
             case EngineUp():
                 self.pause = self.loading = None
             case EngineBroken():
@@ -519,20 +433,6 @@ class EngineClient:
             case _:
                 assert_never(event)
         return None
-
-    def _note_begun(self, begun: Begun) -> None:
-        for request_id in begun.request_ids:
-            if job := self._jobs.get(_job_of(request_id)):
-                sequence = job.sequences[request_id]
-                sequence.running = True
-                sequence.start = begun.start if sequence.start is None else sequence.start
-
-    def _note_down(self) -> None:
-        """The engine counts this crash by itself, and says which sequences are lost."""
-        for job in self._jobs.values():
-            for sequence in job.sequences.values():
-                sequence.crashes += sequence.running
-                sequence.running = False
 
     def _take_answer(self, answer: Answer) -> None:
         """An answer to a question that is not waited for any more has no effect but that of a switch."""
@@ -545,66 +445,12 @@ class EngineClient:
 
     def _deliver(self, event: Event) -> bool:
         """Whether there still is a job that the event belongs to."""
-        job = self._jobs.get(_job_of(event.request_id))
+        job = self._jobs.get(job_of(event.request_id))
         if job is None or job.submission is None:
             return False
-        if event.request_id in job.waiting:
-            job.waiting.remove(event.request_id)
-            self.num_waiting -= 1
-        job.sequences[event.request_id].token_ids += event.token_ids
-        if event.finish_reason:
-            job.open.discard(event.request_id)
-        if event.finish_reason == "expired":
-            job.events.put_nowait(EngineError(_EXPIRED, status=408, code="deadline_exceeded"))
-            return True
-        if event.finish_reason == "structure":
-            job.events.put_nowait(EngineError(_UNFOLLOWED, status=400, code="structure"))
-            return True
-        fault = _FAULTS.get(event.finish_reason or "")
-        job.events.put_nowait(EngineError(fault, status=500) if fault else event)
-        job.num_unread += len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
-        if job.submission.stream and job.num_unread > MAX_UNREAD and job.open:
+        self.num_waiting -= event.request_id in job.waiting
+        job.take(event)
+        if job.is_unread:
             job.fail(EngineError("the answer was not read as fast as it was generated, and is given up", status=408))
             self.release(job)
         return True
-
-
-def _job_of(request_id: str) -> str:
-    return request_id.partition("-")[0]
-
-
-def _seeded(prompt: Prompt) -> Prompt:
-    """With a seed drawn here where the request has none: another engine goes on with the same draws."""
-    if prompt.sampling.seed is not None:
-        return prompt
-    return replace(prompt, sampling=replace(prompt.sampling, seed=secrets.randbits(62)))
-
-
-def _resumed(job: Job) -> dict[str, Resumed]:
-    return {
-        request_id: Resumed(token_ids=sequence.token_ids, start=sequence.start, crashes=sequence.crashes)
-        for request_id, sequence in job.sequences.items()
-        if request_id in job.open
-    }
-
-
-def _lost(job: Job, request_id: str, now: float) -> Event:
-    assert job.submission
-    sequence = job.sequences[request_id]
-    return Event(
-        request_id=request_id,
-        token_ids=(),
-        text="",
-        finish_reason="lost",
-        first=False,
-        arrival=job.submission.arrival,
-        start=now if sequence.start is None else sequence.start,
-        time=now,
-        num_prompt_tokens=len(_prompt_of(job, request_id).prompt_token_ids),
-    )
-
-
-def _prompt_of(job: Job, request_id: str) -> Prompt:
-    assert job.submission
-    every = (prompt for prompt in job.submission.prompts for _ in range(prompt.n))
-    return next(itertools.islice(every, job.request_ids.index(request_id), None))

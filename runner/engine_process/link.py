@@ -49,7 +49,6 @@ class EngineLink:
     @classmethod
     async def open(cls, forks: ForkServer) -> "EngineLink":
         """Forks an engine, which waits for its setup. Raises ChildProcessError where that is not possible."""
-        forks.start()
         ours, theirs = socket.socketpair()
         try:
             pid = await asyncio.to_thread(forks.fork, ENGINE, theirs, name="exeplan-engine", forks=True)

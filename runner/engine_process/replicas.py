@@ -17,7 +17,8 @@ from msgspec.structs import replace as with_fields
 
 from exeplan.core.schedule import moved
 from exeplan.errors import InputError
-from exeplan.runner.engine_process.client import EngineClient, EngineError, Job
+from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
 from exeplan.scheduling.router import Router

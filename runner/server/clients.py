@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
-from exeplan.runner.engine_process.client import Job
+from exeplan.runner.engine_process.job import Job
 from exeplan.runner.ipc.messages import Event
 from exeplan.runner.server.protocol import RequestError
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from exeplan.errors import InputError
-from exeplan.runner.engine_process.client import EngineError, Job
+from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.ipc.messages import Event, Generate
 from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import error_response, read_body

@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from exeplan.runner.engine_process.client import EngineError
+from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.server.connection import HEADER_SECONDS, MAX_HEADER_BYTES, GuardedProtocol
 from exeplan.runner.server.listener import Listener, connection_limit
 from exeplan.runner.server.notify import notify, watchdog_seconds

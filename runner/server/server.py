@@ -21,7 +21,8 @@ from exeplan.errors import InputError
 from exeplan.runner import logs
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
-from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup
 from exeplan.runner.replan.replanner import Replanner

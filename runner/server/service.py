@@ -17,7 +17,8 @@ from exeplan.core.plan import Plan
 from exeplan.drift import state as drift_state
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import model_source
-from exeplan.runner.engine_process.client import EngineClient, Job
+from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.job import Job
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import (
     Event,

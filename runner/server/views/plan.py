@@ -10,7 +10,7 @@ from exeplan.core.plan import as_json
 from exeplan.drift import state as drift_state
 from exeplan.errors import InputError
 from exeplan.planner.tables import json_line
-from exeplan.runner.engine_process.client import EngineError
+from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import read_body
 from exeplan.runner.server.plan_control import Acceptance, Adopted, Veto, Vetoed, control

@@ -11,7 +11,8 @@ from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
-from exeplan.runner.engine_process.client import EngineClient, EngineError
+from exeplan.runner.engine_process.client import EngineClient
+from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exeplan.runner.engine_process.client import Job
+from exeplan.runner.engine_process.job import Job
 from exeplan.runner.ipc.messages import Event
 from exeplan.runner.server import lifecycle
 from exeplan.runner.server.clients import FREE_REFUSALS, PAUSE_SECONDS, Client, Clients, network_of

@@ -317,6 +317,8 @@ class EngineClient:
         except Exception:
             log.exception("the engine could not be replaced")
             failure = "the engine could not be replaced; the server's log says more"
+            if self._link:  # It may run on, with a device that is of no use to anything then.
+                await self._link.end(patience=0.0)
         self.failure, self.loading, self.stats = failure, None, Stats()
         self.fail_all(EngineError(failure))
         self.ended.set()

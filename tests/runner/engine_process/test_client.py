@@ -1,4 +1,4 @@
-"""What a client of an engine does of which no process runs: jobs that leave before they begin, questions that fail."""
+"""Jobs that leave before they begin, questions that fail, and an engine that nothing listens to."""
 
 import asyncio
 from dataclasses import asdict
@@ -16,11 +16,17 @@ from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
 from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
 
+from ..processes import PATIENCE, is_alive
+
 
 def setup() -> EngineSetup:
     spec = load_model_spec("demo")
     plan = Plan(model="demo", schedule=Schedule("orca", {"max_num_seqs": 3}), placement=single_stage(spec))
     return engine_setup(plan, spec)
+
+
+def prompt(n: int = 1) -> Prompt:
+    return Prompt(prompt_token_ids=[1], sampling=Sampling(**asdict(SamplingParams(max_tokens=50))), n=n)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -36,7 +42,7 @@ def test_a_job_that_is_released_before_it_is_submitted_is_not_sent(num_replicas:
         for _ in range(2):
             engine.release(job)
             assert engine.num_waiting == 0
-        engine.submit(job, [Prompt(prompt_token_ids=[1], sampling=Sampling(**asdict(SamplingParams())), n=2)])
+        engine.submit(job, [prompt(n=2)])
         assert job.submission is None
         with pytest.raises(EngineError, match="pushed out"):
             await job.next_events()
@@ -61,5 +67,30 @@ def test_a_question_at_which_two_engines_ended_is_not_asked_a_third_time(questio
             await asking
         assert not engine._switches
         await engine.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_events_cannot_be_taken_is_ended() -> None:
+    """Its client has failed, and nothing else would end the process before the server does."""
+
+    async def run() -> None:
+        engine = EngineClient(setup())
+        try:
+            await engine.until_ready()
+
+            def broken(events: object, stats: object) -> None:
+                raise RuntimeError("no more")
+
+            engine.on_step = broken
+            engine.submit(job := engine.reserve(1), [prompt()])
+            await asyncio.wait_for(engine.ended.wait(), PATIENCE)
+            await job.next_events()  # The first token had been taken.
+            with pytest.raises(EngineError, match="could not be replaced"):
+                await job.next_events()
+            assert engine.pid is not None
+            assert not is_alive(engine.pid)
+        finally:
+            await engine.close()
 
     asyncio.run(run())

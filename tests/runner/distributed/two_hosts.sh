@@ -119,9 +119,9 @@ check_listeners() { # torchrun's own store is not ours
     done
 }
 
-kill_worker() { # on the second host: of all that a fork server started, one has no children
+kill_worker() { # on the second host
     for pid in $(ip netns pids "$second"); do
-        if grep -q forkserver "/proc/$pid/cmdline" && [ -z "$(cat "/proc/$pid/task/$pid/children")" ]; then
+        if grep -q exeplan-worker "/proc/$pid/comm"; then
             kill -9 "$pid"
             return
         fi

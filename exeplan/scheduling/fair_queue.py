@@ -14,6 +14,7 @@ Not here: limits of what a client may queue (`runner/server/clients.py`), and th
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from exeplan.core.batch import SequenceState
 PROMPT_TOKEN, OUTPUT_TOKEN = 1.0, 2.0
 LINGER_SECONDS = 60.0
 """A client counts as present for this long after its last sequence."""
+LOOK_SECONDS = 1.0
+"""Between two looks for clients that are gone: there may be thousands."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -47,6 +50,10 @@ class VirtualTokenCounters:
 
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
+        self._total_weight: float | None = None
+        """Of all clients; None where it is to be summed again. It is asked for many times a pass."""
+        self._looked = -math.inf
+        """When the clients that are gone were last looked for."""
 
     @property
     def is_shared(self) -> bool:
@@ -70,6 +77,7 @@ class VirtualTokenCounters:
             return
         known = self._clients.setdefault(sequence.client, _Client(sequence.client_weight))
         known.weight, known.seen = sequence.client_weight, None
+        self._total_weight = None
         if self.is_shared:
             others = {one.client for one in present}
             if others and sequence.client not in others:
@@ -82,16 +90,23 @@ class VirtualTokenCounters:
 
     def look(self, present: Iterable[ClientSequence], now: float) -> None:
         """Notes which clients are present, and forgets those that were not for `LINGER_SECONDS`."""
-        here = {one.client for one in present}
+        for name in {one.client for one in present}:
+            if client := self._clients.get(name):
+                client.seen = now
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked, self._total_weight = now, None
         for name, client in list(self._clients.items()):
-            if name in here or client.seen is None:
+            if client.seen is None:
                 client.seen = now
             elif now - client.seen >= LINGER_SECONDS:
                 del self._clients[name]
 
     def share(self, client: str) -> float:
         """The client's part of everything, 0 to 1, by the weights of all."""
-        return self._weight(client) / sum(one.weight for one in self._clients.values())
+        if self._total_weight is None:
+            self._total_weight = sum(one.weight for one in self._clients.values())
+        return self._weight(client) / self._total_weight
 
     def _weight(self, client: str) -> float:
         return self._clients[client].weight if client in self._clients else 1.0

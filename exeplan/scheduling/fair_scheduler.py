@@ -83,7 +83,7 @@ class FairScheduler(Scheduler):
     def add(self, sequence: SequenceState) -> None:
         self.check(sequence)
         self._counters.join(_of_client(sequence), self._present())
-        super().add(sequence)
+        self.add_again(sequence)
 
     def next_batch(self, phase: str = "") -> Batch | None:
         if self._counters.is_shared:

@@ -106,6 +106,10 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence. Raises InputError when the cache could not hold it even alone."""
         self.check(sequence)
+        self.add_again(sequence)
+
+    def add_again(self, sequence: SequenceState) -> None:
+        """Queues a sequence that another scheduler had, whose place this one takes."""
         self.waiting.append(sequence)
         if sequence.deadline is not None:
             self._next_deadline = min(self._next_deadline, sequence.deadline)

@@ -46,7 +46,7 @@ def take_over(new: Scheduler, old: Scheduler, *, keep: Iterable[SequenceState]) 
             sequence.preemptions += not sequence.finished
             left.append(sequence)
     for sequence in (*(one for one in left if not one.finished), *old.waiting):
-        new.add(sequence)
+        new.add_again(sequence)
     new.num_preemptions = old.num_preemptions
     if not new.policy.SEPARATE_STAGES:
         new.rebalance()

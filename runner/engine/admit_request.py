@@ -31,6 +31,7 @@ def admit_request(
         request_id=request.request_id,
         num_prompt_tokens=len(prompt) + len(begin),
         num_output_tokens=len(output),
+        preemptions=int(request.start is not None),  # By the end of the engine before.
         max_output_tokens=max_output_tokens,
         sampling=params,
         plain=params.plain,

@@ -257,6 +257,7 @@ class Engine:
         outputs = []
         for request in as_requests(before.running):
             request.crashes += 1
+            request.preemptions += 1  # It has begun: a deadline to begin by is of the past.
             if request.finished:
                 del self._requests[request.request_id]
             elif request.crashes >= MAX_CRASHES:
@@ -266,7 +267,7 @@ class Engine:
             if request.request_id in self._requests:
                 request.num_blocks = request.num_computed_tokens = request.group = 0
                 request.in_flight = False
-                self._scheduler.add(request)
+                self._scheduler.add_again(request)
         return outputs
 
     def reference_passes(self, passes: Sequence[ReferencePass]) -> RepeatedPasses | None:

@@ -157,6 +157,11 @@ class _Question:
         if not self.answer.done():
             self.answer.set_exception(error)
 
+    def refuse_twice_ended(self) -> None:
+        """A plan may be the cause; lengths may be asked for again."""
+        kind = InputError if isinstance(self.message, SwitchPlan) else EngineError
+        self.refuse(kind("the engine ended twice before it had done this"))
+
 
 class EngineClient:
     """Starts, feeds, watches and ends the engine process. `failure` is why it can no longer be used; None while it can.
@@ -191,6 +196,8 @@ class EngineClient:
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
         self._jobs: dict[str, Job] = {}
+        self.num_waiting = 0
+        """Sequences whose prefill has not begun, those included that are still being tokenized."""
         self._up = False
         """Whether the engine takes commands."""
         self._supervising: asyncio.Task[None] | None = None
@@ -225,24 +232,34 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch())
 
     async def _load(self) -> None:
+        """Another engine process, until it takes commands; none is left of one that does not come as far."""
         try:
             link = self._link = await EngineLink.open(self._forks)
-            link.send(self._setup)
-            while isinstance(event := await link.read(), Loading):
-                self.loading = event
-        except (MessageError, ChildProcessError) as error:
+        except OSError as error:
             raise EngineError(str(error)) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise EngineError((await link.end())[1]) from None
-        if isinstance(event, SetupRefused):
-            raise InputError(event.message)
-        if isinstance(event, EngineBroken):
-            raise EngineError(event.message)
+        link.send(self._setup)
+        event = await self._until_loaded(link)
         if not isinstance(event, EngineReady):
-            raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
+            await link.end()
+            raise (InputError if isinstance(event, SetupRefused) else EngineError)(event.message)
         self.num_blocks, self.loading, self._up = event.num_blocks, None, True
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
         self._began = self._progress = time.monotonic()
+
+    async def _until_loaded(self, link: EngineLink) -> EngineReady | SetupRefused | EngineBroken:
+        """How loading ended. Raises EngineError where the process ended before that, or sent something else."""
+        try:
+            while isinstance(event := await link.read(), Loading):
+                self.loading = event
+        except MessageError as error:
+            await link.end(patience=0.0)
+            raise EngineError(str(error)) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise EngineError((await link.end())[1]) from None
+        if isinstance(event, EngineReady | SetupRefused | EngineBroken):
+            return event
+        await link.end(patience=0.0)
+        raise EngineError(f"the engine process sent {type(event).__name__} before it was ready")
 
     @property
     def pid(self) -> int | None:
@@ -270,11 +287,6 @@ class EngineClient:
         return sum(len(job.open) for job in self._jobs.values())
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences whose prefill has not begun, those included that are still being tokenized."""
-        return sum(len(job.waiting) for job in self._jobs.values())
-
-    @property
     def stall(self) -> str | None:
         """How long there has been work and no iteration, where that is longer than an iteration may take; else None."""
         silent = time.monotonic() - self._progress
@@ -286,16 +298,20 @@ class EngineClient:
             self._progress = time.monotonic()
         job_id = str(next(self._numbers))
         request_ids = tuple(f"{job_id}-{index}" for index in range(count))
+        self.num_waiting += count
         self._jobs[job_id] = Job(job_id, request_ids, set(request_ids), set(request_ids))
         return self._jobs[job_id]
 
     def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
         """Sends the job's prompts to the engine; their sequences are in the order of `request_ids`.
 
-        Streamed, each has an event a token; otherwise one for its first token and then one for many.
+        Streamed, each has an event a token; otherwise one for its first token and then one for many. A job that has
+        been released meanwhile, with an error among its events, is not sent: nothing would end it in the engine.
         """
         if self.failure:
             raise EngineError(self.failure)
+        if job.job_id not in self._jobs:
+            return
         assert sum(prompt.n for prompt in prompts) == len(job.request_ids)
         job.submission = Submit(
             job=job.job_id,
@@ -311,7 +327,10 @@ class EngineClient:
 
     def release(self, job: Job) -> None:
         """Ends a job. Its unfinished sequences are dropped, and their blocks are free at the next iteration."""
-        if self._jobs.pop(job.job_id, None) and job.open:
+        if self._jobs.pop(job.job_id, None) is None:
+            return
+        self.num_waiting -= len(job.waiting)
+        if job.open:
             self._send(Abort(request_ids=sorted(job.open)))
 
     def _send(self, command: EngineCommand) -> None:
@@ -381,7 +400,7 @@ class EngineClient:
         except Exception:
             log.exception("the engine could not be replaced")
             failure = "the engine could not be replaced; the server's log says more"
-        self.failure = failure
+        self.failure, self.loading, self.stats = failure, None, Stats()
         self.fail_all(EngineError(failure))
         self.ended.set()
 
@@ -455,13 +474,14 @@ class EngineClient:
     def _resume(self) -> None:
         """The engine gets everything that it must know to go on where the one before has ended."""
         self.pause = None
-        if self._asked and not self._asked.repeated:
-            self._asked.repeated = True
-            self._send(self._asked.message)
-        else:
-            self._switches.clear()
-            if self._asked:
-                self._asked.refuse(InputError("the engine ended twice before it had done this"))
+        again = self._asked if self._asked and not self._asked.repeated else None
+        # What was asked for and is not waited for any more is not asked again, and never answered.
+        self._switches = {n: setup for n, setup in self._switches.items() if again and n == again.message.number}
+        if again:
+            again.repeated = True
+            self._send(again.message)
+        elif self._asked:
+            self._asked.refuse_twice_ended()
         for job in self._jobs.values():
             if job.submission and job.open:
                 self._send(replace(job.submission, resumed=_resumed(job)))
@@ -528,7 +548,9 @@ class EngineClient:
         job = self._jobs.get(_job_of(event.request_id))
         if job is None or job.submission is None:
             return False
-        job.waiting.discard(event.request_id)
+        if event.request_id in job.waiting:
+            job.waiting.remove(event.request_id)
+            self.num_waiting -= 1
         job.sequences[event.request_id].token_ids += event.token_ids
         if event.finish_reason:
             job.open.discard(event.request_id)

@@ -125,7 +125,8 @@ class ReplicaSet:
         return job
 
     def submit(self, job: Job, prompts: Sequence[Prompt], *, stream: bool = True) -> None:
-        self._jobs[job.job_id].submit(job, prompts, stream=stream)
+        if client := self._jobs.get(job.job_id):  # Otherwise it has been released.
+            client.submit(job, prompts, stream=stream)
 
     def release(self, job: Job) -> None:
         if client := self._jobs.pop(job.job_id, None):

@@ -1,13 +1,14 @@
 """Clients: which one a request is from, and what each has in the queue.
 
 A client is a key of the file of API keys, otherwise an address (of IPv6 a network of 64 bits, which one host has). A
-full queue takes a request of a client that has less in it, for its weight, than another: the newest request of the one
-that has the most leaves with 429. With one client a full queue refuses what comes, as ever.
+full queue takes a request of a client that has less in it, for its weight, than another: the newest requests of those
+that have the most leave with 429. With one client a full queue refuses what comes, as ever.
 Not here: the order in which the engine serves clients (`exeplan/scheduling/fair_queue.py`), and where keys are from
 (`api_keys.py`).
 """
 
 import contextlib
+import heapq
 import ipaddress
 import math
 import time
@@ -125,11 +126,9 @@ class Account:
         """Waiting sequences over the weight."""
         return (self.num_waiting + more) / self.client.weight
 
-    @property
-    def newest(self) -> Job | None:
-        """The last job of which nothing has begun."""
-        whole = (job for job in reversed(self.jobs.values()) if len(job.waiting) == len(job.request_ids))
-        return next(whole, None)
+    def unbegun(self) -> Iterator[Job]:
+        """The jobs of which nothing has begun, the last one first."""
+        return (job for job in reversed(self.jobs.values()) if len(job.waiting) == len(job.request_ids))
 
 
 @dataclass(slots=True)
@@ -178,8 +177,8 @@ class Clients:
 
     def refusal_to_wait(self, client: Client, count: int) -> RequestError | None:
         """Why no `count` more sequences of the client may wait; None where they may."""
-        waiting, most = self.account(client).num_waiting, client.max_waiting
-        if most is None or waiting + count <= most:
+        most = client.max_waiting
+        if most is None or (waiting := self.account(client).num_waiting) + count <= most:
             return None
         message = f"{waiting} sequences of this API key are waiting, {most:g} may; try again later"
         return _refusal(message, "too_many_requests", 1)
@@ -217,12 +216,26 @@ class Clients:
         """Requests that are being read."""
         return sum(one.num_reading for one in self._accounts.values())
 
-    def heaviest(self, client: Client, count: int) -> Account | None:
-        """Of the clients of which something can be pushed out, that with the most in the queue for its weight, if this
-        is more than `client` has with `count` more."""
-        own = self.account(client)
-        most = max((one for one in self._accounts.values() if one.newest), key=Account.load, default=None)
-        return most if most and most is not own and most.load() > own.load(count) else None
+    def making_room(self, client: Client, count: int, num_missing: int) -> list[tuple[Job, Client]]:
+        """The jobs that leave the queue for a request of `count` sequences, which lacks `num_missing` places.
+
+        They are, one after the other, the newest job of the client with the most in the queue for its weight, as long
+        as this is more than `client` has with the request. Where these are not enough, none leaves.
+        """
+        own, found = self.account(client), list[tuple[Job, Client]]()
+        others = [(one, one.unbegun()) for one in self._accounts.values() if one is not own]
+        heap = [(-one.load(), place) for place, (one, _) in enumerate(others)]
+        heapq.heapify(heap)
+        while num_missing > 0:
+            if not heap or -heap[0][0] <= own.load(count):
+                return []
+            load, place = heapq.heappop(heap)
+            account, jobs = others[place]
+            if job := next(jobs, None):
+                found.append((job, account.client))
+                num_missing -= len(job.waiting)
+                heapq.heappush(heap, (load + len(job.waiting) / account.client.weight, place))
+        return found
 
     def num_ahead(self, client: Client, num_waiting: int, count: int) -> int:
         """Of the sequences that wait, at most how many start before the client's next ones, by its share."""

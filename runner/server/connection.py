@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.clients import Client, network_of, set_client
-from exeplan.runner.server.listener import MAX_CONNECTIONS, set_buffers
+from exeplan.runner.server.listener import MAX_CONNECTIONS, Listener, set_buffers
 from exeplan.runner.server.places import Places
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import new_request_id, note
@@ -55,6 +55,8 @@ class GuardedProtocol(H11Protocol):
     """
 
     max_connections = MAX_CONNECTIONS
+    listener: Listener | None = None
+    """Where connections come from."""
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _rest_timer: asyncio.TimerHandle | None = None
@@ -65,6 +67,8 @@ class GuardedProtocol(H11Protocol):
         super().connection_made(transport)
         if connection := transport.get_extra_info("socket"):
             set_buffers(connection, VANISHED_SECONDS)
+            if self.listener is not None:
+                self.listener.has_begun(connection.fileno())
         self._expect_header()
         entry = self._places.enter(self, network_of(self.client[0] if self.client else ""))
         if entry.probes:

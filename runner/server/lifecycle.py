@@ -15,8 +15,9 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -80,7 +81,7 @@ async def serve_until_stopped(
     drain_seconds: float,
     on_listening: Callable[[], None],
     on_ready: Callable[[], None],
-    on_hangup: Callable[[], None],
+    on_hangup: Callable[[], Awaitable[None]],
 ) -> None:
     """Serves until a signal or a failure of the engine, then drains.
 
@@ -90,6 +91,7 @@ async def serve_until_stopped(
     Raises InputError where the model cannot be loaded, EngineError where the engine failed before it was ready.
     """
     GuardedProtocol.max_connections = connection_limit()
+    GuardedProtocol.listener = listener
     listener.limit = GuardedProtocol.max_connections + NUM_PROBES + NUM_HANDSHAKES
     life = _Life(service, _Server(_config(app, trusted_proxies), tls), drain_seconds)
     loop = asyncio.get_running_loop()
@@ -116,6 +118,7 @@ class _Life:
         self._draining: asyncio.Task[None] | None = None
         self._reading: set[asyncio.Task[None]] = set()
         self._read_later = False
+        self._one_at_a_time = asyncio.Lock()
 
     async def watch(self, on_ready: Callable[[], None]) -> None:
         """Waits until the engine is ready, and then until it fails."""
@@ -151,9 +154,13 @@ class _Life:
             self.service.draining = True
             self._draining = asyncio.create_task(self._drain())
 
-    def hang_up(self, on_hangup: Callable[[], None]) -> None:
+    def hang_up(self, on_hangup: Callable[[], Awaitable[None]]) -> None:
         """Reads again what is in files."""
-        on_hangup()
+        self._begin(self._read_files(on_hangup))
+
+    async def _read_files(self, on_hangup: Callable[[], Awaitable[None]]) -> None:
+        async with self._one_at_a_time:
+            await on_hangup()
         self.read_plan()
 
     def read_plan(self) -> None:
@@ -162,7 +169,10 @@ class _Life:
             log.info("the plan's file is read again when the engine is ready")
             self._read_later = True
             return
-        task = asyncio.create_task(reload(self.service))
+        self._begin(reload(self.service))
+
+    def _begin(self, reading: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(reading)
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
 

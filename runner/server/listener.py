@@ -2,8 +2,8 @@
 
 Their number follows from the limit of open files, which is raised as far as this process may. Without a free file
 asyncio would try to accept again and again, so that one is kept for that moment: with it a connection is accepted and
-closed.
-Not here: which connection makes room for another (`places.py`).
+closed. Where there is no room for another connection, the one whose TLS handshake has taken longest leaves.
+Not here: which connection with a place makes room for another (`places.py`).
 """
 
 import contextlib
@@ -35,11 +35,14 @@ class Listener(socket.socket):
         super().__init__(*args, **kwargs)
         self.limit = MAX_CONNECTIONS
         self._open: set[int] = set()
+        """File numbers."""
+        self._beginning: dict[int, _Accepted] = {}
+        """Those of which no protocol knows yet, by file number, the oldest first."""
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._said = -_QUIET_SECONDS
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As of any socket; BlockingIOError for a connection that there is no room for, which is closed."""
+        """As of any socket. BlockingIOError for a connection that there is no file or no room for, which is closed."""
         try:
             number, address = self._accept()  # type: ignore[attr-defined] # As in the standard library's.
         except OSError as error:
@@ -48,17 +51,34 @@ class Listener(socket.socket):
             self._refuse_one()
             raise BlockingIOError from None
         connection = _Accepted(self.family, self.type, self.proto, fileno=number)
-        if len(self._open) >= self.limit:
+        if len(self._open) >= self.limit and not self._drop_oldest():
             connection.close()
-            self._say(f"{self.limit} connections are open or begin; another one is closed")
+            self._say(f"{self.limit} connections are open; another one is closed")
             raise BlockingIOError
         connection.listener = self
-        self._open.add(id(connection))
+        self._open.add(number)
+        self._beginning[number] = connection
         return connection, address
 
-    def closed(self, connection: socket.socket) -> None:
-        """An accepted connection was closed."""
-        self._open.discard(id(connection))
+    def has_begun(self, number: int) -> None:
+        """The connection with this file number has a protocol, its TLS handshake being done."""
+        self._beginning.pop(number, None)
+
+    def closed(self, connection: "_Accepted") -> None:
+        """An accepted connection is about to be closed."""
+        self._open.discard(connection.fileno())
+        self._beginning.pop(connection.fileno(), None)
+
+    def _drop_oldest(self) -> bool:
+        """Ends the connection that has been beginning longest, which the event loop then closes; False without one."""
+        if not self._beginning:
+            return False
+        oldest = next(iter(self._beginning.values()))
+        self.closed(oldest)
+        with contextlib.suppress(OSError):  # Its peer may have gone.
+            oldest.shutdown(socket.SHUT_RDWR)
+        self._say(f"{self.limit} connections are open or begin; those that have been beginning longest are closed")
+        return True
 
     def close(self) -> None:
         super().close()

@@ -140,15 +140,19 @@ def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
     return with_fields(setup, timeline=str(path.with_stem(f"{path.stem}-{number}")))
 
 
-def _read_again(keys: ApiKeys, tls: Tls | None, clients: Clients) -> None:
+async def _read_again(keys: ApiKeys, tls: Tls | None, clients: Clients) -> None:
+    """Reads keys and certificates, in a thread: a thousand keys take half a second."""
     try:
         if tls:
-            tls.reload()
-        if number := keys.reload():
+            await asyncio.to_thread(tls.reload)
+    except InputError as error:
+        log.error("%s; certificates stay as they were", error)
+    try:
+        if number := await asyncio.to_thread(keys.reload):
             log.info("%d API keys, from now on", number)
             clients.count_from_now(keys.clients)
     except InputError as error:
-        log.error("%s; keys and certificates stay as they were", error)
+        log.error("%s; API keys stay as they were", error)
 
 
 def _announce(line: str, options: ServeOptions) -> None:

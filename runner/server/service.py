@@ -7,7 +7,7 @@ Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses 
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -167,12 +167,15 @@ class Service:
         self.check_up()
         if refusal := self.clients.refusal(client):
             raise self._counted(refusal, client)
-        waiting = self.engine.num_waiting + self.clients.num_reading
-        before = self.clients.num_ahead(client, waiting, 1)
+        waiting, most = self.engine.num_waiting + self.clients.num_reading, self.admission.max_queue
+        before = self._num_before(client, waiting, 1)
         refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
-        may_push_out = self.clients.is_below_share(client, self.admission.max_queue)
-        if refusal and not (refusal.code == "queue_full" and may_push_out):
+        if refusal and not (refusal.code == "queue_full" and self.clients.is_below_share(client, most)):
             raise self._counted(refusal, client)
+
+    def _num_before(self, client: Client, waiting: int, count: int) -> int | None:
+        """Of the sequences that wait those that start before `count` more of the client, where that is of interest."""
+        return self.clients.num_ahead(client, waiting, count) if self.admission.refuse_late else None
 
     @property
     def num_pending(self) -> int:
@@ -224,34 +227,38 @@ class Service:
         count = request.n * len(request.prompts)
         if refusal := self.clients.refusal_to_wait(client, count):
             raise self._counted(refusal, client)
-        while (refusal := self._refusal(request, client)) and refusal.code == "queue_full":
-            heaviest = self.clients.heaviest(client, count)
-            if heaviest is None or heaviest.newest is None:
-                break
-            self._push_out(heaviest.newest, heaviest.client)
+        leaving: list[tuple[Job, Client]] = []
+        refusal, waiting = self._refusal(request, client), self.engine.num_waiting
+        if refusal and refusal.code == "queue_full":
+            leaving = self.clients.making_room(client, count, waiting + count - self.admission.max_queue)
+            if leaving:
+                refusal = self._refusal(request, client, num_leaving=sum(len(job.waiting) for job, _ in leaving))
         if refusal:
             raise self._counted(refusal, client)
+        self._push_out(leaving)
         job = self.engine.reserve(count)
         self.clients.begin(client, job)
         return job
 
-    def _refusal(self, request: Generate, client: Client) -> RequestError | None:
-        count, waiting = request.n * len(request.prompts), self.engine.num_waiting
+    def _refusal(self, request: Generate, client: Client, *, num_leaving: int = 0) -> RequestError | None:
+        """Why the request is not admitted, when `num_leaving` of the sequences that wait have left."""
+        count, waiting = request.n * len(request.prompts), self.engine.num_waiting - num_leaving
         return self.admission.refusal(
             count,
             num_waiting=waiting,
-            num_before=self.clients.num_ahead(client, waiting, count),
+            num_before=self._num_before(client, waiting, count),
             max_tokens=request.sampling.max_tokens,
             deadline=request.deadline,
         )
 
-    def _push_out(self, job: Job, client: Client) -> None:
-        """Ends a job that has not begun, for one of a client with less in the queue."""
+    def _push_out(self, jobs: Sequence[tuple[Job, Client]]) -> None:
+        """Ends jobs of which nothing has begun, for one of a client with less in the queue."""
         message = "the queue is full, and this request made room for a client with fewer waiting; try again later"
         retry_after = self.admission.retry_after(self.engine.num_waiting)
-        error = RequestError(message, status=429, code="queue_full", retry_after=retry_after)
-        job.fail(self._counted(error, client))
-        self.release(job)
+        for job, client in jobs:
+            error = RequestError(message, status=429, code="queue_full", retry_after=retry_after)
+            job.fail(self._counted(error, client))
+            self.release(job)
 
     def _counted(self, refusal: RequestError, client: Client) -> RequestError:
         if refusal.status == 429:

@@ -17,16 +17,34 @@ class Tls:
 
     def __init__(self, cert: Path, key: Path) -> None:
         self._cert, self._key = cert, key
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.options |= ssl.OP_NO_RENEGOTIATION
-        self.context.set_alpn_protocols(["http/1.1"])
-        self.reload()
+        self._current = self._read()
+        self.context = _context()
+        # A certificate loaded into a context replaces only one of its own kind (RSA, elliptic curve): each connection
+        # takes a context that has one certificate.
+        self.context.sni_callback = self._take_current
 
     def reload(self) -> None:
         """Reads the files again; new connections get what is in them. Wrong files change nothing."""
-        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._cert, self._key)
-        _load(self.context, self._cert, self._key)
+        self._current = self._read()
+
+    def _read(self) -> ssl.SSLContext:
+        context = _context()
+        _load(context, self._cert, self._key)
+        return context
+
+    def _take_current(
+        self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        """Called in every handshake, whether or not the client names a server."""
+        connection.context = self._current
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def _load(context: ssl.SSLContext, cert: Path, key: Path) -> None:

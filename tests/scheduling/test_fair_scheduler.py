@@ -12,6 +12,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.scheduling.fair_queue import LINGER_SECONDS, OUTPUT_TOKEN, ClientSequence, VirtualTokenCounters
 from exeplan.scheduling.fair_scheduler import FairScheduler
 from exeplan.scheduling.scheduler import Scheduler
+from exeplan.scheduling.takeover import can_keep_blocks, take_over
 
 SCHEDULES = (
     Schedule("orca", {"max_num_seqs": 5}),
@@ -54,27 +55,39 @@ def names(rows: Sequence[object]) -> list[str]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@settings(max_examples=30, deadline=None)
-@given(lengths=st.lists(LENGTHS, min_size=1, max_size=30), num_blocks=st.integers(8, 40))
+@settings(max_examples=40, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), LENGTHS), min_size=1, max_size=30),
+    num_blocks=st.integers(8, 40),
+    client=st.sampled_from(["", "a"]),
+)
 def test_one_client_is_served_as_without_shares(
-    schedule: Schedule, lengths: list[tuple[int, int]], num_blocks: int
+    schedule: Schedule, arrivals: list[tuple[int, tuple[int, int]]], num_blocks: int, client: str
 ) -> None:
+    """Pass by pass, while its requests come; each is some passes behind the one before."""
     plain, shared = Scheduler(schedule, num_blocks), fair(schedule, num_blocks)
-    for number, (prompt, output) in enumerate(lengths):
-        plain.add(sequence(str(number), prompt, output))
-        shared.add(sequence(str(number), prompt, output))
+    for number, (pause, (prompt, output)) in enumerate(arrivals):
+        for _ in range(pause):
+            same_pass(plain, shared)
+        for scheduler in (plain, shared):
+            scheduler.add(sequence(str(number), prompt, output, client, weight=2.0))
     while plain.has_work:
-        wanted, found = plain.next_batch(), shared.next_batch()
-        assert wanted is not None
-        assert found is not None
+        same_pass(plain, shared)
+    assert not shared.has_work
+
+
+def same_pass(plain: Scheduler, shared: FairScheduler) -> None:
+    wanted, found = plain.next_batch(), shared.next_batch()
+    assert (wanted is None) == (found is None) == (not plain.has_work)
+    if wanted and found:
         assert (names(found.prefill), names(found.decode), found.chunks) == (
             names(wanted.prefill),
             names(wanted.decode),
             wanted.chunks,
         )
         finish(plain, wanted)
+        shared.took(found, 1.0)
         finish(shared, found)
-    assert not shared.has_work
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,6 +164,24 @@ def test_a_client_that_comes_back_starts_with_the_next_pass() -> None:
     now[0] = LINGER_SECONDS + 1
     run(scheduler)
     assert len(scheduler.running) == 4  # It is gone for good: nothing is kept for it.
+
+
+def test_another_schedule_goes_on_with_the_same_counters() -> None:
+    """What waits behind another client's output is not taken for one that has just come."""
+    counters = VirtualTokenCounters()
+    before, after = (
+        FairScheduler(Schedule("orca", {"max_num_seqs": places}), 100, counters=counters, clock=lambda: 0.0)
+        for places in (1, 2)
+    )
+    before.add(sequence("0", 10, 40, "a"))
+    run(before)
+    before.add(sequence("1", 10, 40, "b"))
+    for _ in range(5):
+        run(before)
+    served = counters.served("a"), counters.served("b")
+    assert served[0] > served[1]
+    take_over(after, before, keep=can_keep_blocks(after, before))
+    assert (counters.served("a"), counters.served("b")) == served
 
 
 def test_idleness_earns_nothing() -> None:

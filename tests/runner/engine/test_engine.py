@@ -437,6 +437,15 @@ def test_when_all_have_expired_nothing_is_computed(runner):
     assert not engine.has_work
 
 
+def test_a_request_that_began_in_time_in_another_engine_goes_on(runner):
+    """That one ended before the first token."""
+    engine = Engine(InProcessExecutor(runner), Schedule("orca", {"max_num_seqs": 2}), num_blocks=64)
+    for start in (None, 1.5):
+        engine.add(replace(request(str(start), [1, 2], greedy()), deadline=0.0, start=start))
+    ends = {output.request_id: output.finish_reason for output in itertools.chain(*iter(engine.step, []))}
+    assert ends == {"None": "expired", "1.5": "length"}
+
+
 # Clients
 
 

@@ -53,19 +53,32 @@ def test_the_client_with_the_most_for_its_weight_makes_room():
     for number in range(4):
         clients.begin(A, job(number))
     clients.begin(B, job(10, count=6))
-    heaviest = clients.heaviest(Client(name="c"), 1)
-    assert heaviest.client == A  # 4 over 1 against 6 over 2.
-    assert heaviest.newest.job_id == "3"
-    assert clients.heaviest(A, 1) is None
-    assert clients.heaviest(B, 1).client == A
-    assert clients.heaviest(B, 2) is None  # It would have as much.
+
+    def leaving(client, count, num_missing):
+        return [(one.job_id, owner.name) for one, owner in clients.making_room(client, count, num_missing)]
+
+    assert leaving(Client(name="c"), 1, 1) == [("3", "a")]  # 4 over 1 against 6 over 2.
+    assert leaving(Client(name="c"), 1, 3) == [("3", "a"), ("2", "a"), ("10", "b")]
+    assert leaving(Client(name="c"), 1, 9) == [("3", "a"), ("2", "a"), ("10", "b"), ("1", "a")]
+    assert leaving(A, 1, 1) == []
+    assert leaving(B, 1, 1) == [("3", "a")]
+    assert leaving(B, 2, 1) == []  # It would have as much.
+
+
+def test_nothing_leaves_where_that_is_not_enough():
+    clients = Clients()
+    for number in range(10):
+        clients.begin(A, job(number))
+    assert len(clients.making_room(B, 4, 7)) == 7
+    assert clients.making_room(B, 4, 9) == []
 
 
 def test_what_has_begun_is_not_pushed_out():
     clients = Clients()
     clients.begin(A, job(1, count=3))
     clients.begin(A, job(2, count=3, waiting=False))
-    assert clients.heaviest(B, 1).newest.job_id == "1"
+    assert [one.job_id for one, _ in clients.making_room(B, 1, 1)] == ["1"]
+    assert clients.making_room(B, 1, 4) == []
 
 
 @given(
@@ -80,8 +93,8 @@ def test_a_full_queue_is_divided_by_weights(requests, room):
         return sum(len(one.waiting) for one, _ in jobs.values())
 
     for number, (client, count) in enumerate(requests):
-        while waiting() + count > room and (heaviest := clients.heaviest(client, count)):
-            clients.end(jobs.pop(heaviest.newest.job_id)[0])
+        for one, _ in clients.making_room(client, count, waiting() + count - room):
+            clients.end(jobs.pop(one.job_id)[0])
         if waiting() + count <= room:
             jobs[str(number)] = job(number, count), client
             clients.begin(client, jobs[str(number)][0])

@@ -66,14 +66,24 @@ def test_without_a_file_a_connection_is_closed_and_the_log_says_so_once(listener
             assert address == third.getsockname()
 
 
-def test_connections_whose_handshake_is_not_done_count(listener):
-    listener.limit = 1
-    with connected(listener), connected(listener) as second:
+def test_where_there_is_no_room_the_oldest_handshake_ends(listener):
+    listener.limit = 2
+    with connected(listener) as working, connected(listener) as silent, connected(listener) as third:
         first, _ = listener.accept()
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-        assert closed(second)
-        first.close()
+        listener.has_begun(first.fileno())
+        second, _ = listener.accept()
+        accepted, _ = listener.accept()
+        assert closed(silent)
+        listener.has_begun(accepted.fileno())
+        for one, peer in ((first, working), (accepted, third)):
+            one.sendall(b"x")
+            assert peer.recv(1) == b"x"
+        with connected(listener) as fourth:
+            with pytest.raises(BlockingIOError):  # Both that there may be have a protocol.
+                listener.accept()
+            assert closed(fourth)
+        for one in (first, second, accepted):
+            one.close()
     with connected(listener):
         listener.accept()[0].close()
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import ssl
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ from exeplan.runner.server.tls import Tls
 
 from ..processes import PATIENCE, eventually
 
+CURVE = ("ec", "-pkeyopt", "ec_paramgen_curve:P-256")
 
-def certificate(folder: Path, name: str, *options: str) -> tuple[Path, Path]:
+
+def certificate(folder: Path, name: str, *options: str, kind: tuple[str, ...] = CURVE) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1, signed by itself, and its key."""
     if not (openssl := shutil.which("openssl")):
         pytest.skip("makes certificates with the openssl command")
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-    made = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-days", "2"]
+    made = [openssl, "req", "-x509", "-newkey", *kind, "-days", "2"]
     of = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*made, *of, *(options or ("-nodes",))], check=True, capture_output=True)
     return cert, key
@@ -107,6 +110,40 @@ def test_a_renewed_certificate_is_read_at_sighup(secure, files, folder):
     secure.process.send_signal(signal.SIGHUP)
     eventually(lambda: "certificates stay as they were" in (folder / "log").read_text())
     assert status(secure, trusting(cert)) == 200
+
+
+def shown(tls):
+    """The name in the certificate that a client gets that takes any."""
+    ours, theirs = socket.socketpair()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
+    def answer():
+        with tls.context.wrap_socket(ours, server_side=True) as server:
+            server.recv(1)
+
+    with ThreadPoolExecutor() as pool:
+        answering = pool.submit(answer)
+        with context.wrap_socket(theirs) as client:
+            found = client.getpeercert(binary_form=True)
+        answering.result(PATIENCE)
+    return next(name for name in ("curve", "rsa") if f"is {name}".encode() in found)
+
+
+@pytest.mark.parametrize("names", [("curve", "rsa"), ("rsa", "curve")])
+def test_a_renewed_certificate_may_be_of_another_kind(names, tmp_path):
+    kinds = {"curve": CURVE, "rsa": ("rsa:2048",)}
+    made = {name: certificate(tmp_path, f"is {name}", kind=kinds[name]) for name in names}
+    files, found = (tmp_path / "cert", tmp_path / "key"), []
+    for old, new in zip(files, made[names[0]], strict=True):
+        old.write_bytes(new.read_bytes())
+    tls = Tls(*files)
+    found.append(shown(tls))
+    for old, new in zip(files, made[names[1]], strict=True):
+        old.write_bytes(new.read_bytes())
+    tls.reload()
+    found.append(shown(tls))
+    assert found == list(names)
 
 
 def test_wrong_files_are_named(folder, tmp_path):

@@ -153,7 +153,11 @@ def seconds_of(works: Sequence[Callable[[], object]], setting: Setting) -> float
             found = work()
         return (found,) if isinstance(found, Tensor) else ()
 
-    return replay_seconds(GraphCapturer(setting.place).capture(run).replay, setting.place) / len(works)
+    replay = GraphCapturer(setting.place).capture(run).replay
+    seconds = (
+        seconds_as_it_comes(replay, setting, repeats=1) if setting.smoke else replay_seconds(replay, setting.place)
+    )
+    return seconds / len(works)
 
 
 @torch.inference_mode()

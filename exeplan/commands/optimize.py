@@ -164,6 +164,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{search_line(optimum)}; {show_seconds(time.perf_counter() - started)} in all")
     if explanation:
         print(f"\n{explanation_lines(explanation)}")
+    if args.plot:
+        print(f"\nfrontier drawn in {args.plot}")
     if args.output:
         note(_unplaced(solution.problem.profile.model, args.output))
         print(f"\nplan written to {args.output}; run it with `exeplan serve {args.output}`")

@@ -127,6 +127,7 @@ def _measure(args: argparse.Namespace) -> int:
         num_devices=args.devices,
         dummy_weights=args.weights == "dummy",
     )
+    print(f"wrote {args.output}")
     return 0
 
 

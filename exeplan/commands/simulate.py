@@ -68,4 +68,6 @@ def run(args: argparse.Namespace) -> int:
         print(json_line({**as_json(simulation.request.named(simulation.plan)), **more}))
     else:
         print(simulation)
+        for path in filter(None, (args.timeline, args.output)):
+            print(f"wrote {path}")
     return 2 if simulation.broken_bound else 0

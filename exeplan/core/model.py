@@ -22,6 +22,7 @@ from exeplan.core.model_config import (
     check_layer_types,
     check_unquantized,
     is_multimodal,
+    nested,
     planned_part,
     shown,
 )
@@ -177,6 +178,8 @@ def load_model_spec(model: str) -> ModelSpec:
         if path.name == "config.json":
             return _in_directory(path.parent, name=path.parent.name, reference=str(path.parent))
         return model_spec(read_json(path), name=path.stem, directory=path.parent, reference=str(path))
+    if path.is_file():
+        raise InputError(f"'{model}' is a file; a model is named by its directory, or by the config.json in it")
     if is_hub_id(model) and (snapshot := cached_snapshot(model)):
         return _in_directory(snapshot, name=model, reference=model)
     if model.startswith((".", "~", "/")):
@@ -287,7 +290,8 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> Any:
     """Falcon-7B and StarCoder share one key/value head and say so by a flag, whatever their count says."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
-    return config.get("num_key_value_heads") or config.get("num_kv_heads") or num_heads
+    mpt = nested(config, "attn_config").get("kv_n_heads")
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or mpt or num_heads
 
 
 def _is_gated(config: Mapping[str, Any], family: str) -> bool:

@@ -23,6 +23,8 @@ _ENCODERS = {
 """Families that only encode, besides those whose names end with `bert`."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _STATE_SPACE = ("layers_block_type", "hybrid_override_pattern", "ssm_state_size", "mamba_d_state", "state_size")
+_OTHER_LAYERS = ("block_types", "attn_type_list", "block_configs", "attention_layers", "blocksparse_block_size")
+"""Layers that differ in kind, in fields of their own: RecurrentGemma, MiniMax, Nemotron-NAS, GPT-Neo, Phi-3-small."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SMALL = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
 _TEXTS = ("hidden_act", "hidden_activation", "activation_function", "feed_forward_proj")
@@ -33,7 +35,6 @@ _FLAGS = (
 )  # fmt: skip
 _COUNTS = (
     "sliding_window",
-    "sliding_window_pattern",
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
 )
@@ -79,6 +80,12 @@ def attention_window(config: Config, family: str, layer: int) -> int | None:
     return None if pattern and (layer + 1) % pattern == 0 else window
 
 
+def nested(config: Config, part: str) -> Config:
+    """A part of the config that is a mapping, such as MPT's `attn_config`; empty where it is none."""
+    found = config.get(part)
+    return found if isinstance(found, Mapping) else {}
+
+
 def check_config(config: Config, name: str) -> None:
     """Raises InputError, in one sentence, for a model of a kind that is not planned, or a value that none can have."""
     _check_kind(config, name)
@@ -95,12 +102,25 @@ def check_config(config: Config, name: str) -> None:
         for field in fields:
             if (value := config.get(field)) is not None and not holds(value):
                 raise InputError(f"config of '{name}': {field} must be {what}, found {shown(value)}")
+    _check_pattern(config, name)
     _check_rotary({"rope_theta": config.get("rope_theta")}, name)
     for field in ("rope_scaling", "rope_parameters"):
         if (value := config.get(field)) is not None:
             if not isinstance(value, Mapping):
                 raise InputError(f"config of '{name}': {field} must be a mapping of settings, found {shown(value)}")
             _check_rotary(value, name)
+
+
+def _check_pattern(config: Config, name: str) -> None:
+    """EXAONE's `sliding_window_pattern` is text such as LLLG, and its `layer_types` say the same."""
+    pattern = config.get("sliding_window_pattern")
+    if pattern is None or config.get("layer_types"):
+        return
+    if type(pattern) is not int or not 0 < pattern < _LARGEST_TOKEN:
+        raise InputError(
+            f"config of '{name}': sliding_window_pattern must be a positive integer, found {shown(pattern)}; "
+            "or give layer_types"
+        )
 
 
 def check_layer_types(config: Config, name: str, *, num_layers: int) -> None:
@@ -143,11 +163,18 @@ def shown(value: Any) -> str:
 def _check_kind(config: Config, name: str) -> None:
     family = str(config.get("model_type"))
     if family in _ENCODERS or family.endswith("bert"):
-        raise InputError(f"'{name}' is a {family}, which encodes and generates no tokens; there is nothing to schedule")
+        raise InputError(
+            f"'{name}' is of the family {family}, which encodes and generates no tokens; there is nothing to schedule"
+        )
+    if "num_mel_bins" in config:
+        raise InputError(
+            f"'{name}' is of the family {family}, which reads speech; only models that read text are planned"
+        )
+    experts = {**nested(config, "ffn_config"), **config}
     for field in _EXPERTS:
-        if config.get(field) not in (None, 0, 1):
+        if experts.get(field) not in (None, 0, 1):
             raise InputError(
-                f"config of '{name}' has {field}={shown(config[field])}: mixtures of experts are not supported, only "
+                f"config of '{name}' has {field}={shown(experts[field])}: mixtures of experts are not supported, only "
                 "dense models such as mistral-7b"
             )
     if config.get("kv_lora_rank"):
@@ -155,6 +182,12 @@ def _check_kind(config: Config, name: str) -> None:
     for field in _STATE_SPACE:
         if config.get(field):
             raise InputError(f"config of '{name}' has {field}: layers without attention are not supported")
+    for field in _OTHER_LAYERS:
+        if config.get(field):
+            raise InputError(
+                f"config of '{name}' has {field}: layers of different kinds are not supported, only attention to all "
+                "tokens or to a sliding window"
+            )
 
 
 def _check_rotary(settings: Mapping[Any, Any], name: str) -> None:

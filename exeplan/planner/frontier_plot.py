@@ -33,13 +33,17 @@ class FrontierRow:
     label: str
     """Its control variables."""
     wins: bool
-    """The most throughput within the bound, over all policies."""
+    """The best of the plan's policy; of all, where there is no plan."""
 
 
-def frontier_rows(results: Mapping[str, Result]) -> list[FrontierRow]:
-    """Every policy's frontier, policies as given, latency rising; one row at most wins."""
+def frontier_rows(results: Mapping[str, Result], *, winning: str | None = None) -> list[FrontierRow]:
+    """Every policy's frontier, policies as given, latency rising; one row at most wins.
+
+    `winning` is the policy of the plan, which a replay may prefer to the one with the most throughput by closed form.
+    """
     winners = {policy: result.best for policy, result in results.items() if result.best is not None}
-    winning = max(winners, key=lambda policy: winners[policy].outcome.throughput, default=None)
+    if winning is None:
+        winning = max(winners, key=lambda policy: winners[policy].outcome.throughput, default=None)
     return [
         FrontierRow(
             policy=policy,
@@ -53,11 +57,11 @@ def frontier_rows(results: Mapping[str, Result]) -> list[FrontierRow]:
     ]
 
 
-def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float) -> None:
+def draw_frontier(results: Mapping[str, Result], path: Path, *, bound: float, winning: str | None = None) -> None:
     """Writes the picture as PNG, SVG or PDF by the path's suffix. Raises InputError for another or an unusable path."""
     check_picture(path)
     figure = new_figure(8, 5)
-    plot_frontier(frontier_rows(results), figure.add_subplot(), bound=bound)
+    plot_frontier(frontier_rows(results, winning=winning), figure.add_subplot(), bound=bound)
     save_figure(figure, path)
 
 

@@ -74,7 +74,7 @@ class Solution:
 
     def frontier(self) -> tuple[FrontierRow, ...]:
         """The throughput/latency frontier of every policy."""
-        return tuple(frontier_rows(self._results()))
+        return tuple(frontier_rows(self._results(), winning=self.plan.schedule.policy))
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draws the frontier of every policy on these axes, or on new ones."""
@@ -84,7 +84,8 @@ class Solution:
 
     def write_plot(self, path: str | PathLike[str], *, told: Told = SILENT) -> None:
         """Writes the frontier as PNG, SVG or PDF by the suffix of the path."""
-        draw_frontier(self._results(told), Path(path), bound=self.problem.limit)
+        winning = self.plan.schedule.policy
+        draw_frontier(self._results(told), Path(path), bound=self.problem.limit, winning=winning)
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with one row a policy: its best schedule and what the closed form says of it."""

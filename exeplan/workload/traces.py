@@ -8,7 +8,7 @@
                         --output-details likewise, an object a line
     guidellm            JSON: benchmarks[].requests.successful[], with prompt_tokens, output_tokens, request_start_time
     ShareGPT            JSON array or lines: conversations[] of {from, value}, or messages[] of {role, content}; the
-                        first two turns, as vLLM's and SGLang's benchmarks take them
+                        first two turns, as vLLM's and SGLang's benchmarks take them; a system turn is of the prompt
 
 Any may be gzipped. Of a foreign trace, requests without input or output are left out, times are put in order and start
 with its first request; `ReadTrace.remarks` says so. Text is counted by a tokenizer where one is given
@@ -21,7 +21,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, islice
@@ -130,7 +130,7 @@ def _in_order(kept: list[tuple[int, int, float]], found: _Found, *, empty: int, 
         remarks.append(f"{empty} without input or output left out")
     if timed < len(kept):
         if timed:
-            remarks.append(f"times left out, as {len(kept) - timed} requests have none")
+            remarks.append(f"times left out, as {len(kept) - timed} of {len(kept)} requests have none")
         return ReadTrace(Trace(inputs, outputs), tuple(remarks))
     order = np.argsort(arrivals, kind="stable")
     arrivals = arrivals[order] - arrivals[order[0]]
@@ -157,6 +157,9 @@ def _csv(text: str, path: Path) -> _Found:
         if set(columns[:2]) <= set(header):
             places = [header.index(column) if column in header else None for column in columns]
             return _Found(_csv_rows(reader, path, len(header), places), name, seconds)
+    for separator, called in ((";", "semicolons"), ("\t", "tabs")):
+        if len(header) == 1 and separator in header[0]:
+            raise InputError(f"{path} has columns between {called}; write commas between them, and points in numbers")
     raise InputError(
         f"{path} needs the columns input_tokens and output_tokens; found {shown(', '.join(header))}; {_OTHERS}"
     )
@@ -166,9 +169,9 @@ def _csv_rows(reader: Any, path: Path, width: int, places: list[int | None]) -> 
     """A row for each that is not blank."""
     try:
         for row in reader:
-            if not row:
+            if not any(field.strip() for field in row):
                 continue
-            if len(row) < width:
+            if len(row) < width or any(field.strip() for field in row[width:]):
                 raise InputError(f"{path} line {reader.line_num}: {len(row)} fields, the header has {width}")
             yield _Row(reader.line_num, *(None if place is None else row[place] for place in places))
     except csv.Error as error:
@@ -232,6 +235,8 @@ def _elements(text: str, path: Path) -> Iterator[tuple[int, Any]]:
         except (ValueError, RecursionError):
             raise InputError(f"{path} line {line} is not valid JSON") from None
         yield line, value
+    if match is None or text[match.end() :].strip(" \t\r\n") != "]":
+        raise InputError(f"{path} must end with the ] of its array; it was cut off, or holds more than one array")
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
@@ -297,9 +302,18 @@ def _turn_rows(values: Iterable[tuple[int, Any]], path: Path, count: CountTokens
             turns = value.get("conversations") or value.get("conversation") or value.get("messages") or []
         if not isinstance(turns, list):
             raise InputError(f"{path} line {line} must be an object with a list of conversations or messages")
-        texts = [_text(turn) for turn in turns[:2]]
+        texts = _first_exchange(turns)
         inputs, outputs = (count(text) if text else 0 for text in (*texts, "", "")[:2])
         yield _Row(line, inputs, outputs, None)
+
+
+def _first_exchange(turns: Sequence[Any]) -> list[str]:
+    """The texts of the first two turns; what a system turn says before them is a part of the prompt."""
+    texts = [_text(turn) for turn in turns[:3]]
+    first = turns[0] if turns and isinstance(turns[0], dict) else {}
+    if len(texts) > 1 and "system" in (first.get("from"), first.get("role")):
+        return [texts[0] + texts[1], *texts[2:]]
+    return texts[:2]
 
 
 def _text(turn: Any) -> str:

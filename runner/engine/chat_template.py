@@ -6,6 +6,7 @@ Source: Hugging Face's convention (tokenizer_config.json `chat_template`, or a f
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _today
         # transformers always passes these, so templates test them with `is none`.
         self._variables = {"tools": None, "documents": None, "add_generation_prompt": True, **(special_tokens or {})}
         self._reserved = {"messages", *self._variables, *environment.globals}
@@ -105,6 +107,11 @@ def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None
 
 def _refuse(message: str) -> NoReturn:
     raise InputError(f"the model's chat template does not take these messages: {message}")
+
+
+def _today(form: str) -> str:
+    """The date, which the system prompts of Llama 3.2 and Mistral Small tell the model."""
+    return datetime.now().strftime(form)  # Local time, as transformers gives it.
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **style: Any) -> str:

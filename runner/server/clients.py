@@ -26,7 +26,7 @@ BY_ADDRESS = "address"
 """The name under which clients without a name are counted together in metrics, whose labels must be few."""
 FREE_REFUSALS = 20
 """A client may be refused this many times a second at once; more wait, as long as another client is here."""
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 60
 
 

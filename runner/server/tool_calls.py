@@ -8,7 +8,8 @@ model was free to make are valid, which clients must check, as with OpenAI.
 """
 
 import re
-import uuid
+import secrets
+import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NotRequired
@@ -19,6 +20,8 @@ from exeplan.runner.ipc.messages import ToolFormat
 
 MAX_HELD_CHARS = 512
 """From the beginning of a call to its arguments, after which a text is no call; and of white space before a call."""
+_LETTERS, _ID_CHARS = string.ascii_letters + string.digits, 9
+"""Of the id of a call: the templates of Mistral's models take no other when it comes back in the next turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class ToolParser:
         return bool(self._dialect.end) and self._dialect.end in self._held
 
     def _open(self, parsed: Parsed, name: str) -> None:
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        call_id = "".join(secrets.choice(_LETTERS) for _ in range(_ID_CHARS))
         function: CalledFunction = {"name": name, "arguments": ""}
         parsed.calls.append({"index": self.num_calls, "id": call_id, "type": "function", "function": function})
         self.num_calls += 1

@@ -144,6 +144,7 @@ def test_simulate_fills_in_a_plan_by_hand(folder: Path, capsys: pytest.CaptureFi
     text = printed(capsys, [*simulate(), "-o", "full.yaml", "--timeline", "t.json"])
     assert "closed form" in text
     assert "replay" in text
+    assert text.endswith("wrote t.json\nwrote full.yaml\n")
     assert strict((folder / "t.json").read_text())["traceEvents"]
     plan = load_plan(folder / "full.yaml")
     assert plan.estimate is not None

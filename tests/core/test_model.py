@@ -195,6 +195,9 @@ def test_a_model_is_a_directory_or_a_shipped_name(tmp_path: Path) -> None:
         load_model_spec("nope")
     with pytest.raises(InputError, match=r"holds no config.json, so it is not a Hugging Face model directory"):
         load_model_spec(str(tmp_path))
+    (tmp_path / "trace.csv").touch()
+    with pytest.raises(InputError, match=r"trace.csv' is a file; a model is named by its directory"):
+        load_model_spec(str(tmp_path / "trace.csv"))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     spec = load_model_spec(str(tmp_path))
     assert (spec.name, spec.directory, spec.reference) == (tmp_path.name, tmp_path, str(tmp_path))

@@ -85,7 +85,7 @@ def test_quantization_around_the_part_for_text_counts() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "distilbert", "roberta", "xlm-roberta", "deberta-v2", "clip"])
 def test_encoders_are_refused(family: str) -> None:
-    assert f"'tiny' is a {family}, which encodes and generates no tokens" in refusal({"model_type": family})
+    assert f"'tiny' is of the family {family}, which encodes and generates no tokens" in refusal({"model_type": family})
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,13 @@ def test_encoders_are_refused(family: str) -> None:
         ({"num_local_experts": 8}, "num_local_experts=8: mixtures of experts are not supported"),
         ({"kv_lora_rank": 512}, "latent attention (MLA) is not supported"),
         ({"mamba_d_state": 16}, "layers without attention are not supported"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "moe_num_experts=16: mixtures of experts are not supported"),
+        ({"num_mel_bins": 80, "model_type": "whisper"}, "of the family whisper, which reads speech"),
+        ({"block_types": ["recurrent", "attention"]}, "has block_types: layers of different kinds"),
+        ({"attn_type_list": [0, 1]}, "has attn_type_list: layers of different kinds"),
+        ({"attention_layers": ["global", "local"]}, "has attention_layers: layers of different kinds"),
+        ({"blocksparse_block_size": 64}, "has blocksparse_block_size: layers of different kinds"),
+        ({"sliding_window_pattern": "LLLG"}, "positive integer, found LLLG; or give layer_types"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(change: dict[str, Any], message: str) -> None:
@@ -139,6 +146,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("gemma2", {"sliding_window": W}, [W, NO, W, NO]),
         ("gemma3_text", {"sliding_window": W}, [W, W, W, W]),
         ("gemma3_text", {"sliding_window": W, "sliding_window_pattern": 3}, [W, W, NO, W]),
+        (
+            "exaone4",
+            {"sliding_window": W, "sliding_window_pattern": "LG", "layer_types": [SLIDING, FULL] * 2},
+            [W, NO, W, NO],
+        ),
     ],
 )
 def test_windows_are_those_of_the_family(family: str, config: dict[str, Any], windows: list[int | None]) -> None:
@@ -150,6 +162,11 @@ def test_windows_are_those_of_the_family(family: str, config: dict[str, Any], wi
         f"{narrow} of 4 layers of 'tiny' attend to the last 64 tokens and are timed so; keys and values of all tokens"
     )
     assert [remark.startswith(said) for remark in spec.remarks] == [True] * (narrow > 0)
+
+
+def test_mpt_has_its_key_value_heads_in_its_attn_config() -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert model_spec({**config, "attn_config": {"kv_n_heads": 1}}, name="tiny").num_kv_heads == 1
 
 
 def test_a_window_that_spans_the_context_is_none() -> None:

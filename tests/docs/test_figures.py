@@ -39,6 +39,12 @@ ALLOWED = {
         "at most 4,096": "a limit",
         "TLS 1.2 and newer; a handshake has 10 s": "a version and a limit",
     },
+    "docs/reference/http.md": {
+        "A schema may have 64 KiB and a regex 16,384 characters": "limits",
+        "more than 50 ms to compile": "a limit",
+        "Qwen 2.5": "a model",
+        "Llama 3.1": "a model",
+    },
     "docs/findings.md": {
         "Intervals in brackets hold 95 %": "the confidence",
         "10,000 requests through": "an input",

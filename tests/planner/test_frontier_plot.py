@@ -38,6 +38,11 @@ def test_rows_are_the_frontiers_with_one_winner():
     assert rows[0] == FrontierRow(policy="slow", latency=1.0, throughput=1.0, label="batch_size=1", wins=False)
 
 
+def test_the_policy_of_the_plan_wins_though_another_has_as_much_by_closed_form():
+    rows = frontier_rows(results(bound=5.0), winning="fast")
+    assert [(row.policy, row.latency) for row in rows if row.wins] == [("fast", 4.0)]
+
+
 def test_no_row_wins_where_nothing_keeps_the_bound():
     assert not any(row.wins for row in frontier_rows(results(bound=0.5)))
 

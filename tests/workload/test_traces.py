@@ -136,7 +136,21 @@ def test_a_trace_of_another_program_is_read(read: Read, content: Any, found: Any
 def test_times_are_left_out_where_some_are_missing(read: Read) -> None:
     workload = read({**VLLM, "output_lens": [5, 6, 7], "start_times": [1.0, None, 2.0]})
     assert requests(workload) == [(10, 5), (15, 6), (20, 7)]
-    assert workload.source.endswith("times left out, as 1 requests have none")
+    assert workload.source.endswith("times left out, as 1 of 3 requests have none")
+
+
+@pytest.mark.parametrize(("said_by", "said"), [("from", "value"), ("role", "content")])
+def test_a_system_turn_belongs_to_the_prompt(read: Read, said_by: str, said: str) -> None:
+    turns = [{said_by: by, said: "x" * size} for by, size in (("system", 40), ("user", 8), ("assistant", 400))]
+    workload = read([{"conversations" if said == "value" else "messages": turns}])
+    assert workload.trace is not None
+    assert (workload.trace.inputs.tolist(), workload.trace.outputs.tolist()) == ([12], [100])
+
+
+def test_lines_of_blank_fields_are_no_requests(read: Read) -> None:
+    workload = read("input_tokens,output_tokens\n , \n3,4,\n,\n")
+    assert workload.trace is not None
+    assert workload.trace.inputs.tolist() == [3]
 
 
 def test_our_own_rows_may_stand_in_an_array(read: Read) -> None:
@@ -158,6 +172,11 @@ def test_our_own_rows_may_stand_in_an_array(read: Read) -> None:
         ({"benchmarks": []}, "guidellm, holds no request with an input and an output"),
         ([{"conversations": "hello"}], "line 2 must be an object with a list of conversations or messages"),
         ('[{"conversations": []},\n{]', "line 2 is not valid JSON"),
+        (f"[{json.dumps(SHARE_GPT[0])},", "must end with the ] of its array; it was cut off"),
+        (f"{json.dumps(SHARE_GPT[:1])} rest", "must end with the ] of its array; it was cut off"),
+        ("input_tokens;output_tokens\n1;2\n", "has columns between semicolons; write commas between them"),
+        ("input_tokens\toutput_tokens\n1\t2\n", "has columns between tabs; write commas between them"),
+        ("input_tokens,output_tokens\n1,2,5\n", "line 2: 3 fields, the header has 2"),
         ("[]", "holds no request; a trace needs at least one row below the header"),
         ([{"prompt": "hello"}], "must be an object with input_tokens and output_tokens; traces of Azure"),
     ],

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from datetime import date
 
 import pytest
 from hypothesis import example, given, settings
@@ -200,6 +201,12 @@ def test_the_default_one_of_named_templates_is_taken(tmp_path):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     tokenizer = with_template(tmp_path, named)
     assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) == "yes"
+
+
+def test_a_template_knows_the_date(tmp_path):
+    tokenizer = with_template(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
+    before = date.today().isoformat()
+    assert tokenizer.decode(tokenizer.encode_chat(MESSAGES)) in (before, date.today().isoformat())
 
 
 def test_a_template_file_wins(tmp_path):

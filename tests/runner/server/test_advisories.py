@@ -31,7 +31,8 @@ from pathlib import Path
 import pytest
 
 import exeplan
-from exeplan.runner.server import connection
+from exeplan.runner.server import api_keys
+from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.connection import OPEN_PATHS, Gate
 
 from ..processes import descendants
@@ -92,10 +93,10 @@ def test_all_processes_listen_on_loopback_only(pipeline):
         {"prompt": {"embeds": [[0.1]]}},
         {"chat_template_kwargs": {"tokenize": True}},
         {"chat_template": "{{ 7 * 7 }}"},
-        {"guided_regex": "(a+)+$"},
-        {"guided_json": {"type": "object"}},
+        {"guided_regex": r"(a+)\1"},
+        {"guided_json": {"type": "number", "multipleOf": 123457}},
         {"structural_tag": "{}"},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": "(a+)+$"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "http://a/b"}}}},
         {"logits_processors": ["os.system"]},
         {"n": 129},
         {"best_of": 2**31},
@@ -131,8 +132,8 @@ def test_the_key_is_compared_in_constant_time(monkeypatch):
     class Spied:
         compare_digest = staticmethod(compare)
 
-    monkeypatch.setattr(connection, "hmac", Spied)
-    gate = Gate(app=None, api_key="the key")
+    monkeypatch.setattr(api_keys, "hmac", Spied)
+    gate = Gate(app=None, keys=ApiKeys(key="the key"))
     for given, allowed in ((b"", False), (b"the kez", False), (b"the key" * 9, False), (b"the key", True)):
         headers = [(b"authorization", b"Bearer " + given)]
         scope = {"raw_path": b"/x", "path": "/x", "query_string": b"", "headers": headers}

@@ -168,6 +168,10 @@ def ask(server, address, answers):
         answers.append((response.status, body.get("error", {}).get("message", "")))
 
 
+def pushed_out(answers):
+    return any("made room for a client with fewer waiting" in message for _, message in answers)
+
+
 def test_a_flood_from_one_address_leaves_a_place_for_another(launch):
     with launch("policy: orca, max_num_seqs: 1", max_queue=8, replan="off") as server:
         flood = []
@@ -182,14 +186,14 @@ def test_a_flood_from_one_address_leaves_a_place_for_another(launch):
             thread.start()
         eventually(lambda: any(status == 429 for status, _ in flood))
         polite = []
-        for _ in range(5):
+        while len(polite) < 5 or not (pushed_out(flood) or len(polite) > 200):
             ask(server, "127.0.0.3", polite)
         stop = 0.0
         for thread in threads:
             thread.join()
-    assert [status for status, _ in polite] == [200] * 5
+    assert {status for status, _ in polite} == {200}
     assert {status for status, _ in flood} == {200, 429}
-    assert any("made room for a client with fewer waiting" in message for _, message in flood)
+    assert pushed_out(flood)
 
 
 @pytest.mark.parametrize(

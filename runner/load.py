@@ -433,12 +433,19 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
 
 def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> str:
     """The name of the model that a server serves. Raises InputError when the server does not list it."""
+    import urllib.error
     import urllib.request
 
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"the server's URL must begin with http:// or https://, found '{url}'")
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=_headers(api_key))
         tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
         with urllib.request.build_opener(urllib.request.ProxyHandler({}), tls).open(request, timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        raise InputError(f"{url} does not list its models: {error}") from None
+    except urllib.error.URLError as error:
+        raise InputError(f"{url} does not answer: {error.reason}") from None
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None

@@ -240,6 +240,8 @@ def _check_values(body: Mapping[str, Any]) -> None:
     for name in ("dtype", "kv_dtype"):
         if body.get(name, "float32") not in DTYPE_BYTES:
             raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
+    if body.get("device", "cpu") not in ("cpu", "cuda"):
+        raise InputError(f"device must be cpu or cuda, found '{body['device']}'")
     if "deadline" in body:
         parse_deadlines(body["deadline"], "deadline")
         if not ("arrival_rate" in body or body.get("trace_arrivals")):
@@ -293,6 +295,9 @@ def _schedule(body: Any, folder: Path | None) -> Schedule:
     return replace(schedule, policy=str((folder / Path(schedule.policy).expanduser()).resolve()))
 
 
+_STAGE = ("devices", "tensor_parallel_size", "layers", "encoder_layers", "phase")
+
+
 def placement_from(body: Any) -> Placement:
     """The placement of `stage_json` values. Raises InputError naming what is wrong."""
     if not isinstance(body, list) or not body:
@@ -303,11 +308,19 @@ def placement_from(body: Any) -> Placement:
 def _stage(body: Any) -> Stage:
     if not isinstance(body, Mapping) or not {"devices", "layers"} <= set(body):
         raise InputError(f"each stage of a placement needs devices and layers, found {body!r}")
+    if unknown := sorted(str(key) for key in body if key not in _STAGE):
+        raise InputError(f"unknown field '{unknown[0]}' of a stage; it has {', '.join(_STAGE)}")
     devices, layers, encoder = body["devices"], body["layers"], body.get("encoder_layers", [0, 0])
     spans = all(_counts(span) and len(span) == 2 and span[0] <= span[1] for span in (layers, encoder))
     if not _counts(devices) or not spans or layers[1] - layers[0] + encoder[1] - encoder[0] == 0:
         raise InputError(
             f"a stage needs devices such as [0] and layers [first, last exclusive], found {devices!r} and {layers!r}"
+        )
+    if len(set(devices)) < len(devices):
+        raise InputError(f"a stage has a device twice: {devices!r}")
+    if (size := body.get("tensor_parallel_size", len(devices))) != len(devices):
+        raise InputError(
+            f"tensor_parallel_size is the number of devices of a stage, here {len(devices)}, found {size!r}"
         )
     if body.get("phase", "") not in ("", "prefill", "decode"):
         raise InputError(f"a stage's phase can be prefill or decode, found {body['phase']!r}")

@@ -11,6 +11,7 @@ The scheduler (`exeplan.scheduling.scheduler`) decides how many blocks a sequenc
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import ModelSpec
+from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.to_device import to_device
 from exeplan.runner.compute.shard import Shard, head_ranges, whole
+from exeplan.units import show_bytes
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int32)
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
@@ -56,13 +59,25 @@ class KVCache:
         shard: Shard | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """With `kernels`, these store keys and values, by slots; without, torch does, by rows."""
+        """With `kernels`, these store keys and values, by slots; without, torch does, by rows.
+
+        Raises InputError where the host's memory has no room for them.
+        """
         shard, self._kernels = shard or whole(spec), kernels
         self.num_blocks = num_blocks
         self.num_kv_heads = len(head_ranges(spec, shard.group)[1])
         self.num_slots = num_blocks * BLOCK_SIZE
         shape = (shard.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
-        self._tables = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self._tables = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError:
+            if device.type != "cpu":  # Of a GPU's memory, its owner knows how much is free.
+                raise
+            needed = show_bytes(math.prod(shape) * dtype.itemsize)
+            raise InputError(
+                f"a KV cache of {self.num_slots:,} tokens takes {needed}, which this host does not have; "
+                "lower kv_cache_tokens"
+            ) from None
         self._layers = self._tables.flatten(1, 2).unbind(0)
         self._held = np.zeros(num_blocks, dtype=bool)
         # The holding that a block is reserved for; 0 for none.

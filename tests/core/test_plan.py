@@ -123,6 +123,16 @@ def test_programs_get_the_schedule_flat(tmp_path: Path) -> None:
         ("max_seqs: lots", "max_seqs must be a positive integer, found 'lots'"),
         ("kv_cache_tokens: -3", "kv_cache_tokens must be a positive integer, found -3"),
         ("num_threads: true", "num_threads must be a positive integer, found True"),
+        (
+            "placement: [{devices: [0], layer: [0, 6], layers: [0, 6]}]",
+            "unknown field 'layer' of a stage; it has devices",
+        ),
+        ("placement: [{devices: [0, 0], layers: [0, 6]}]", "a stage has a device twice: [0, 0]"),
+        (
+            "placement: [{devices: [0], tensor_parallel_size: 3, layers: [0, 6]}]",
+            "tensor_parallel_size is the number of devices of a stage, here 1, found 3",
+        ),
+        ("device: tpu", "device must be cpu or cuda, found 'tpu'"),
         ("dtype: int4", "dtype must be one of float32, bfloat16, float16, fp8, found 'int4'"),
         ("fit_context: maybe", "fit_context must be true or false, found 'maybe'"),
         ("workload: 5", "workload must be text, found 5"),

@@ -10,7 +10,7 @@ from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.runner.engine.engine import Engine
 from exeplan.runner.engine_process.build import build_engine, engine_setup
-from exeplan.runner.load import Load, draw_load, play_engine
+from exeplan.runner.load import Load, draw_load, play_engine, served_model
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Trace, Workload
 
@@ -84,3 +84,13 @@ def test_prompts_are_the_same_for_the_same_seed_only() -> None:
     other = Load(input_tokens=np.array([50]), output_tokens=np.array([1]), seed=1)
     assert load.prompt(0, 2048) == load.prompt(0, 2048) != other.prompt(0, 2048)
     assert all(0 <= token < 2048 for token in load.prompt(0, 2048))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("nohost", "must begin with http:// or https://, found 'nohost'"), ("http://127.0.0.1:1", "does not answer: ")],
+)
+def test_a_url_without_a_server_is_said_in_one_sentence(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as found:
+        served_model(url)
+    assert "<" not in str(found.value)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import model_spec
+from exeplan.errors import InputError
 from exeplan.runner.compute.kv_cache import KVCache
 
 SPEC = model_spec(
@@ -26,6 +27,11 @@ SPEC = model_spec(
 
 def cache_of(num_blocks: int) -> KVCache:
     return KVCache(SPEC, num_blocks, torch.float32, torch.device("cpu"))
+
+
+def test_a_cache_beyond_the_hosts_memory_is_refused_with_its_size():
+    with pytest.raises(InputError, match=r"of 160,000,000,000,000 tokens takes .* lower kv_cache_tokens"):
+        cache_of(10**13)
 
 
 def num_runs(cache: KVCache, request_id: str, num_blocks: int) -> int:

@@ -40,8 +40,14 @@ def server(launch, directory):
 
 
 def readers(server: Running) -> list[int]:
-    found = descendants(server.process.pid)
-    return [pid for pid in found if b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in descendants(server.process.pid) if b"reader_process" in command_line(pid)]
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # Gone meanwhile.
+        return b""
 
 
 def test_bodies_that_wait_share_one_limit():

@@ -90,7 +90,7 @@ def same_pass(plain: Scheduler, shared: FairScheduler) -> None:
         finish(shared, found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
     outputs=st.lists(st.integers(1, 30), min_size=4, max_size=4),

@@ -59,7 +59,7 @@ def json_schema() -> bool:
 def tools() -> bool:
     """A required call, then the answer to its result."""
     tool = {"type": "function", "function": WEATHER}
-    asked = {"model": MODEL, "max_tokens": 80, "tools": [tool]}
+    asked = {"model": MODEL, "max_tokens": 400, "tools": [tool], "parallel_tool_calls": False}
     choice = CLIENT.chat.completions.create(messages=ASK, tool_choice="required", **asked).choices[0]
     (call,) = choice.message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}

@@ -57,7 +57,7 @@ def left_out_pairs(data: Path, rows: Sequence[Row], pool: Executor) -> list[Pair
 
 def _without(data: Path, rows: Sequence[Row], left: Sequence[Row]) -> list[Pair]:
     of_engine = [row for row in rows if row.engine == left[0].engine]
-    settings = settings_without(set(left), of_engine, Replays(data, _Alone()))  # type: ignore[arg-type]
+    settings = settings_without(set(left), of_engine, Replays(data, _Alone()))
     return [(row, predict(data, row, settings[row.deployment])) for row in left]
 
 

@@ -149,8 +149,6 @@ class Requests(Sequence[RequestRecord]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Requests) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Requests({len(self)})"
 

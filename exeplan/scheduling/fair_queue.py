@@ -84,8 +84,8 @@ class VirtualTokenCounters:
                 known.served = max(known.served, min(self.served(name) for name in others))
 
     def charge(self, sequence: ClientSequence, tokens: float) -> None:
-        """Counts tokens of this sequence, already weighed by their kind."""
-        if known := self._clients.get(sequence.client):
+        """Counts tokens of this sequence, already weighed by their kind; of a single client nothing is counted."""
+        if self.is_shared and (known := self._clients.get(sequence.client)):
             known.served += tokens / known.weight
 
     def look(self, present: Iterable[ClientSequence], now: float) -> None:

@@ -157,8 +157,9 @@ class FairScheduler(Scheduler):
         return super().fitting(sequences, limit=limit, reserve=reserve, max_tokens=max_tokens)
 
     def complete(self, batch: Batch) -> list[SequenceState]:
-        for row in _of_clients(chain(batch.whole_prefills, batch.decode)):
-            self._counters.charge(row, OUTPUT_TOKEN)
+        if self._counters.is_shared:
+            for row in _of_clients(chain(batch.whole_prefills, batch.decode)):
+                self._counters.charge(row, OUTPUT_TOKEN)
         return super().complete(batch)
 
     def _present(self) -> Iterator[ClientSequence]:

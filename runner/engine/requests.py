@@ -48,8 +48,8 @@ class Output(NamedTuple):
     logprobs: tuple[SampledToken, ...]
     """One entry a token where the request asked for log-probabilities."""
     finish_reason: str | None
-    """'stop', 'length', 'error', 'structure' (no token could be found that its grammar allows), 'lost' (workers died
-    repeatedly while it was running), 'expired' (it had not started by its deadline), or None while it continues."""
+    """'stop', 'length', 'error', 'structure' (no token with a finite logit is allowed by its grammar), 'lost' (its
+    workers died repeatedly), 'expired' (it had not started by its deadline), or None while it continues."""
     first: bool
     """Whether this output holds the first token."""
     start: float

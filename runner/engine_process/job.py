@@ -20,7 +20,10 @@ _FAULTS = {
     "error": "the model gave no usable numbers for this request; the server's log says more",
     "lost": "the engine or its workers died more than once while this request was running, so it is not tried again",
 }
-_UNFOLLOWED = "the grammar of this request is too costly to follow at this point of the output; simplify it"
+_UNFOLLOWED = (
+    "no token could be found for this output: its grammar is too costly to follow at this point, or the model's logits "
+    "are not finite; a simpler grammar is followed further"
+)
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 MAX_UNREAD = 16384
 """Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""

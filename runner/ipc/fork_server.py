@@ -204,12 +204,19 @@ class _Server:
             print(f"exeplan.runner: {error}", file=sys.stderr)
         except OSError:
             pass
+        finally:
+            self._close_received()
         self._drop(channel)
 
     def _receive(self, channel: socket.socket, size: int) -> bytes:
         data, descriptors, _, _ = socket.recv_fds(channel, size, 1)
         self._received += descriptors
         return data
+
+    def _close_received(self) -> None:
+        """Sockets that came with no Fork, or with a wrong one: they are not the next one's."""
+        while self._received:
+            os.close(self._received.pop())
 
     def _take(self, command: ForkCommand, channel: socket.socket) -> ForkReply:
         match command:

@@ -34,6 +34,14 @@ def test_the_demo_ends_with_two_errors_for_every_policy_and_a_picture(folder: Pa
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_slice_shorter_than_an_answer_says_what_its_latency_is_from(folder: Path) -> None:
+    trace = folder / "long.csv"
+    trace.write_text("\n".join(["input_tokens,output_tokens", *("20,400" for _ in range(40))]))
+    done = demo(folder, "--workload", str(trace), "--duration", "0.2s")
+    assert done.returncode == 0, done.stderr
+    assert "no request of the 99th-percentile length, 400 tokens, began and ended" in done.stdout
+
+
 def test_a_duration_that_is_none_is_one_sentence(folder: Path) -> None:
     done = demo(folder, "--duration", "0s")
     assert (done.returncode, done.stdout) == (2, "")

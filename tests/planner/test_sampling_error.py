@@ -40,11 +40,12 @@ def margin_of(profile: Profile, workload: Workload, *, seed: int = 0) -> float:
     return found.laws[0].margin(RISK)
 
 
-def test_a_plan_on_few_requests_keeps_its_bound_on_others_of_the_same_law(profile: Profile) -> None:
+@pytest.mark.parametrize("size", [100, 1000])
+def test_a_plan_on_few_requests_keeps_its_bound_on_others_of_the_same_law(size: int, profile: Profile) -> None:
     trials, kept, bold = 100, 0, 0
     later = problem_of(profile, drawn(6000, seed=99_999)).estimate(SCHEDULE).latency or 0.0
     for seed in range(trials):
-        workload = drawn(100, seed)
+        workload = drawn(size, seed)
         latency = problem_of(profile, workload).estimate(SCHEDULE).latency or 0.0
         # The plan fills its bound: what comes later must not take longer than that.
         kept += later <= latency * (1 + margin_of(profile, workload, seed=seed))

@@ -1,9 +1,8 @@
 """LangChain's ChatOpenAI: python with_langchain.py BASE_URL MODEL; prints one JSON object a check."""
 
-import json
 import sys
-from collections.abc import Callable
 
+from checks import run
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -54,10 +53,4 @@ def tools() -> bool:
     return call.tool_calls[0]["name"] == "weather"
 
 
-CHECKS: tuple[Callable[[], bool], ...] = (two_turns, stream_with_usage, batch, json_schema, tools)
-for check in CHECKS:
-    try:
-        found: bool | str = check()
-    except Exception as error:  # Whatever the client raises is the result.
-        found = f"{type(error).__name__}: {error}"[:300]
-    print(json.dumps({"check": check.__name__.replace("_", " "), "found": found}), flush=True)
+run(two_turns, stream_with_usage, batch, json_schema, tools)

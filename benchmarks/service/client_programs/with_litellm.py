@@ -2,10 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import litellm
+from checks import run
 
 BASE_URL, MODEL = sys.argv[1:]
 ASK: list[Any] = [{"role": "user", "content": "Name a colour."}]
@@ -47,10 +47,4 @@ def json_schema() -> bool:
     return set(json.loads(ask(max_tokens=60, response_format=form).choices[0].message.content)) == {"a"}
 
 
-CHECKS: tuple[Callable[[], bool], ...] = (two_turns, stream_with_usage, seeds, text_completion, json_schema)
-for check in CHECKS:
-    try:
-        found: bool | str = check()
-    except Exception as error:  # Whatever the client raises is the result.
-        found = f"{type(error).__name__}: {error}"[:300]
-    print(json.dumps({"check": check.__name__.replace("_", " "), "found": found}), flush=True)
+run(two_turns, stream_with_usage, seeds, text_completion, json_schema)

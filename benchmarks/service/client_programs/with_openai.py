@@ -2,10 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import openai
+from checks import run
 
 BASE_URL, MODEL = sys.argv[1:]
 CLIENT = openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0, timeout=60)
@@ -75,11 +75,4 @@ def errors() -> bool:
     return False
 
 
-CHATS = (two_turns, stream_with_usage, seeds, logprobs, stop)
-CHECKS: tuple[Callable[[], bool], ...] = (*CHATS, json_schema, tools, errors)
-for check in CHECKS:
-    try:
-        found: bool | str = check()
-    except Exception as error:  # Whatever the client raises is the result.
-        found = f"{type(error).__name__}: {error}"[:300]
-    print(json.dumps({"check": check.__name__.replace("_", " "), "found": found}), flush=True)
+run(two_turns, stream_with_usage, seeds, logprobs, stop, json_schema, tools, errors)

@@ -155,30 +155,64 @@ def test_addresses_that_have_gone_leave_nothing():
     assert set(clients.totals) == {"address"}
 
 
-def ask(server, address, answers, max_tokens=5):
-    body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
+@contextlib.contextmanager
+def asking(server, address, **fields):
+    """The answer to a request from this address; the client disconnects at the end."""
+    body = json.dumps({"prompt": "a", "ignore_eos": True, **fields})
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE, source_address=(address, 0))
     with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", body=json.dumps(body))
-        response = connection.getresponse()
+        connection.request("POST", "/v1/completions", body=body)
+        with connection.getresponse() as response:
+            yield response
+
+
+def ask(server, address, answers, max_tokens=5):
+    with asking(server, address, max_tokens=max_tokens) as response:
         answer = json.loads(response.read())
         answers.append((response.status, answer.get("error", {}).get("message", "")))
 
 
 def test_a_client_alone_in_the_queue_makes_room_for_another(launch):
+    def made_room():
+        return [message for _, message in flood if "made room for a client with fewer waiting" in message]
+
     with launch("policy: orca, max_num_seqs: 1", max_queue=8, replan="off") as server:
         flood, polite = [], []
-        threads = [threading.Thread(target=ask, args=(server, "127.0.0.2", flood, n)) for n in (2_000, *[5] * 11)]
-        threads[0].start()
-        eventually(lambda: server.metric("num_requests_running") == 1)
-        for thread in threads[1:]:
-            thread.start()
-        eventually(lambda: server.metric("num_requests_waiting") == 8)
-        ask(server, "127.0.0.3", polite)
-        for thread in threads:
+        waiting = [threading.Thread(target=ask, args=(server, "127.0.0.2", flood)) for _ in range(11)]
+        one_more = threading.Thread(target=ask, args=(server, "127.0.0.3", polite))
+        with asking(server, "127.0.0.2", stream=True, max_tokens=4000) as running:
+            assert running.readline().startswith(b"data: {")
+            for thread in waiting:
+                thread.start()
+            eventually(lambda: server.metric("client_sequences_waiting") == 8)
+            one_more.start()
+            eventually(made_room)
+        for thread in (*waiting, one_more):
             thread.join()
     assert [status for status, _ in polite] == [200]
-    assert sum("made room for a client with fewer waiting" in message for _, message in flood) == 1
+    assert len(made_room()) == 1
+    assert sorted(status for status, _ in flood) == [200] * 7 + [429] * 4
+
+
+def test_a_flood_from_one_address_leaves_places_for_another(launch):
+    with launch("policy: orca, max_num_seqs: 1", max_queue=8, replan="off") as server:
+        flood, polite = [], []
+        stop = threading.Event()
+
+        def flooding():
+            while not stop.is_set():
+                ask(server, "127.0.0.2", flood, 40)
+
+        threads = [threading.Thread(target=flooding) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: any(status == 429 for status, _ in flood))
+        for _ in range(5):
+            ask(server, "127.0.0.3", polite, 40)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert [status for status, _ in polite] == [200] * 5
     assert {status for status, _ in flood} == {200, 429}
 
 

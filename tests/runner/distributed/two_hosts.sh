@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# One plan over two hosts gives the tokens of one: TP 2 over both, and TP 2 on each of them in a pipeline; PP 2 too, when
-# it is asked for: it takes no path that those do not.
+# One plan over two hosts gives the tokens of one: a pipeline of three stages, of which the second is TP 2 over both hosts;
+# PP 2, TP 2, and TP 2 on each of them in a pipeline too, when they are asked for: they take no path that it does not, or
+# that is not taken on one host.
 #
 # The hosts are network namespaces with their own addresses, joined by a veth pair; the second one's clock is an hour
 # ahead where the kernel can do that. On the way: nothing listens where it should not, the timeline is on one clock, a
 # worker of the last plan is killed, and in the end nothing is left.
 # Needs root, ip (iproute2), ss and unshare. Exits with 77 and a reason where namespaces cannot be had, as skipped tests
-# do. PYTHON names the interpreter that has exeplan; `two_hosts.sh pp tp both` chooses what to run, tp and both else.
+# do. PYTHON names the interpreter that has exeplan; `two_hosts.sh pp tp both across` chooses what to run, across else.
 set -euo pipefail
 
 python=${PYTHON:-python3}
@@ -53,6 +54,7 @@ plan single 1 '{devices: [0], layers: [0, 6]}'
 plan pp 2 '{devices: [0], layers: [0, 2]}, {devices: [1], layers: [2, 6]}'
 plan tp 1 '{devices: [0, 1], layers: [0, 6]}'
 plan both 2 '{devices: [0, 1], layers: [0, 3]}, {devices: [2, 3], layers: [3, 6]}'
+plan across 3 '{devices: [0], layers: [0, 2]}, {devices: [1, 2], layers: [2, 4]}, {devices: [3], layers: [4, 6]}'
 options=(--weights dummy --port 8000)
 
 ask() { # what the server on the first host answers to several requests at once, one line each
@@ -150,9 +152,9 @@ stop() { # the first host's server
     [ -z "$(left)" ] || fail "$1: left over: $(left | xargs ps -o pid,args -p)"
 }
 
-names=(${*:-tp both})
+names=(${*:-across})
 for name in "${names[@]}"; do
-    start "$name" "$([ "$name" = both ] && echo 2 || echo 1)"
+    start "$name" "$([[ "$name" = both || "$name" = across ]] && echo 2 || echo 1)"
     same_tokens "$name"
     check_listeners "$name"
     if [ "$name" = "${names[-1]}" ]; then

@@ -122,6 +122,8 @@ class EngineClient:
         self.num_restarts = 0
         """How many engines have been replaced."""
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when there is a failure, before the jobs end with it: other clients may go on with them."""
         self._setup, self._numbers = setup, numbers or itertools.count(1)
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
@@ -250,6 +252,25 @@ class EngineClient:
         if job.open:
             self._send(Abort(request_ids=sorted(job.open)))
 
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return tuple(self._jobs.values())
+
+    def hand_over(self, job: Job, other: "EngineClient") -> None:
+        """Another client goes on with a job of this one, which has failed."""
+        del self._jobs[job.job_id]
+        self.num_waiting -= len(job.waiting)
+        job.count_crash()
+        other._take_over(job)
+
+    def _take_over(self, job: Job) -> None:
+        if not self._jobs:
+            self._progress = time.monotonic()
+        self._jobs[job.job_id] = job
+        self.num_waiting += len(job.waiting)
+        if submission := job.resubmit():
+            self._send(submission)
+
     def _send(self, command: EngineCommand) -> None:
         """An engine that comes later learns of it in another way: `_resume`."""
         if self._up and self._link:
@@ -320,6 +341,7 @@ class EngineClient:
             if self._link:  # It may run on, with a device that is of no use to anything then.
                 await self._link.end(patience=0.0)
         self.failure, self.loading, self.stats = failure, None, Stats()
+        self.on_failure()
         self.fail_all(EngineError(failure))
         self.ended.set()
 
@@ -355,9 +377,9 @@ class EngineClient:
 
     async def _replace(self, end: _End) -> str | None:
         """Another engine takes over. Returns why none can."""
+        self._count_crash()
         if end.final or self._setup.launcher:
             return end.reason
-        self._count_crash()
         if time.monotonic() - self._began > LONG_LIFE_SECONDS:
             self._failed_starts = 0
         reason = end.reason

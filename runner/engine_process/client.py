@@ -6,8 +6,9 @@ as they come and wait in the job that they belong to, so a slow HTTP client dela
 An engine that has loaded its model and then ends, is stopped, or makes no progress in time is killed and replaced. The
 next one gets all jobs again with the tokens that they have, so that none is lost or repeated; what waits goes on
 waiting. A request that was running at `MAX_CRASHES` such ends is given up, as `Engine.restart` does after crashes of
-workers. Engines that end one after another before they ran a batch are a failure. So is the end of one with workers on
-several hosts: these end with it, and torchrun starts no others.
+workers; so is one that the engine was just adding, and then only that one. Engines that end one after another before
+they ran a batch are a failure. So is the end of one with workers on several hosts: these end with it, and torchrun
+starts no others.
 
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).
@@ -41,6 +42,7 @@ from exeplan.runner.ipc.messages import (
     Event,
     GetLengthStats,
     IterationDone,
+    JobAdding,
     JobRefused,
     LengthStatsReport,
     Loading,
@@ -128,6 +130,8 @@ class EngineClient:
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
         self._jobs: dict[str, Job] = {}
+        self._adding: Job | None = None
+        """What the engine was adding at its latest event."""
         self._up = False
         """Whether the engine takes commands."""
         self._supervising: asyncio.Task[None] | None = None
@@ -400,10 +404,11 @@ class EngineClient:
         return f"{self._failed_starts} engines in a row ended before they ran a batch; the last: {reason}"
 
     def _count_crash(self) -> None:
-        """What was running was so at one crash more; at the last that is allowed it is given up."""
+        """What may be the cause was there at one crash more; at the last that is allowed it is given up."""
         lost: list[Event] = []
+        adding, self._adding = self._adding, None
         for job in self._jobs.values():
-            job.count_crash()
+            job.count_crash(adding=adding)
             lost += job.lost(time.perf_counter())
         self.on_step([event for event in lost if self._deliver(event)], self.stats)
 
@@ -424,6 +429,8 @@ class EngineClient:
 
     def _take(self, event: EngineEvent) -> _End | None:
         """Passes an event on. Returns why the engine process ends, if it does."""
+        if self._adding and not isinstance(event, EngineBroken):
+            self._adding = None
         match event:
             case IterationDone():
                 self.stats, self._progress = event.stats, time.monotonic()
@@ -437,9 +444,11 @@ class EngineClient:
                         job.note_begun(request_id, event.start)
             case Alive():
                 pass
+            case JobAdding():
+                self._adding = self._jobs.get(event.job)
             case JobRefused():
                 if job := self._jobs.get(event.job):
-                    job.refuse(event.message)
+                    job.refuse(event.message, internal=event.internal)
             case LengthStatsReport() | PlanSwitched() | PlanRefused():
                 self._take_answer(event)
             case Loading():

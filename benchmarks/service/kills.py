@@ -41,7 +41,7 @@ placement: [{devices: [0], layers: [0, 3]}, {devices: [1], layers: [3, 6]}]
 PLANS = {
     "one": (ONE, ("exeplan-engine",)),
     "two": (TWO, ("exeplan-engine", "exeplan-worker")),
-    "reader": (ONE, ("reader",)),
+    "reader": (ONE, ("exeplan-reader",)),
 }
 """By name: the plan, and what is killed."""
 WELL_SECONDS = 60.0
@@ -206,7 +206,7 @@ def _killed(server: Server, load: _Load, victims: tuple[str, ...], draw: random.
         return victim not in now and len(now) == len(found)
 
     _await(replaced, WELL_SECONDS, f"process {victim} was not replaced after {kind}")
-    since, requests_too = time.perf_counter(), victims == ("reader",)
+    since, requests_too = time.perf_counter(), victims == ("exeplan-reader",)
     _await(
         lambda: load.last[0] > since and (not requests_too or load.last[1] > began),
         WELL_SECONDS,
@@ -221,11 +221,10 @@ def _family(server: Server, names: tuple[str, ...]) -> set[int]:
 
 
 def _name(pid: int) -> str:
-    """As the system shows it; `reader` for one that reads requests; none for one that has ended."""
+    """As the system shows it; none for one that has ended."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            reads = b"reader_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            return "reader" if reads else Path(f"/proc/{pid}/comm").read_text().strip()
+            return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 

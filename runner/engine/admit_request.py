@@ -1,4 +1,7 @@
-"""Admission of a request to an engine: it is checked, and becomes the state that the engine keeps of it."""
+"""Admission of a request to an engine: it is checked, and becomes the state that the engine keeps of it.
+
+Nothing else changes meanwhile, so that a defect, or memory that is lacking, is the end of this request alone.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -11,10 +14,29 @@ from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.engine.tokenizer import Tokenizer, decoder_start_token_id
 
 
+class AdmissionError(Exception):
+    """A request could not be admitted for a reason that it does not state; the engine is as it was."""
+
+
 def admit_request(
     request: Request, *, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
 ) -> RequestState:
-    """The state of a request in a KV cache of `num_slots` tokens. Raises InputError for one that cannot run."""
+    """The state of a request in a KV cache of `num_slots` tokens. Raises InputError for one that cannot run, and
+    AdmissionError where that could not be found out."""
+    try:
+        return _admitted(request, spec, tokenizer, eos_token_ids, num_slots)
+    except InputError:
+        raise
+    except BaseException as error:  # A panic of the tokenizers library is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        message = f"the engine could not take this request ({type(error).__name__}); the server's log says more"
+        raise AdmissionError(message) from error
+
+
+def _admitted(
+    request: Request, spec: ModelSpec, tokenizer: Tokenizer, eos_token_ids: Sequence[int], num_slots: int
+) -> RequestState:
     params, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
     check_prompt_length(spec, num_prompt_tokens)
     prompt = list(request.prompt_token_ids)

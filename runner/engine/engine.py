@@ -138,7 +138,8 @@ class Engine:
         return self._scheduler.num_preemptions
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises InputError, and changes nothing, when it cannot be run."""
+        """Queues a request. Raises InputError, and changes nothing, when it cannot be run; AdmissionError, and changes
+        nothing either, for a defect."""
         if request.request_id in self._requests:
             raise InputError(f"request '{request.request_id}' is running already")
         state = admit_request(

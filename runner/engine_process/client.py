@@ -6,8 +6,9 @@ as they come and wait in the job that they belong to, so a slow HTTP client dela
 An engine that has loaded its model and then ends, is stopped, or makes no progress in time is killed and replaced. The
 next one gets all jobs again with the tokens that they have, so that none is lost or repeated; what waits goes on
 waiting. A request that was running at `MAX_CRASHES` such ends is given up, as `Engine.restart` does after crashes of
-workers. Engines that end one after another before they ran a batch are a failure. So is the end of one with workers on
-several hosts: these end with it, and torchrun starts no others.
+workers; so is one that the engine was just adding, and then only that one. Engines that end one after another before
+they ran a batch are a failure. So is the end of one with workers on several hosts: these end with it, and torchrun
+starts no others.
 
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).
@@ -41,6 +42,7 @@ from exeplan.runner.ipc.messages import (
     Event,
     GetLengthStats,
     IterationDone,
+    JobAdding,
     JobRefused,
     LengthStatsReport,
     Loading,
@@ -122,10 +124,14 @@ class EngineClient:
         self.num_restarts = 0
         """How many engines have been replaced."""
         self.on_step: Callable[[list[Event], Stats], None] = lambda events, stats: None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when there is a failure, before the jobs end with it: other clients may go on with them."""
         self._setup, self._numbers = setup, numbers or itertools.count(1)
         self._forks, self._own_forks = forks or engine_forks(), forks is None
         self._link: EngineLink | None = None
         self._jobs: dict[str, Job] = {}
+        self._adding: Job | None = None
+        """What the engine was adding at its latest event."""
         self._up = False
         """Whether the engine takes commands."""
         self._supervising: asyncio.Task[None] | None = None
@@ -250,6 +256,25 @@ class EngineClient:
         if job.open:
             self._send(Abort(request_ids=sorted(job.open)))
 
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return tuple(self._jobs.values())
+
+    def hand_over(self, job: Job, other: "EngineClient") -> None:
+        """Another client goes on with a job of this one, which has failed."""
+        del self._jobs[job.job_id]
+        self.num_waiting -= len(job.waiting)
+        job.count_crash()
+        other._take_over(job)
+
+    def _take_over(self, job: Job) -> None:
+        if not self._jobs:
+            self._progress = time.monotonic()
+        self._jobs[job.job_id] = job
+        self.num_waiting += len(job.waiting)
+        if submission := job.resubmit():
+            self._send(submission)
+
     def _send(self, command: EngineCommand) -> None:
         """An engine that comes later learns of it in another way: `_resume`."""
         if self._up and self._link:
@@ -320,6 +345,7 @@ class EngineClient:
             if self._link:  # It may run on, with a device that is of no use to anything then.
                 await self._link.end(patience=0.0)
         self.failure, self.loading, self.stats = failure, None, Stats()
+        self.on_failure()
         self.fail_all(EngineError(failure))
         self.ended.set()
 
@@ -355,9 +381,9 @@ class EngineClient:
 
     async def _replace(self, end: _End) -> str | None:
         """Another engine takes over. Returns why none can."""
+        self._count_crash()
         if end.final or self._setup.launcher:
             return end.reason
-        self._count_crash()
         if time.monotonic() - self._began > LONG_LIFE_SECONDS:
             self._failed_starts = 0
         reason = end.reason
@@ -378,10 +404,11 @@ class EngineClient:
         return f"{self._failed_starts} engines in a row ended before they ran a batch; the last: {reason}"
 
     def _count_crash(self) -> None:
-        """What was running was so at one crash more; at the last that is allowed it is given up."""
+        """What may be the cause was there at one crash more; at the last that is allowed it is given up."""
         lost: list[Event] = []
+        adding, self._adding = self._adding, None
         for job in self._jobs.values():
-            job.count_crash()
+            job.count_crash(adding=adding)
             lost += job.lost(time.perf_counter())
         self.on_step([event for event in lost if self._deliver(event)], self.stats)
 
@@ -402,6 +429,8 @@ class EngineClient:
 
     def _take(self, event: EngineEvent) -> _End | None:
         """Passes an event on. Returns why the engine process ends, if it does."""
+        if self._adding and not isinstance(event, EngineBroken):
+            self._adding = None
         match event:
             case IterationDone():
                 self.stats, self._progress = event.stats, time.monotonic()
@@ -415,9 +444,11 @@ class EngineClient:
                         job.note_begun(request_id, event.start)
             case Alive():
                 pass
+            case JobAdding():
+                self._adding = self._jobs.get(event.job)
             case JobRefused():
                 if job := self._jobs.get(event.job):
-                    job.refuse(event.message)
+                    job.refuse(event.message, internal=event.internal)
             case LengthStatsReport() | PlanSwitched() | PlanRefused():
                 self._take_answer(event)
             case Loading():

@@ -101,10 +101,11 @@ class Job:
         sequence.running = True
         sequence.start = start if sequence.start is None else sequence.start
 
-    def count_crash(self) -> None:
-        """What was running was so at one crash more."""
+    def count_crash(self, *, adding: "Job | None" = None) -> None:
+        """The engine has ended. It may be for what was running, or else for the job that it was just adding: that was
+        so at one crash more."""
         for sequence in self._sequences.values():
-            sequence.crashes += sequence.running
+            sequence.crashes += sequence.running if adding is None else adding is self
             sequence.running = False
 
     def lost(self, now: float) -> list[Event]:
@@ -149,10 +150,10 @@ class Job:
         streams = self.submission is not None and self.submission.stream
         return streams and self._num_unread > MAX_UNREAD and bool(self.open)
 
-    def refuse(self, message: str) -> None:
-        """The engine runs none of it, for a reason that its client can correct."""
+    def refuse(self, message: str, *, internal: bool = False) -> None:
+        """The engine runs none of it, for a reason that its client can correct, unless it is an `internal` one."""
         self.open.clear()
-        self.fail(InputError(message))
+        self.fail(EngineError(message, status=500) if internal else InputError(message))
 
     def fail(self, error: Exception) -> None:
         """The reader of the events gets this error after those that are there."""

@@ -42,6 +42,7 @@ from exeplan.runner.ipc.messages import (
     Event,
     GetLengthStats,
     IterationDone,
+    JobAdding,
     JobRefused,
     LengthStatsReport,
     Loading,
@@ -237,16 +238,21 @@ class _EngineLoop:
         return None
 
     def _submit(self, job: Submit) -> JobRefused | None:
-        """Adds a job's requests. Returns the refusal where one of them is invalid; none of them runs then."""
+        """Adds a job's requests. Returns the refusal where one of them cannot be added; none of them runs then."""
+        from exeplan.runner.engine.admit_request import AdmissionError
+
+        self._send(JobAdding(job=job.job))
         added: list[str] = []
         try:
             for request in _requests(job):
                 self._engine.add(request)
                 added.append(request.request_id)
-        except InputError as error:
+        except (InputError, AdmissionError) as error:
             for request_id in added:
                 self._engine.abort(request_id)
-            return JobRefused(job=job.job, message=str(error))
+            if internal := isinstance(error, AdmissionError):
+                log.exception("a request could not be admitted")
+            return JobRefused(job=job.job, message=str(error), internal=internal)
         self._requests.update((name, _OpenRequest(job.arrival, job.stream)) for name in added)
         return None
 

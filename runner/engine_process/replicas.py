@@ -1,7 +1,8 @@
 """ReplicaSet: the engine processes of a plan with several replicas, used like the client of one.
 
 A request goes to one replica, with all its sequences, by the plan's router; a replica that restarts its workers or has
-failed gets none while another is up. The set has failed when all replicas have.
+failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
+The set has failed when all replicas have.
 
 Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and replicas on other
 hosts.
@@ -12,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace as with_fields
 
@@ -44,6 +46,8 @@ class ReplicaSet:
         """One replica for each setup; made within the running event loop. Nothing is started before `until_ready`."""
         numbers, self._forks = itertools.count(1), engine_forks()
         clients = [EngineClient(setup, numbers=numbers, forks=self._forks) for setup in setups]
+        for client in clients:
+            client.on_failure = partial(self._move, client)
         self._replicas = list(map(_Replica, clients, setups, first_devices))
         self._router = Router(router)
         self._jobs: dict[str, EngineClient] = {}
@@ -138,6 +142,14 @@ class ReplicaSet:
         up = [client for client in self._clients if not client.failure and not client.pause and not client.stall]
         clients = up or [client for client in self._clients if not client.failure] or self._clients
         return self._router.choose(clients, lambda client: client.num_sequences)
+
+    def _move(self, failed: EngineClient) -> None:
+        """Others go on with the jobs of a replica that has failed, as long as there are others."""
+        if all(client.failure for client in self._clients):
+            return
+        for job in failed.jobs:
+            self._jobs[job.job_id] = other = self._choose()
+            failed.hand_over(job, other)
 
     async def length_stats(self) -> LengthStatsReport:
         """Lengths of the requests of all replicas that work; raises EngineError when none does."""

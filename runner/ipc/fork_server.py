@@ -1,6 +1,7 @@
-"""Fork server: a process that has imported torch once, and forks engines and workers from itself within milliseconds.
+"""Fork server: a process that has imported its modules once, and forks others from itself within milliseconds: with
+torch engines and workers, without it the readers of requests.
 
-`python -m exeplan.runner.ipc.fork_server FD MODULE...` imports the modules and serves ForkCommand on its socket; a
+`python -m exeplan.runner.ipc.fork_server FD NAME MODULE...` imports the modules and serves ForkCommand on its socket; a
 forked process runs `main` of one of them, with the socket that it was given. An engine gets a channel of its own to the
 server, which forks its workers. What was forked over a channel is killed when the channel closes, and all when the
 server ends, also a process that is stopped: nothing outlives its owner, and nothing is left in a file system, where
@@ -96,9 +97,9 @@ class ForkChannel:
 class ForkServer:
     """A fork server of this process: started with the first call, and again where it has ended."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """`modules` are imported by the server."""
-        self._modules = tuple(modules)
+    def __init__(self, modules: Sequence[str], *, name: str = "exeplan-forks") -> None:
+        """`modules` are imported by the server, which the system shows by its `name` of at most 15 characters."""
+        self._modules, self._name = tuple(modules), name
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: ForkChannel | None = None
@@ -128,7 +129,10 @@ class ForkServer:
             return channel.fork(module, connection.dup(), name=name, forks=forks)
 
     def end(self, pid: int, *, patience: float = 0.0) -> int | None:
-        """As `ForkChannel.end`; without a server its processes have ended with it."""
+        """As `ForkChannel.end`; without a server its processes have ended with it, and one that is stopped is ended."""
+        with self._lock:
+            if self._process and is_stopped(self._process.pid):
+                self._stop()
         try:
             return self._channel.end(pid, patience=patience) if self._channel else None
         except ChildProcessError:
@@ -148,7 +152,7 @@ class ForkServer:
         if self._channel is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                command, environment = child_command(__name__, str(theirs.fileno()), *self._modules)
+                command, environment = child_command(__name__, str(theirs.fileno()), self._name, *self._modules)
                 self._process = subprocess.Popen(
                     command,
                     env=environment,
@@ -309,12 +313,12 @@ def _await_end(pid: int, seconds: float) -> int | None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def main(descriptor: int, names: Sequence[str]) -> NoReturn:
+def main(descriptor: int, name: str, modules: Sequence[str]) -> NoReturn:
     """Imports the modules, and serves until the channel on the descriptor closes. Signals are for its client."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _set_name("exeplan-forks")
-    server = _Server([importlib.import_module(name) for name in names])
+    _set_name(name)
+    server = _Server([importlib.import_module(module) for module in modules])
     gc.collect()
     gc.freeze()  # A collection in a forked process would write to pages that it shares with all others.
     server.run(socket.socket(fileno=descriptor))
@@ -322,4 +326,4 @@ def main(descriptor: int, names: Sequence[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

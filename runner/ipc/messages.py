@@ -202,11 +202,19 @@ class SetupRefused(Message, frozen=True):
     message: str
 
 
+class JobAdding(Message, frozen=True):
+    """The job is added now: where the engine ends before its next event, that may be why."""
+
+    job: str
+
+
 class JobRefused(Message, frozen=True):
     """A request of a job is invalid, and none of the job runs."""
 
     job: str
     message: str
+    internal: bool = False
+    """Whether the engine is to blame, and not the request."""
 
 
 class Logprob(Record, frozen=True):
@@ -320,6 +328,7 @@ EngineEvent: TypeAlias = (
     Loading
     | EngineReady
     | SetupRefused
+    | JobAdding
     | JobRefused
     | IterationDone
     | LengthStatsReport

@@ -11,6 +11,7 @@ import contextlib
 import heapq
 import ipaddress
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,9 @@ from exeplan.runner.server.protocol import RequestError
 
 BY_ADDRESS = "address"
 """The name under which clients without a name are counted together in metrics, whose labels must be few."""
-FREE_REFUSALS = 20
-"""A client may be refused this many times a second at once; more wait, as long as another client is here."""
-PAUSE_SECONDS = 5.0
+REFUSALS_PER_SECOND = 20
+"""A client has as many at once after a second without; more wait for their turn, as long as another client is here."""
+MOST_PAUSE_SECONDS = 10.0
 _MAX_RETRY_SECONDS = 60
 
 
@@ -75,7 +76,12 @@ def set_client(scope: Scope, client: Client) -> None:
 
 def client_of(request: HTTPConnection) -> Client:
     """The client that the gate has found."""
-    client: Client = request.state.client
+    return client_in(request.scope)
+
+
+def client_in(scope: Scope) -> Client:
+    """As `client_of`."""
+    client: Client = scope["state"]["client"]
     return client
 
 
@@ -100,13 +106,32 @@ class _Bucket:
 
 
 @dataclass(slots=True)
+class _Refusals:
+    """When the answers to a client's refused requests go: evenly, so that what is repeated at each comes evenly too.
+
+    It is the generic cell rate algorithm (ITU-T I.371): `due` is when the next one would go at the rate.
+    """
+
+    due: float = -math.inf
+
+    def wait(self, now: float) -> float:
+        """Seconds that one more waits. Those whose turn is too late to wait for it go at any time of the later half."""
+        self.due = max(self.due, now - 1.0)
+        wait = self.due - now
+        if wait > MOST_PAUSE_SECONDS:
+            return random.uniform(MOST_PAUSE_SECONDS / 2, MOST_PAUSE_SECONDS)
+        self.due += 1 / REFUSALS_PER_SECOND
+        return max(wait, 0.0)
+
+
+@dataclass(slots=True)
 class Account:
     """What one client has here: `num_reading` of its requests are being read, `jobs` have places in the queue."""
 
     client: Client
     requests: _Bucket
     tokens: _Bucket
-    refusals: _Bucket = field(default_factory=lambda: _Bucket(60 * FREE_REFUSALS))
+    refusals: _Refusals = field(default_factory=_Refusals)
     num_reading: int = 0
     jobs: dict[str, Job] = field(default_factory=dict)
 
@@ -199,10 +224,9 @@ class Clients:
     def pause(self, client: Client) -> float:
         """Seconds that the answer to a refused request waits, so that repeating it at once costs others little."""
         account = self.account(client)
-        late = account.refusals.wait(self._clock()) > 0
-        account.refusals.take(1.0)
+        seconds = account.refusals.wait(self._clock()) if len(self._accounts) > 1 else 0.0
         self._forget(account)
-        return PAUSE_SECONDS if late and len(self._accounts) > 1 else 0.0
+        return seconds
 
     def is_below_share(self, client: Client, size: int) -> bool:
         """Whether one more request of the client is within its share of a queue of this size, those being read

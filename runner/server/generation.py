@@ -1,6 +1,6 @@
 """Generation: one generation request from its body to the last byte of its response, whole or streamed.
 
-In this order: does the queue have room (`Service.check_capacity`), the body (`read_body`), is it a request
+In this order: does the queue have room (`routes.Room`), the body (`read_body`), is it a request
 (`Service.read_generation`), is it admitted (`Service.admit`). The status line waits for the first token, so that a
 wrong request still gets an HTTP error. After that an error is an event of the stream. When the client disconnects, its
 sequences are dropped.
@@ -30,7 +30,6 @@ from exeplan.runner.server.service import Service
 async def generate(service: Service, http_request: Request, *, chat: bool) -> Response:
     """The response to a request for generation. Raises RequestError where it is refused."""
     client = client_of(http_request)
-    service.check_capacity(client)
     with service.clients.reading(client):
         try:
             body = await read_body(http_request)

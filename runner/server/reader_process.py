@@ -1,9 +1,9 @@
 """Reader: from a request's body to token ids, in a process of its own that may be killed at any moment.
 
-`python -m exeplan.runner.server.reader_process FD` answers every ReaderCommand of its socket with one ReaderAnswer, and
-ends with the socket. Everything that a client's bytes, a checkpoint's template or its tokenizer can make slow happens
-here: parsing, checks, the template, tokenization. The kernel ends a process that takes too long over one command, also
-when the front end is gone; `readers.py` ends it sooner, and starts another.
+It is forked, answers every ReaderCommand of its socket with one ReaderAnswer, and ends with the socket. Everything that
+a client's bytes, a checkpoint's template or its tokenizer can make slow happens here: parsing, checks, the template,
+tokenization. The kernel ends a process that takes too long over one command, also when the front end is gone;
+`readers.py` ends it sooner, and has another one forked.
 Not here: whether the request is admitted (`service.py`), and what the engine checks besides.
 """
 
@@ -226,13 +226,12 @@ def _with_structure(params: SamplingParams, grammar: str | None) -> SamplingPara
         raise RequestError(str(error)) from None
 
 
-def main(descriptor: int) -> int:
-    """Answers until its socket is closed. Returns 1 where what came was no ReaderCommand."""
+def main(connection: socket.socket) -> int:
+    """Answers until the connection is closed. Returns 1 where what came was no ReaderCommand."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     logs.configure_child()
-    connection = socket.socket(fileno=descriptor)
     reader: Reader | None = None
     try:
         while (command := READER_COMMANDS.read(connection.recv)) is not None:
@@ -265,7 +264,3 @@ def _answer(reader: Reader, command: ReaderCommand) -> ReaderAnswer:
         return BodyRefused(message=str(error), status=400, param=None, code=None)
     except MemoryError:
         return BodyRefused(message="the request takes too much memory to read", status=400, param=None, code=None)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

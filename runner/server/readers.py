@@ -3,16 +3,23 @@
 There are two, so that a checkpoint's chat template that never ends cannot hold completions up; each carries out one
 command at a time, in the order in which they came from a client, clients in turns. One that takes longer than
 `READ_SECONDS` is killed and replaced. So is one that has ended or is stopped, whose command the next one gets.
+
+They are forked by a server of their own, which has imported what they need once: a new one is ready at once, where a
+fresh Python would import for most of a second. It is not the engine's, which imports torch first, and may wait for an
+engine to end.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import socket
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from exeplan.runner.ipc.child_process import STOPPED_SECONDS, WATCH_SECONDS, is_stopped, start_child
+from exeplan.runner.ipc.child_process import STOPPED_SECONDS, WATCH_SECONDS, is_stopped
+from exeplan.runner.ipc.fork_server import ForkServer
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     READER_ANSWERS,
@@ -35,6 +42,8 @@ MAX_STARTS = 3
 RETRY_SECONDS = 1
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Of all bodies that wait to be read."""
+_READER = "exeplan.runner.server.reader_process"
+_IMPORTED = (_READER, "llguidance")
 Command: TypeAlias = ReadGeneration | ReadTokenize | ReadDetokenize
 _REPLACED = "a process that reads requests has ended; it is replaced"
 log = logging.getLogger(__name__)
@@ -48,7 +57,8 @@ class Readers:
     """The reader processes of one server."""
 
     def __init__(self, setup: ReaderSetup) -> None:
-        self._templates, self._texts = _Reader(setup), _Reader(setup)
+        self._forks = ForkServer(_IMPORTED, name="exeplan-rforks")
+        self._templates, self._texts = _Reader(setup, self._forks), _Reader(setup, self._forks)
         self._num_bytes = 0
 
     def start(self) -> None:
@@ -85,19 +95,42 @@ class Readers:
     async def close(self) -> None:
         """Ends the processes, whatever they do."""
         await asyncio.gather(self._templates.close(), self._texts.close())
+        await asyncio.to_thread(self._forks.close)
 
 
 @dataclass(frozen=True, slots=True)
-class _Connection:
-    process: asyncio.subprocess.Process
+class _Process:
+    """A forked process and the connection to it."""
+
+    forks: ForkServer
+    pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def end(self) -> None:
-        self.writer.close()
+    @classmethod
+    async def fork(cls, forks: ForkServer) -> "_Process":
+        """Raises ChildProcessError where that is not possible."""
+        ours, theirs = socket.socketpair()
+        try:
+            pid = await asyncio.to_thread(forks.fork, _READER, theirs, name="exeplan-reader")
+        except BaseException:
+            ours.close()
+            raise
+        return cls(forks, pid, *await asyncio.open_unix_connection(sock=ours))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.reader.at_eof() or self.reader.exception() is not None
+
+    def kill(self) -> None:
+        """Not after `end`: until then the number is its own."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kills it, and waits until it has ended."""
+        self.writer.close()
+        await asyncio.to_thread(self.forks.end, self.pid)
 
 
 @dataclass(order=True, frozen=True, slots=True)
@@ -112,17 +145,18 @@ class _Turn:
 class _Reader:
     """One process, started again when it has ended; commands wait in a queue."""
 
-    def __init__(self, setup: ReaderSetup) -> None:
-        self._setup = setup
+    def __init__(self, setup: ReaderSetup, forks: ForkServer) -> None:
+        self._setup, self._forks = setup, forks
         self._queue: asyncio.PriorityQueue[_Turn] = asyncio.PriorityQueue()
         self._now = 0
         """The virtual time: the start tag of the command that was taken last."""
         self._due: dict[str, int] = {}
         """The finish tag of the last command of each client that has not had all its turns."""
         self._number = 0
-        self._connection: _Connection | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        """The latest one, also while it starts."""
+        self._process: _Process | None = None
+        """The latest one, also while it starts; None where it has been ended."""
+        self._ready = False
+        """Whether it takes commands."""
         self._tasks: list[asyncio.Task[None]] = []
         self.num_commands = 0
 
@@ -146,17 +180,14 @@ class _Reader:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._connection:
-            await self._connection.end()
+        await self._end()
 
     async def _run(self) -> None:
         while True:
-            if self._connection and self._connection.process.returncode is not None:
+            if self._process and self._process.has_ended:
                 log.warning(_REPLACED)
-                await self._connection.end()
-                self._connection = None
-            if self._connection is None:
-                self._connection = await self._launch()
+                await self._end()
+            await self._launch()
             turn = await self._queue.get()
             self._now = max(self._now, turn.start)
             self._due = {name: due for name, due in self._due.items() if due > self._now}
@@ -179,14 +210,12 @@ class _Reader:
         stopped = 0
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if not (process := self._process) or process.returncode is not None:
-                if self._connection and self._queue.empty():
-                    self._queue.put_nowait(_Turn(self._now, 0, None))
-                continue
-            stopped = stopped + 1 if is_stopped(process.pid) else 0
-            if stopped * WATCH_SECONDS > STOPPED_SECONDS:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            process = self._process
+            if process and process.has_ended and self._ready and self._queue.empty():
+                self._queue.put_nowait(_Turn(self._now, 0, None))
+            stopped = stopped + 1 if process and is_stopped(process.pid) else 0
+            if process and stopped * WATCH_SECONDS > STOPPED_SECONDS:
+                process.kill()
 
     async def _ask(self, command: Command) -> ReaderAnswer:
         """Asks again where the process has ended, which need not be because of this command."""
@@ -201,51 +230,49 @@ class _Reader:
             raise RequestError(message, code="unreadable") from None
 
     async def _exchange(self, command: Command) -> ReaderAnswer:
-        connection = self._connection = self._connection or await self._launch()
-        if connection is None:
+        process = await self._launch()
+        if process is None:
             message = "requests cannot be read now; the server's log says why"
             raise RequestError(message, status=503, code="unavailable", retry_after=RETRY_SECONDS)
         try:
             async with asyncio.timeout(READ_SECONDS):
-                connection.writer.write(frame(command))
-                return await READER_ANSWERS.read_from(connection.reader)
+                process.writer.write(frame(command))
+                return await READER_ANSWERS.read_from(process.reader)
         except TimeoutError:
-            self._connection = None
-            await connection.end()
+            await self._end()
             message = f"reading the request, template and tokenization included, takes longer than {READ_SECONDS:g} s"
             log.warning("%s; the process is replaced", message)
             raise RequestError(message, code="unreadable") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            self._connection = None
-            await connection.end()
+            await self._end()
             raise _EndedError from None
 
-    async def _launch(self) -> _Connection | None:
-        """A new process; None where it does not come up, which the log tells."""
+    async def _launch(self) -> _Process | None:
+        """The process, a new one where there is none; None where it does not come up, which the log tells."""
         for _ in range(MAX_STARTS):
+            if self._process:
+                break
             try:
-                return await self._started()
+                await self._start()
             except (OSError, asyncio.IncompleteReadError) as error:
                 log.error("the process that reads requests did not start: %s", error or type(error).__name__)
-        return None
+        return self._process
 
-    async def _started(self) -> _Connection:
+    async def _start(self) -> None:
         """Raises OSError or asyncio.IncompleteReadError where it does not come up; nothing is left of it then."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = self._process = await start_child(
-                "exeplan.runner.server.reader_process",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        connection = _Connection(process, *await asyncio.open_unix_connection(sock=ours))
+        process = self._process = await _Process.fork(self._forks)
         try:
             async with asyncio.timeout(START_SECONDS):
-                connection.writer.write(frame(self._setup))
-                if not isinstance(answer := await READER_ANSWERS.read_from(connection.reader), ReaderReady):
+                process.writer.write(frame(self._setup))
+                if not isinstance(answer := await READER_ANSWERS.read_from(process.reader), ReaderReady):
                     raise MessageError(f"a reader sent {type(answer).__name__} before it was ready")
         except BaseException:
-            await connection.end()
+            await self._end()
             raise
-        return connection
+        self._ready = True
+
+    async def _end(self) -> None:
+        """Ends the process, where there is one."""
+        process, self._process, self._ready = self._process, None, False
+        if process:
+            await process.end()

@@ -1,6 +1,7 @@
 """The application: the views of `views/` behind the gate and the request log.
 
-A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin, key), and the view of its path.
+A request passes `RequestLog` (its id), `HostGate`, `Gate` (header size, origin, key), `Room` (the queue), and the view
+of its path.
 Every error, also of routing, is an OpenAI error object.
 """
 
@@ -11,10 +12,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from exeplan.runner.server.api_keys import ApiKeys
-from exeplan.runner.server.clients import client_of
+from exeplan.runner.server.clients import Client, client_in, client_of
 from exeplan.runner.server.connection import Gate, error_response
 from exeplan.runner.server.hosts import HostGate, Hosts
 from exeplan.runner.server.protocol import RequestError
@@ -23,6 +24,7 @@ from exeplan.runner.server.service import Service
 from exeplan.runner.server.views import load_views
 from exeplan.runner.server.views.description import describe
 
+_NEED_ROOM = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 _EXPOSED = ["x-request-id", "retry-after"]
 """Headers that a page of an allowed origin may read."""
 
@@ -37,7 +39,7 @@ def build_app(service: Service, hosts: Hosts, *, keys: ApiKeys, cors_origins: Se
     app.exception_handler(HTTPException)(_routing_error)
     app.exception_handler(RequestError)(_refusal)
     app.exception_handler(Exception)(_internal_error)
-    guarded: ASGIApp = Gate(app, keys, origins=cors_origins)
+    guarded: ASGIApp = Gate(Room(app, service), keys, origins=cors_origins)
     if cors_origins:  # Outside the gate: a browser's preflight request carries no key.
         methods = ["GET", "POST"]
         guarded = CORSMiddleware(
@@ -59,11 +61,32 @@ async def _routing_error(request: Request, error: HTTPException) -> Response:
     return error_response(RequestError(f"{shown}: {error.detail}", status=error.status_code))
 
 
-async def _refusal(request: Request, error: RequestError) -> Response:
-    service: Service = request.app.state.service
-    if error.status == 429 and (seconds := service.clients.pause(client_of(request))):
+class Room:
+    """ASGI middleware: what needs a place where there is none is refused before its body is read, and before routing:
+    there may be many such requests, and each costs the others half as much here."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _NEED_ROOM:
+            client = client_in(scope)
+            try:
+                self._service.check_capacity(client)
+            except RequestError as error:
+                response = await _refused(self._service, client, error)
+                return await response(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
+async def _refused(service: Service, client: Client, error: RequestError) -> Response:
+    if error.status == 429 and (seconds := service.clients.pause(client)):
         await asyncio.sleep(seconds)
     return error_response(error)
+
+
+async def _refusal(request: Request, error: RequestError) -> Response:
+    return await _refused(request.app.state.service, client_of(request), error)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -36,7 +36,6 @@ class Text(TypedDict):
 )
 async def tokenize(request: Request, service: Served) -> Response:
     client = client_of(request)
-    service.check_capacity(client)
     with service.clients.reading(client):
         try:
             found = await service.tokenize(await read_body(request), client)
@@ -60,7 +59,6 @@ async def tokenize(request: Request, service: Served) -> Response:
 )
 async def detokenize(request: Request, service: Served) -> Response:
     client = client_of(request)
-    service.check_capacity(client)
     with service.clients.reading(client):
         try:
             found = await service.detokenize(await read_body(request), client)

@@ -8,7 +8,7 @@ import pytest
 from exeplan.core.model import model_spec
 from exeplan.errors import InputError
 from exeplan.runner.compute.sampling import SamplingParams
-from exeplan.runner.engine.admit_request import admit_request
+from exeplan.runner.engine.admit_request import AdmissionError, admit_request
 from exeplan.runner.engine.requests import Request, RequestState
 from exeplan.runner.engine.tokenizer import Tokenizer
 
@@ -17,11 +17,14 @@ SPEC = model_spec(
     {**SIZES, "num_attention_heads": 1, "vocab_size": 10, "max_position_embeddings": 16, "rms_norm_eps": 1e-5},
     name="tiny",
 )
+PLAIN = Tokenizer(None)
 
 
-def admit(prompt: Sequence[int], eos: Sequence[int] = (), **sampling: Any) -> RequestState:
+def admit(
+    prompt: Sequence[int], eos: Sequence[int] = (), *, tokenizer: Tokenizer = PLAIN, **sampling: Any
+) -> RequestState:
     request = Request(request_id="1", prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
-    return admit_request(request, spec=SPEC, tokenizer=Tokenizer(None), eos_token_ids=eos, num_slots=64)
+    return admit_request(request, spec=SPEC, tokenizer=tokenizer, eos_token_ids=eos, num_slots=64)
 
 
 class Uncopied(list[int]):
@@ -34,6 +37,29 @@ class Uncopied(list[int]):
 def test_a_prompt_that_does_not_fit_is_refused_unread() -> None:
     with pytest.raises(InputError, match="has 16 tokens; the context of 16 takes at most 15"):
         admit(Uncopied([1] * 16))
+
+
+class Defect(Tokenizer):
+    """A tokenizer whose streams fail."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__(None)
+        self._error = error
+
+    def stream(self, *given: object) -> None:
+        raise self._error("at once")
+
+
+class PanicException(BaseException):
+    """As Rust code raises it."""
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, PanicException])
+def test_a_defect_is_told_from_a_wrong_request(error: type[BaseException]) -> None:
+    with pytest.raises(AdmissionError, match=rf"could not take this request \({error.__name__}\)"):
+        admit([1], tokenizer=Defect(error))
+    with pytest.raises(KeyboardInterrupt):
+        admit([1], tokenizer=Defect(KeyboardInterrupt))
 
 
 def test_an_end_token_outside_the_vocabulary_cannot_come_and_is_not_banned() -> None:

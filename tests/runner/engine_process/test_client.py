@@ -1,6 +1,9 @@
 """Jobs that leave before they begin, questions that fail, and an engine that nothing listens to."""
 
 import asyncio
+import os
+import signal
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import pytest
@@ -12,21 +15,27 @@ from exeplan.errors import InputError
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
-from exeplan.runner.engine_process.job import EngineError
+from exeplan.runner.engine_process.job import EngineError, Job
+from exeplan.runner.engine_process.link import _IMPORTED
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.ipc.messages import EngineSetup, Prompt, Sampling
+from exeplan.runner.ipc.fork_server import ForkServer
+from exeplan.runner.ipc.messages import EngineSetup, Event, Prompt, Sampling
 
 from ..processes import PATIENCE, is_alive
 
 
-def setup() -> EngineSetup:
+def setup(max_num_seqs: int = 3) -> EngineSetup:
     spec = load_model_spec("demo")
-    plan = Plan(model="demo", schedule=Schedule("orca", {"max_num_seqs": 3}), placement=single_stage(spec))
-    return engine_setup(plan, spec)
+    schedule = Schedule("orca", {"max_num_seqs": max_num_seqs})
+    return engine_setup(Plan(model="demo", schedule=schedule, placement=single_stage(spec)), spec)
 
 
-def prompt(n: int = 1) -> Prompt:
-    return Prompt(prompt_token_ids=[1], sampling=Sampling(**asdict(SamplingParams(max_tokens=50))), n=n)
+def prompt(token: int = 1, *, n: int = 1) -> Prompt:
+    return Prompt(
+        prompt_token_ids=[token],
+        sampling=Sampling(**asdict(SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))),
+        n=n,
+    )
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -92,5 +101,110 @@ def test_an_engine_whose_events_cannot_be_taken_is_ended() -> None:
             assert not is_alive(engine.pid)
         finally:
             await engine.close()
+
+    asyncio.run(run())
+
+
+def test_jobs_of_a_replica_that_has_failed_go_on_on_the_others_until_none_is_left(monkeypatch) -> None:
+    """Each has a job that runs and one that waits; the fifth has its place, and is submitted after the failure."""
+    monkeypatch.setattr("exeplan.runner.engine_process.client.MAX_FAILED_STARTS", 0)
+
+    async def run() -> None:
+        engine = ReplicaSet([setup(max_num_seqs=1)] * 2, [0, 1], "round-robin")
+        try:
+            await engine.until_ready()
+            jobs = [engine.reserve(1) for _ in range(5)]
+            for job in jobs[:4]:
+                engine.submit(job, [prompt()])
+            running = [await job.next_events() for job in jobs[:2]]
+            os.kill(engine._clients[0].pid or 0, signal.SIGKILL)
+            await asyncio.wait_for(engine._clients[0].ended.wait(), PATIENCE)
+            engine.submit(jobs[4], [prompt()])
+            found = [await tokens(job, events) for job, events in zip(jobs, [*running, [], [], []], strict=True)]
+            assert len(found[0]) == 50
+            assert found == [found[0]] * 5
+            assert engine.failure is None
+            for job in jobs:
+                engine.release(job)
+            assert (engine.num_jobs, engine.num_waiting) == (0, 0)
+            engine.submit(last := engine.reserve(1), [prompt()])
+            os.kill(engine._clients[1].pid or 0, signal.SIGKILL)
+            await asyncio.wait_for(engine.ended.wait(), PATIENCE)
+            with pytest.raises(EngineError, match="ended before they ran a batch") as error:
+                await tokens(last, [])
+            assert error.value.status == 503
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+async def tokens(job: Job, events: Sequence[Event]) -> list[int]:
+    """All tokens of a job, with those of events that have been taken."""
+    found = list(events)
+    while not (found and found[-1].finish_reason):
+        found += await asyncio.wait_for(job.next_events(), PATIENCE)
+    return [token for event in found for token in event.token_ids]
+
+
+ADMISSION = """
+import os
+from exeplan.runner.engine import admit_request
+from exeplan.scheduling.fair_scheduler import FairScheduler
+
+admitted, add = admit_request._admitted, FairScheduler.add
+
+def fail_or_admit(request, *rest):
+    if request.prompt_token_ids[0] == 7:
+        raise MemoryError
+    if request.prompt_token_ids[0] == 8:
+        os._exit(3)
+    return admitted(request, *rest)
+
+def fail_or_add(self, sequence):
+    if sequence.token_ids[0] == 9:
+        raise RuntimeError("halfway")
+    add(self, sequence)
+
+admit_request._admitted, FairScheduler.add = fail_or_admit, fail_or_add
+"""
+
+
+def test_a_request_that_cannot_be_added_ends_alone(tmp_path, monkeypatch):
+    """At once where the engine is as it was (7), otherwise after the second engine that ended with it (8, 9). What runs
+    meanwhile and what waits behind it go on, as they were not the cause."""
+    (tmp_path / "faulty_admission.py").write_text(ADMISSION)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def run() -> None:
+        forks = ForkServer([*_IMPORTED, "faulty_admission"])
+        engine = EngineClient(setup(), forks=forks)
+        try:
+            await engine.until_ready()
+            found = []
+            for token in (7, 8, 9):
+                engine.submit(good := engine.reserve(1), [prompt()])
+                events = await good.next_events()
+                engine.submit(bad := engine.reserve(2), [prompt(), prompt(token)])
+                engine.submit(behind := engine.reserve(1), [prompt()])
+                with pytest.raises(EngineError) as error:
+                    await asyncio.wait_for(bad.next_events(), PATIENCE)
+                engine.release(bad)
+                assert len(await tokens(good, events)) == len(await tokens(behind, [])) == 50
+                engine.release(good)
+                engine.release(behind)
+                assert (engine.num_waiting, engine.stats.num_running, engine.stats.num_waiting) == (0, 0, 0)
+                found.append((token, engine.num_restarts, error.value.status, str(error.value)))
+            lost = (
+                "the engine or its workers died more than once while this request was running, so it is not tried again"
+            )
+            assert found == [
+                (7, 0, 500, "the engine could not take this request (MemoryError); the server's log says more"),
+                (8, 2, 500, lost),
+                (9, 4, 500, lost),
+            ]
+        finally:
+            await engine.close()
+            forks.close()
 
     asyncio.run(run())

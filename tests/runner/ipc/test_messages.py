@@ -52,7 +52,7 @@ HANDLERS = {
     "AdvisorReply": [Replanner._look, Replanner.frontier, Replanner._start_advisor],
     "RankReport": [links._answers],
     "ReaderCommand": [Reader.take],
-    "ReaderAnswer": [Readers._read, readers._Reader._started, Service.read_generation, Service.tokenize,
+    "ReaderAnswer": [Readers._read, readers._Reader._start, Service.read_generation, Service.tokenize,
                      Service.detokenize],
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import threading
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from exeplan.runner.engine_process.job import Job
 from exeplan.runner.ipc.messages import Event
 from exeplan.runner.server import lifecycle
-from exeplan.runner.server.clients import FREE_REFUSALS, PAUSE_SECONDS, Client, Clients, network_of
+from exeplan.runner.server.clients import MOST_PAUSE_SECONDS, REFUSALS_PER_SECOND, Client, Clients, network_of
 
 from ..processes import PATIENCE, eventually
 
@@ -131,16 +132,33 @@ def test_a_client_is_told_that_it_waits_for_its_share_only():
 
 
 def test_refusals_wait_where_others_are_here():
-    clients = Clients(clock=lambda: 0.0)
-    flood, many = Client().at("192.0.2.1"), int(60 * FREE_REFUSALS)
+    now = 0.0
+    clients = Clients(clock=lambda: now)
+    flood, rate = Client().at("192.0.2.1"), REFUSALS_PER_SECOND
     clients.begin(flood, job(1))
-    assert [clients.pause(flood) for _ in range(many + 1)] == [0.0] * (many + 1)  # It is alone.
+    assert not any(clients.pause(flood) for _ in range(3 * rate))  # It is alone.
     clients.begin(A, job(2))
-    assert clients.pause(flood) == PAUSE_SECONDS
+    waits = [clients.pause(flood) for _ in range(4 * rate)]
+    assert waits[: rate + 1] == pytest.approx([0.0] * (rate + 1))
+    assert waits[rate:] == pytest.approx([number / rate for number in range(3 * rate)])
     assert clients.pause(A) == 0.0
+    now = 4.0  # Of which three seconds were for those that waited.
+    assert [clients.pause(flood) for _ in range(rate + 2)] == pytest.approx([0.0] * (rate + 1) + [1 / rate])
     for number in range(100):
         clients.pause(Client().at(f"198.51.100.{number}"))
     assert len(clients._accounts) == 2
+
+
+def test_no_refusal_waits_too_long_and_those_that_wait_longest_do_not_go_together():
+    clients = Clients(clock=lambda: 0.0)
+    flood = Client().at("192.0.2.1")
+    clients.begin(flood, job(1))
+    clients.begin(A, job(2))
+    waits = [clients.pause(flood) for _ in range(1000)]
+    assert max(waits) <= MOST_PAUSE_SECONDS
+    late = waits[int(REFUSALS_PER_SECOND * (MOST_PAUSE_SECONDS + 1)) + 1 :]
+    assert min(late) >= MOST_PAUSE_SECONDS / 2
+    assert max(Counter(round(wait) for wait in late).values()) < len(late) / 3
 
 
 def test_addresses_that_have_gone_leave_nothing():

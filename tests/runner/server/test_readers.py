@@ -40,14 +40,19 @@ def server(launch, directory):
 
 
 def readers(server: Running) -> list[int]:
-    return [pid for pid in descendants(server.process.pid) if b"reader_process" in command_line(pid)]
+    return [pid for pid in descendants(server.process.pid) if is_alive(pid) and name(pid) == "exeplan-reader"]
 
 
-def command_line(pid: int) -> bytes:
+def name(pid: int) -> str:
+    """As the system shows it."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:  # Gone meanwhile.
-        return b""
+        return ""
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_bodies_that_wait_share_one_limit():
@@ -111,6 +116,20 @@ def test_an_idle_reader_that_is_stopped_or_killed_is_replaced(server, number):
         os.kill(pid, number)
     eventually(lambda: len(readers(server)) == 2 and not set(before) & set(readers(server)))
     assert server.complete({"prompt": "a", "max_tokens": 2}).status == 200
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_forks_readers_is_replaced_with_them_where_it_has_ended_or_is_stopped(server, stopped):
+    before = readers(server)
+    (forks,) = set(map(parent, before))
+    assert name(forks) == "exeplan-rforks"
+    os.kill(forks, signal.SIGSTOP if stopped else signal.SIGKILL)
+    if stopped:
+        os.kill(before[0], signal.SIGKILL)
+    eventually(lambda: len(readers(server)) == 2 and not set(before) & set(readers(server)))
+    assert not is_alive(forks)
+    assert server.complete({"prompt": "a", "max_tokens": 2}).status == 200
+    assert chat(server, SHORT).status == 200
 
 
 def test_what_is_being_read_at_sigterm_is_still_answered_though_its_reader_is_stopped(launch):

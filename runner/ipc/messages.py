@@ -457,7 +457,10 @@ class Generate(Message, frozen=True):
     usage: bool
     """Of a stream: a last chunk has the usage."""
     usage_in_each_chunk: bool
-    logprobs: bool
+    prompt_logprobs: int | None
+    """vLLM's field; None where an answer has none."""
+    scores_only: bool
+    """The answer is the prompt alone, without the token that the engine samples in any case."""
     deadline: float | None
     weight: float
     tools: ToolFormat | None = None

@@ -5,6 +5,7 @@ the queue have room for all of it; the engine checks the rest. A batch of prompt
 Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses (`responses`).
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,8 @@ class Service:
         self.clients = Clients()
         engine.on_step = self._step
         self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
+        self.rendering = asyncio.Lock()
+        """Held while a thread renders an answer: one at a time, as each takes turns with the event loop."""
         self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
         self._readers.start()
 
@@ -283,15 +286,8 @@ class Service:
 
     def response_builder(self, request: Generate) -> ResponseBuilder:
         """An empty response to an admitted request."""
-        common = {
-            "model": self.model_name,
-            "num_prompt_tokens": sum(len(prompt) for prompt in request.prompts),
-            "num_choices": request.n * len(request.prompts),
-            "wants_logprobs": request.logprobs,
-        }
-        if request.chat:
-            return ChatBuilder(self.token_text, tools=request.tools, **common)
-        return CompletionBuilder(self.token_text, [text for text in request.echoes for _ in range(request.n)], **common)
+        builder = ChatBuilder if request.chat else CompletionBuilder
+        return builder(self.token_text, request, model=self.model_name)
 
     def release(self, job: Job) -> None:
         """Gives the places back; unfinished sequences are dropped."""

@@ -32,7 +32,7 @@ class ReportedSpan(NamedTuple):
     """Its row of the flat batch; the others follow."""
     following: Sequence[int]
     """The token after each position; one fewer than positions where these reach the end of the prompt."""
-    count: int
+    num_top: int
     """Most likely tokens to report for each position."""
 
 
@@ -59,15 +59,15 @@ def report_prompts(
     rows = [np.arange(span.first_row, span.first_row + len(span.following)) for span in spans]
     row_T = to_device(np.concatenate(rows).astype(np.int64), device)
     token_T = to_device(np.array([token for span in spans for token in span.following], dtype=np.int64), device)
-    count = min(max(span.count for span in spans), vocab_size)
+    count = min(max(span.num_top for span in spans), vocab_size)
     size = max(min(_BLOCK_ROWS, _BLOCK_LOGITS // vocab_size), 1)
-    blocks = zip(row_T.split(size), token_T.split(size), strict=True)
+    blocks = zip(torch.split(row_T, size), torch.split(token_T, size), strict=True)
     found = [_most_likely(head(hidden_NE[row_T]), token_T, count) for row_T, token_T in blocks if len(row_T)]
     found = found or [_nothing(count, device)]
     joined = [torch.cat(parts).to("cpu", non_blocking=True) for parts in zip(*found, strict=True)]
-    pieces = zip(*(tensor.split(lengths) for tensor in joined), strict=True)
+    pieces = zip(*(torch.split(tensor, lengths) for tensor in joined), strict=True)
     return {
-        span.request_id: PromptPart(span.start, own_T, rank_T, top_TK[:, : span.count], value_TK[:, : span.count])
+        span.request_id: PromptPart(span.start, own_T, rank_T, top_TK[:, : span.num_top], value_TK[:, : span.num_top])
         for span, (own_T, rank_T, top_TK, value_TK) in zip(spans, pieces, strict=True)
     }
 

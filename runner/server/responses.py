@@ -7,7 +7,7 @@ several choices it has the earliest start, the earliest first token and the late
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NotRequired
 
@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 
 from exeplan.runner.ipc.messages import Event, Generate, Logprob, PromptLogprobs
 from exeplan.runner.server.prompt_scores import PromptScores, entries, finite, prompt_scores
+from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
 from exeplan.runner.server.tool_calls import Parsed, ToolCall, ToolParser, whole_calls
 
 FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length", "tool_calls"]})]
@@ -52,6 +53,7 @@ class CompletionLogprobs(TypedDict):
     top_logprobs: list[dict[str, float] | None]
     """The most likely tokens, and the one itself."""
     text_offset: list[int]
+    """The character of the text at which the token begins."""
 
 
 class CompletionChoice(TypedDict):
@@ -163,9 +165,8 @@ class ResponseBuilder(ABC):
 
     prefix: str
 
-    def __init__(self, token_text: Callable[[int], str], request: Generate, *, model: str) -> None:
-        """`token_text` turns a token id into its text."""
-        self._token_text, self._request = token_text, request
+    def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
+        self._texts, self._request = texts, request
         self._prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
         self.choices = [Choice(index) for index in range(len(self._prompts))]
         self._num_prompt_tokens = sum(map(len, request.prompts))
@@ -205,7 +206,7 @@ class ResponseBuilder(ABC):
         count = self._request.prompt_logprobs
         if count is None or choice.prompt is None:
             return None
-        return prompt_scores(self._prompts[choice.index], choice.prompt, count, self._token_text)
+        return prompt_scores(self._prompts[choice.index], choice.prompt, count, self._texts.text)
 
     @abstractmethod
     def whole(self) -> Completion | ChatCompletion:
@@ -225,10 +226,12 @@ class CompletionBuilder(ResponseBuilder):
 
     prefix = "cmpl"
 
-    def __init__(self, token_text: Callable[[int], str], request: Generate, *, model: str) -> None:
-        super().__init__(token_text, request, model=model)
+    def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
+        super().__init__(texts, request, model=model)
         self._echoes = [text for text in request.echoes for _ in range(request.n)]
-        self._offsets = [0] * len(self.choices)
+        self._offsets: list[TextOffsets] = []
+        if request.sampling.logprobs is not None:
+            self._offsets = [TextOffsets(texts, self._echo(choice)) for choice in self.choices]
 
     def whole(self) -> Completion:
         choices = [self._choice(c, c.text, c.logprobs, c.finish_reason, begins=True) for c in self.choices]
@@ -268,7 +271,7 @@ class CompletionBuilder(ResponseBuilder):
         self, choice: Choice, text: str, logprobs: Sequence[Logprob], finish_reason: str | None, *, begins: bool
     ) -> CompletionChoice:
         """What is generated, or what an event adds; the echo of the prompt comes with the beginning."""
-        echo = self._echoes[choice.index] if self._echoes and begins else ""
+        echo = self._echo(choice) if begins else ""
         found: CompletionLogprobs | None = None
         if (count := self._request.sampling.logprobs) is not None:
             found = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -276,24 +279,28 @@ class CompletionBuilder(ResponseBuilder):
                 prompt = self._prompts[choice.index]
                 self._add(found, choice, prompt[0], None)
                 self._add_all(found, choice, entries(prompt, choice.prompt, count))
+                self._offsets[choice.index].end_prompt()
             self._add_all(found, choice, logprobs)
         return {"index": choice.index, "text": echo + text, "logprobs": found, "finish_reason": finish_reason}
+
+    def _echo(self, choice: Choice) -> str:
+        """What its text begins with."""
+        return self._echoes[choice.index] if self._echoes else ""
 
     def _add_all(self, found: CompletionLogprobs, choice: Choice, logprobs: Iterable[Logprob]) -> None:
         for entry in logprobs:
             self._add(found, choice, entry.token_id, entry)
 
     def _add(self, found: CompletionLogprobs, choice: Choice, token_id: int, entry: Logprob | None) -> None:
-        text = self._token_text(token_id)
+        text = self._texts.text(token_id)
         found["tokens"].append(text)
         found["token_logprobs"].append(finite(entry.logprob) if entry else None)
         found["top_logprobs"].append(self._top(text, entry) if entry else None)
-        found["text_offset"].append(self._offsets[choice.index])
-        self._offsets[choice.index] += len(text)
+        found["text_offset"].append(self._offsets[choice.index].next(token_id))
 
     def _top(self, text: str, entry: Logprob) -> dict[str, float]:
         """Pieces of characters may have the same text; the likeliest of them, which comes first, keeps it."""
-        likely = {self._token_text(token): finite(value) for token, value in reversed(entry.top)}
+        likely = {self._texts.text(token): finite(value) for token, value in reversed(entry.top)}
         return {text: finite(entry.logprob)} | likely
 
 
@@ -302,14 +309,17 @@ class ChatBuilder(ResponseBuilder):
 
     prefix = "chatcmpl"
 
-    def __init__(self, token_text: Callable[[int], str], request: Generate, *, model: str) -> None:
-        super().__init__(token_text, request, model=model)
+    def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
+        super().__init__(texts, request, model=model)
         self._parsers = [ToolParser(request.tools) for _ in self.choices] if request.tools else []
 
     def whole(self) -> ChatCompletion:
         choices = [self._choice(choice) for choice in self.choices]
+        head = self._head
         answer: ChatCompletion = {
-            **self._head,
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
             "object": "chat.completion",
             "choices": choices,
             "usage": self.usage(),
@@ -396,5 +406,5 @@ class ChatBuilder(ResponseBuilder):
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:
-        text = self._token_text(token_id)
+        text = self._texts.text(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}

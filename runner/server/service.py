@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 from exeplan.core.batch import BLOCK_SIZE
@@ -41,6 +40,7 @@ from exeplan.runner.server.observed import Observed, Snapshot
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.readers import Readers
 from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
+from exeplan.runner.server.text_offsets import TokenTexts
 
 RETRY_LOADING = 5
 """Retry-After, in seconds, while workers load."""
@@ -77,7 +77,7 @@ class Service:
         )
         self.clients = Clients()
         engine.on_step = self._step
-        self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
+        self.token_texts = TokenTexts(tokenizer)
         self.rendering = asyncio.Lock()
         """Held while a thread renders an answer: one at a time, as each takes turns with the event loop."""
         self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
@@ -287,7 +287,7 @@ class Service:
     def response_builder(self, request: Generate) -> ResponseBuilder:
         """An empty response to an admitted request."""
         builder = ChatBuilder if request.chat else CompletionBuilder
-        return builder(self.token_text, request, model=self.model_name)
+        return builder(self.token_texts, request, model=self.model_name)
 
     def release(self, job: Job) -> None:
         """Gives the places back; unfinished sequences are dropped."""

@@ -740,9 +740,9 @@ MUTANTS = (
     ),
     Mutant(
         "runner/server/protocol.py",
-        "if self.echo and self.logprobs is not None",
-        "if self.echo and self.logprobs",
-        "an echoed prompt with logprobs=0 is accepted",
+        "max((count for count in wanted if count is not None), default=None)",
+        "max((count for count in wanted if count), default=None)",
+        "an echoed prompt with logprobs=0 has no log-probabilities",
         (PROTOCOL,),
     ),
     Mutant(

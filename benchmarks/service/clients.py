@@ -32,6 +32,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.lib.record import write_record
+from benchmarks.service.likelihoods import likelihoods
 from benchmarks.service.serving import Server, served
 from exeplan.files import read_yaml, shipped
 
@@ -85,29 +86,52 @@ def _failed(checks: list[Found]) -> dict[str, Any]:
 
 
 def lm_eval(site: Site, python: Path, args: argparse.Namespace) -> Found:
-    """Greedy continuations, matched exactly with those that the server gave before."""
+    """Greedy continuations, matched exactly with those that the server gave before, and log-likelihoods of texts, put
+    against those that the model's logits give for one token after the other."""
     questions = [f"What is {number} + {number}?" for number in range(8)]
     rows = [{"question": question, "answer": _greedy(site.server, question)} for question in questions]
-    (site.folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    greedy = {"until": ["never seen"], "max_gen_toks": 12, "temperature": 0}
+    generation = {"output_type": "generate_until", "generation_kwargs": greedy}
+    samples = _lm_eval(site, python, "continue", rows, generation, tokenizer="none")
+    same = sum(sample["exact_match"] for sample in samples)
+
+    rows = [{"question": question, "answer": f" It is {number}."} for number, question in enumerate(questions)]
+    samples = _lm_eval(site, python, "score", rows, {"output_type": "loglikelihood"}, tokenizer="remote")
+    expected = likelihoods(_snapshot(site.folder.parent), [(row["question"], row["answer"]) for row in rows])
+    off = {}
+    for sample, own in zip(sorted(samples, key=lambda one: one["doc_id"]), expected, strict=True):
+        found = float(sample["filtered_resps"][0][0])
+        if abs(found - own) > 1e-4 * abs(own):
+            off[sample["doc"]["question"]] = {"lm-eval": found, "by the logits": own}
+    return {"passed": round(same) + len(rows) - len(off), "of": 2 * len(rows), "failed": off}
+
+
+def _lm_eval(
+    site: Site, python: Path, name: str, rows: list[dict[str, str]], options: Found, *, tokenizer: str
+) -> list[Found]:
+    """The samples of a task whose rows are these, as lm-eval logs them; three prompts a request, as texts where it has
+    no tokenizer."""
+    (site.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metric = "exact_match" if options["output_type"] == "generate_until" else "perplexity"
     task = {
-        "task": "continue",
+        "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "task.jsonl"}},
+        "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},
         "test_split": "test",
-        "output_type": "generate_until",
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["never seen"], "max_gen_toks": 12, "temperature": 0},
-        "metric_list": [{"metric": "exact_match"}],
+        "target_delimiter": "",
+        "metric_list": [{"metric": metric}],
+        **options,
     }
-    (site.folder / "task.yaml").write_text(yaml.safe_dump(task))
-    model = {"base_url": f"{site.server.url}/v1/completions", "model": HUB_ID, "tokenizer_backend": None}
-    model |= {"tokenized_requests": False, "num_concurrent": 4, "max_retries": 1}
-    command = ["--model", "local-completions", "--model_args", json.dumps(model), "--tasks", "continue"]
-    site.run(python.with_name("lm_eval"), *command, "--include_path", ".", "--output_path", "results")
-    (path,) = (site.folder / "results").rglob("results_*.json")
-    score = json.loads(path.read_text())["results"]["continue"]["exact_match,none"]
-    return {"passed": round(score * len(rows)), "of": len(rows), "failed": {}}
+    (site.folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    model = {"base_url": f"{site.server.url}/v1/completions", "model": HUB_ID, "num_concurrent": 4, "max_retries": 1}
+    model |= {"tokenizer_backend": tokenizer, "tokenized_requests": tokenizer != "none"}
+    command = ["--model", "local-completions", "--model_args", json.dumps(model), "--tasks", name, "--batch_size", "3"]
+    command += ["--include_path", ".", "--output_path", "results", "--log_samples"]
+    site.run(python.with_name("lm_eval"), *command)
+    (path,) = (site.folder / "results").rglob(f"samples_{name}_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _greedy(server: Server, prompt: str) -> str:
@@ -324,10 +348,15 @@ def _variables(folder: Path) -> dict[str, str]:
     return {**os.environ, **here, "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
+def _snapshot(folder: Path) -> Path:
+    """Where the model's files are."""
+    return folder / "hub" / "hub" / f"models--{HUB_ID.replace('/', '--')}" / "snapshots" / COMMIT
+
+
 def _write_model(folder: Path) -> None:
     """The demo's shape and a byte-level tokenizer, without weights, in the form of the Hub's cache."""
-    cache = folder / "hub" / "hub" / f"models--{HUB_ID.replace('/', '--')}"
-    snapshot = cache / "snapshots" / COMMIT
+    snapshot = _snapshot(folder)
+    cache = snapshot.parents[1]
     snapshot.mkdir(parents=True)
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(COMMIT)

@@ -4,7 +4,7 @@ Not here: which batch runs next (`exeplan.scheduling.scheduler`), and how a toke
 (`runner/compute/sampling.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
@@ -25,6 +25,7 @@ from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
 from exeplan.runner.compute.precision import activation_dtype, cache_dtype
+from exeplan.runner.compute.prompt_logprobs import PromptPart, ReportedSpan, report_prompts
 from exeplan.runner.compute.residents import Residents
 from exeplan.runner.compute.row_buckets import RowBucket
 from exeplan.runner.compute.shard import Shard, whole
@@ -33,6 +34,7 @@ from exeplan.runner.compute.step import Step, StepSequence
 _PREV_TOKENS = 1024
 """Tokens of a pass that are kept on the device for the next one, unless graphs of larger batches are captured."""
 _NO_PREV_ROWS: Mapping[str, int] = MappingProxyType({})
+_NO_PARTS: Mapping[str, PromptPart] = MappingProxyType({})
 
 
 class ModelRunner:
@@ -84,6 +86,8 @@ class ModelRunner:
         self.use_blocks(num_blocks)
         self.encoded_NE: Tensor | None = None
         """The encoder's output for the prompts of the last batch, on the last shard; None where it had no prompts."""
+        self.prompt_parts: Mapping[str, PromptPart] = _NO_PARTS
+        """By request id: log-probabilities of prompts that the last batch computed, of those that were wanted."""
 
     @torch.inference_mode()
     def use_blocks(self, num_blocks: int) -> None:
@@ -106,6 +110,7 @@ class ModelRunner:
         hidden_NE: Tensor | None = None,
         *,
         prev_rows: Mapping[str, int] = _NO_PREV_ROWS,
+        reported: Mapping[str, int] | None = None,
     ) -> Tensor:
         """Logits `[R, V]` in float32: a row for each finished prefill, then one for each decoded sequence.
 
@@ -113,11 +118,13 @@ class ModelRunner:
         last one. Keys and values are stored in as many blocks as the scheduler granted. A shard that is not the first
         continues from `hidden_NE`, one that is not the last returns it, `[N, E]`. Of an encoder-decoder model only
         decoded sequences have logits. `prev_rows` names the decoded sequences whose last token is not in `token_ids`
-        yet: by request id, its index among the tokens of the previous pass, which `keep_tokens` kept.
+        yet: by request id, its index among the tokens of the previous pass, which `keep_tokens` kept. `reported` names
+        the prefilled sequences whose prompts' log-probabilities are wanted, and how many of the most likely tokens with
+        each: `prompt_parts` has those of this pass, on the first rank of the last shard.
         """
         self.residents.place(batch)
         prev_rows = prev_rows or {}
-        self.chosen = self.encoded_NE = None
+        self.chosen, self.encoded_NE, self.prompt_parts = None, None, _NO_PARTS
         if self.graphs and (sequences := self._captured_decodes(batch, self.graphs)):
             return self._replay(self.graphs, sequences, token_ids, hidden_NE, prev_rows)
         if self.spec.is_encoder_decoder:
@@ -128,7 +135,20 @@ class ModelRunner:
         bucket = self._bucket(len(hidden_NE))
         angles = self.model.angles(bucket.pad(step.position_N), bucket.pad(step.length_N, 1))
         hidden_NE = bucket.through(self.model.layers, hidden_NE, angles, step.attend)
-        return self.model.head(hidden_NE[step.logit_R]).float() if self.shard.last else hidden_NE
+        if not self.shard.last:
+            return hidden_NE
+        if reported:
+            self._report(hidden_NE, _reported_spans(batch, reported, token_ids, step.first_rows))
+        return self.model.head(hidden_NE[step.logit_R]).float()
+
+    def _report(self, hidden_NE: Tensor, spans: Sequence[ReportedSpan]) -> None:
+        def head(hidden_TE: Tensor) -> Tensor:
+            padded_TE = self._bucket(len(hidden_TE)).pad(hidden_TE)
+            return self.model.head(padded_TE)[: len(hidden_TE)].float()
+
+        parts = report_prompts(hidden_NE, spans, head, vocab_size=self.spec.vocab_size)
+        if self.shard.group.rank == 0:
+            self.prompt_parts = parts
 
     def _bucket(self, num_rows: int) -> RowBucket:
         return RowBucket.of(num_rows) if self._prepacked else RowBucket(num_rows, 0)
@@ -255,7 +275,7 @@ class ModelRunner:
         """The batch of a decoder-only model as tensors."""
         if batch.packing:
             return self._packed_step(batch, batch.packing, token_ids, prev_rows)
-        chunks = batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
+        chunks = _chunks(batch)
         spans = [
             _step_sequence(sequence, chunk.start, chunk.end)
             for sequence, chunk in zip(batch.prefill, chunks, strict=True)
@@ -353,6 +373,24 @@ class ModelRunner:
 
 def _step_sequence(sequence: SequenceState, start: int, end: int, num_encoded: int = 0) -> StepSequence:
     return StepSequence(sequence.request_id, start, end, sequence.num_prompt_tokens, num_encoded)
+
+
+def _chunks(batch: Batch) -> Sequence[Chunk]:
+    """What the batch computes of each prefilled sequence."""
+    return batch.chunks or [Chunk(0, sequence.num_tokens, last=True) for sequence in batch.prefill]
+
+
+def _reported_spans(
+    batch: Batch, reported: Mapping[str, int], token_ids: Mapping[str, Sequence[int]], first_rows: Iterable[int]
+) -> list[ReportedSpan]:
+    """The positions whose next tokens are of a prompt that is reported."""
+    spans = []
+    for sequence, chunk, first_row in zip(batch.prefill, _chunks(batch), first_rows, strict=True):
+        if (count := reported.get(sequence.request_id)) is not None:
+            end = min(chunk.end + 1, sequence.num_prompt_tokens)
+            following = token_ids[sequence.request_id][chunk.start + 1 : end]
+            spans.append(ReportedSpan(sequence.request_id, chunk.start, int(first_row), following, count))
+    return spans
 
 
 def _inputs(step: EncoderStep | PackedRows | Step | PagedStep) -> tuple[Tensor, Tensor]:

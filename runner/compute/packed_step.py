@@ -56,8 +56,9 @@ class PackedRows:
         """
         self._kernels, self._causal, self._slot_tokens = kernels, causal, packing.slot_tokens
         self.num_tokens = packing.num_tokens
-        first_B = [place.row * packing.row_tokens + place.start for place in packing.places]
-        index_of = [np.arange(first, first + len(ids)) for first, ids in zip(first_B, prompts, strict=True)]
+        self.first_rows = [place.row * packing.row_tokens + place.start for place in packing.places]
+        """Index of each prompt's first token."""
+        index_of = [np.arange(first, first + len(ids)) for first, ids in zip(self.first_rows, prompts, strict=True)]
         real = np.concatenate(index_of)
         tokens, positions, owners = (np.zeros(self.num_tokens, dtype=np.int64) for _ in range(3))
         tokens[real] = [*chain(*prompts)]
@@ -125,7 +126,7 @@ class PackedStep:
         length_N = rows.position_N + 1
         prompt_N = [length for prompt in prompts for length in [prompt.num_prompt_tokens] * prompt.end]
         length_N[rows.real] = length_N[rows.real].maximum(torch.tensor(prompt_N, device=length_N.device))
-        self.token_N, self.position_N = rows.token_N, rows.position_N
+        self.token_N, self.position_N, self.first_rows = rows.token_N, rows.position_N, rows.first_rows
         self.length_N, self.logit_R = length_N, rows.last_B
         if singles:
             self.token_N = torch.cat([self.token_N, singles.token_N])

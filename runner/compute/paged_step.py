@@ -187,6 +187,8 @@ class PagedStep:
         """As for `Step`; `prev_rows` names the sequences whose token is in `prev_token_B`, and its index there."""
         padded = [max(sequence.end - sequence.start, pad_to) for sequence in spans]
         starts = np.cumsum([0, *padded], dtype=np.int32)
+        self.first_rows: Sequence[int] | NDArray[np.int32] = starts[:-1]
+        """As in `Step`."""
         table_BT = block_table(cache, [*spans, *singles])
         single = singles_of(singles, table_BT[len(spans) :], token_ids, prev_rows or {})
         tokens, positions, lengths, slots = _spans_of(spans, padded, table_BT, token_ids)

@@ -24,12 +24,15 @@ from exeplan.runner.compute.noise import log_exponential_noise, noise_key
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from exeplan.runner.ipc.messages import PromptLogprobs
+
 INT_LIMITS = {
     "top_k": (-1, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
 }
 FLOAT_LIMITS = {
     "temperature": (0.0, 2.0),
@@ -40,7 +43,7 @@ FLOAT_LIMITS = {
     "frequency_penalty": (-2.0, 2.0),
 }
 BIAS_LIMITS = (-100.0, 100.0)
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs")
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_BIASES = 16, 1024, 256, 300
 MAX_STRUCTURE_CHARS = 128 * 1024
 
@@ -80,6 +83,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report log-probabilities of each token and of this many most likely ones, by the model's own distribution."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first, with the first token of the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids, -100 to 100."""
     structure: str | None = None
@@ -147,7 +152,8 @@ class SamplingParams:
     def plain(self) -> bool:
         """Whether the token is the arg max of the raw logits, without log-probabilities."""
         changes = self.temperature or self.penalises or self.logit_bias or self.min_tokens
-        return not changes and self.logprobs is None and self.structure is None
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
+        return not changes and not reports and self.structure is None
 
 
 def _check_number(name: str, value: Any, limits: tuple[float, float], types: tuple[type[float], ...]) -> None:
@@ -195,6 +201,8 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt: "PromptLogprobs | None" = None
+    """Of the first token of an output whose request asked for them."""
 
 
 _NO_MASKS: Mapping[int, NDArray[np.uint8]] = MappingProxyType({})

@@ -67,6 +67,8 @@ class Step:
         self.num_span_tokens = sum(self._padded)
         self.num_tokens = self.num_span_tokens + len(singles)
         starts = np.cumsum([0, *self._padded], dtype=np.int64)
+        self.first_rows: Sequence[int] | NDArray[np.int64] = starts[:-1]
+        """Of each span: the row of the flat batch with its first token."""
 
         tokens, positions, lengths, slots = ([_NO_INTEGERS] for _ in range(4))
         for sequence, padded in zip(spans, self._padded, strict=True):

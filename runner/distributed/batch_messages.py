@@ -81,7 +81,9 @@ def token_messages(tokens: Mapping[str, SampledToken | None]) -> list[SampledTok
 def tokens_from(messages: Iterable[SampledTokenOf]) -> dict[str, SampledToken | None]:
     """The tokens of `token_messages`, as they were."""
     return {
-        one.request_id: None if one.token_id is None else SampledToken(one.token_id, one.logprob, one.top_logprobs)
+        one.request_id: None
+        if one.token_id is None
+        else SampledToken(one.token_id, one.logprob, one.top_logprobs, one.prompt)
         for one in messages
     }
 

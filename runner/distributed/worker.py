@@ -46,6 +46,7 @@ from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Recei
 from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.engine.executor import sampled_requests
 from exeplan.runner.engine.kv_regions import restore_regions, save_regions
+from exeplan.runner.engine.reported_prompts import Whole, keep_parts, reported, with_prompts
 from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.frames import MessageError, frame
@@ -255,10 +256,11 @@ class Worker:
         chooses = self._last and self._leads
         sampled = sampled_requests(batch, self._spec) if chooses else ()
         masks = self._structures.begin(sampled)
-        out = self._runner.forward(batch, {row.request_id: row.token_ids for row in rows}, hidden_NE)
+        token_ids = {row.request_id: row.token_ids for row in rows}
+        out = self._runner.forward(batch, token_ids, hidden_NE, reported=reported(batch))
         tokens: Callable[[], list[SampledTokenOf]] = list
         if chooses:
-            tokens = self._choose(out, sampled, masks())
+            tokens = self._choose(out, sampled, masks(), keep_parts(batch, self._runner.prompt_parts))
         elif not self._last:
             self._links.send(out)
         self._pass_on(command.number, batch)
@@ -271,15 +273,15 @@ class Worker:
             )
 
     def _choose(
-        self, logits_RV: Tensor, rows: tuple[RequestState, ...], masks: Masks
+        self, logits_RV: Tensor, rows: tuple[RequestState, ...], masks: Masks, prompts: Whole
     ) -> Callable[[], list[SampledTokenOf]]:
         """A token for each row. Where kernels run, the device is waited for only when the tokens are asked for."""
         names = [row.request_id for row in rows]
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows, masks)
-            return lambda: token_messages(dict(zip(names, sampled, strict=True)))
+            return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts))
         picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
-        return lambda: token_messages(dict(zip(names, picked.to_host(), strict=True)))
+        return lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))
 
     def _pass_on(self, number: int, batch: Batch) -> None:
         """What a prefill leaves for later: keys and values for other stages, an encoder's output for all of them."""

@@ -39,6 +39,8 @@ def _admitted(
 ) -> RequestState:
     params, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
     check_prompt_length(spec, num_prompt_tokens)
+    if params.prompt_logprobs is not None and spec.is_encoder_decoder:
+        raise InputError("an encoder-decoder model gives its prompt no log-probabilities; leave out prompt_logprobs")
     prompt = list(request.prompt_token_ids)
     check_token_ids("the prompt", prompt, spec.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, spec.vocab_size)

@@ -31,6 +31,7 @@ from exeplan.runner.engine.executor import (
     compute_each,
     sampled_requests,
 )
+from exeplan.runner.engine.reported_prompts import keep_parts, reported, with_prompts
 from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.timeline import TimelineFile
 
@@ -99,15 +100,16 @@ class AsyncExecutor(SingleDevice):
         prev_rows = {request.request_id: rows[request.request_id] for request in requests if not _is_known(request)}
         token_ids = {request.request_id: request.token_ids for request in requests}
         masks = self.structures.begin(sampled)
-        logits_RV = self.runner.forward(batch, token_ids, prev_rows=prev_rows)
-        samples = self._sample(logits_RV, sampled, masks())
+        logits_RV = self.runner.forward(batch, token_ids, prev_rows=prev_rows, reported=reported(batch))
+        samples = self._sample(logits_RV, sampled, masks())  # Copied to the host after what the pass has reported.
+        prompts = keep_parts(batch, self.runner.prompt_parts)
         names = [request.request_id for request in sampled]
         return _Launched(
             batch,
             start,
             rows={name: row for row, name in enumerate(names)},
             may_be_followed=self.runner.keep_tokens(samples.token_R),
-            read=lambda: dict(zip(names, samples.to_host(), strict=True)),
+            read=lambda: with_prompts(dict(zip(names, samples.to_host(), strict=True)), prompts),
         )
 
     def _sample(self, logits_RV: Tensor, requests: Sequence[RequestState], masks: Masks) -> DeviceSamples:

@@ -21,6 +21,7 @@ from exeplan.runner.compute.reference_passes import ReferencePasses, RepeatedPas
 from exeplan.runner.compute.sampling import SampledToken, sample
 from exeplan.runner.compute.structures import Masks, Structures
 from exeplan.runner.engine.kv_regions import KVRegion, restore_regions, save_regions
+from exeplan.runner.engine.reported_prompts import keep_parts, reported, with_prompts
 from exeplan.runner.engine.requests import RequestState, as_requests
 from exeplan.runner.engine.timeline import TimelineFile
 from exeplan.runner.engine.tokenizer import structure_tokenizer
@@ -226,9 +227,10 @@ def _tokens(
 ) -> dict[str, SampledToken | None]:
     sampled = sampled_requests(batch, runner.spec)
     masks = structures.begin(sampled)
-    logits_RV = runner.forward(batch, token_ids)
+    logits_RV = runner.forward(batch, token_ids, reported=reported(batch))
     tokens = sampler(logits_RV, sampled, masks())
-    return dict(zip((request.request_id for request in sampled), tokens, strict=True))
+    found = dict(zip((request.request_id for request in sampled), tokens, strict=True))
+    return with_prompts(found, keep_parts(batch, runner.prompt_parts))
 
 
 def _singles(batch: Batch) -> list[Batch]:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from exeplan.core.batch import SequenceState
+from exeplan.runner.compute.prompt_logprobs import PromptPart
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.compute.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
+from exeplan.runner.ipc.messages import PromptLogprobs
 from exeplan.scheduling.fair_queue import ClientSequence
 
 MAX_CRASHES = 2
@@ -58,6 +60,8 @@ class Output(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     """Output tokens so far, including these."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, where the request asked for them."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -77,6 +81,8 @@ class RequestState(ClientSequence):
     arrival: float
     matcher: Matcher | None = None
     """Its place in its grammar, in the process that samples; None until its first token."""
+    prompt_parts: list[PromptPart] = field(default_factory=list)
+    """Log-probabilities of its prompt as far as it is computed, in the process that samples."""
     start: float | None = None
     """When its first prefill started."""
     ended: bool = False
@@ -115,4 +121,5 @@ def output_of(
         time=now,
         num_prompt_tokens=request.num_prompt_tokens - request.num_begin_tokens,
         num_output_tokens=request.num_delivered,
+        prompt_logprobs=token.prompt if token else None,
     )

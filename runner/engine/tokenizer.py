@@ -8,6 +8,7 @@ Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -31,6 +32,7 @@ _PLAIN_CHAT = (
 )
 """Of shipped models, which have no weights: for trying the server."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_NO_TOKENS: Mapping[str, str] = MappingProxyType({})
 
 
 class Codec(Protocol):
@@ -52,10 +54,18 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """The tokenizer of a model; `codec` is None where it has none."""
+    """The tokenizer of a model; `codec` is None where it has none.
 
-    def __init__(self, codec: Codec | None, chat_template: ChatTemplate | None = None) -> None:
-        self.codec, self.chat_template = codec, chat_template
+    `special_tokens` are the texts of tokens such as `bos_token`, by these names.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | None,
+        chat_template: ChatTemplate | None = None,
+        special_tokens: Mapping[str, str] = _NO_TOKENS,
+    ) -> None:
+        self.codec, self.chat_template, self.special_tokens = codec, chat_template, special_tokens
 
     @classmethod
     def load(cls, spec: ModelSpec) -> "Tokenizer":
@@ -67,7 +77,7 @@ class Tokenizer:
         tokens = {name: token for name in _SPECIAL_NAMES if (token := _token(named.get(name)))}
         source = find_chat_template(spec.directory, config)
         template = ChatTemplate(source, tokens) if source else None
-        return cls(_read_codec(spec.directory, config, tokens), template)
+        return cls(_read_codec(spec.directory, config, tokens), template, tokens)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

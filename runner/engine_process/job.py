@@ -26,7 +26,9 @@ _UNFOLLOWED = (
 )
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 MAX_UNREAD = 16384
-"""Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted."""
+"""Tokens and log-probabilities that wait for one streaming client; the request of a slower reader is aborted. Those of
+prompts, of which a request has a limited number, are arrays: `_PROMPT_BYTES` of them count as one."""
+_PROMPT_BYTES = 256
 
 
 class EngineError(Exception):
@@ -143,6 +145,7 @@ class Job:
         fault = _FAULTS.get(event.finish_reason or "")
         self.events.put_nowait(EngineError(fault, status=500) if fault else event)
         self._num_unread += len(event.token_ids) + sum(1 + len(entry.top) for entry in event.logprobs)
+        self._num_unread += event.prompt.num_bytes // _PROMPT_BYTES if event.prompt else 0
 
     @property
     def is_unread(self) -> bool:

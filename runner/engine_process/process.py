@@ -336,6 +336,7 @@ def _event(output: "Output", arrival: float) -> Event:
         time=output.time,
         num_prompt_tokens=output.num_prompt_tokens,
         logprobs=[Logprob(t.token_id, t.logprob, t.top_logprobs) for t in output.logprobs if t.logprob is not None],
+        prompt=output.prompt_logprobs,
     )
 
 

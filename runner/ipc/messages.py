@@ -111,6 +111,7 @@ class Sampling(Part, frozen=True):
     min_tokens: int
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
     logit_bias: Mapping[int, float]
     structure: str | None
 
@@ -226,6 +227,25 @@ class Logprob(Record, frozen=True):
     """The most likely tokens with theirs, best first."""
 
 
+class PromptLogprobs(Record, frozen=True):
+    """Log-probabilities of all tokens of a prompt but the first, given those before: little-endian arrays."""
+
+    num_top: int
+    """Most likely tokens that are reported with each."""
+    logprobs: bytes
+    """float32."""
+    ranks: bytes
+    """int32: 1 where no token is more likely."""
+    top_token_ids: bytes
+    """int32, `num_top` a token, the most likely first."""
+    top_logprobs: bytes
+    """float32, of these."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.logprobs) + len(self.ranks) + len(self.top_token_ids) + len(self.top_logprobs)
+
+
 class Event(Record, frozen=True):
     """New tokens of one sequence. Times are seconds on the engine's clock; `text` may lag behind the tokens."""
 
@@ -241,6 +261,8 @@ class Event(Record, frozen=True):
     time: float
     num_prompt_tokens: int
     logprobs: Sequence[Logprob] = ()
+    prompt: PromptLogprobs | None = None
+    """With the first token, where the request asked for them."""
 
 
 class Stats(Record, frozen=True):
@@ -444,7 +466,10 @@ class Generate(Message, frozen=True):
     usage: bool
     """Of a stream: a last chunk has the usage."""
     usage_in_each_chunk: bool
-    logprobs: bool
+    prompt_logprobs: int | None
+    """vLLM's field; None where an answer has none."""
+    scores_only: bool
+    """The answer is the prompt alone, without the token that the engine samples in any case."""
     deadline: float | None
     weight: float
     tools: ToolFormat | None = None
@@ -637,6 +662,7 @@ class SampledTokenOf(Record, frozen=True):
     token_id: int | None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt: PromptLogprobs | None = None
 
 
 class BatchRan(Message, frozen=True):

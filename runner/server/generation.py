@@ -7,13 +7,14 @@ sequences are dropped.
 """
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from exeplan.errors import InputError
@@ -25,6 +26,8 @@ from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import note
 from exeplan.runner.server.responses import ChatChunk, CompletionChunk, ResponseBuilder
 from exeplan.runner.server.service import Service
+
+Rendered = TypeVar("Rendered")
 
 
 async def generate(service: Service, http_request: Request, *, chat: bool) -> Response:
@@ -78,15 +81,21 @@ class Generation(Response):
                 return note(**builder.usage())
             await self._collect(builder, first)
             note(**builder.usage())
-            response = JSONResponse(builder.whole())
+            large = self._request.sampling.prompt_logprobs is not None
+            response = await self._in_thread(partial(_whole, builder)) if large else _whole(builder)
         except (InputError, EngineError) as error:
             response = error_response(_as_request_error(error))
         await response(scope, receive, send)
 
+    async def _in_thread(self, render: Callable[[], Rendered]) -> Rendered:
+        """What it returns: for what has the log-probabilities of prompts, as it may be large."""
+        async with self._service.rendering:
+            return await asyncio.to_thread(render)
+
     async def _collect(self, builder: ResponseBuilder, events: Sequence[Event]) -> None:
         while True:
             for event in events:
-                builder.choices[_index(event)].take(event)
+                builder.take(event)
             if builder.finished:
                 return
             events = await self._job.next_events()
@@ -111,10 +120,10 @@ class Generation(Response):
         wants_usage = self._request.usage
         while not builder.finished:
             found = []
-            for event in events:
-                choice = builder.choices[_index(event)]
-                choice.take(event)
-                chunk = builder.chunk(choice, event)
+            for each in events:
+                choice, event = builder.take(each)
+                render = partial(builder.chunk, choice, event)
+                chunk = await self._in_thread(render) if event.prompt else render()
                 if wants_usage:
                     chunk["usage"] = builder.usage() if self._request.usage_in_each_chunk else None
                 found.append(chunk)
@@ -127,12 +136,12 @@ class Generation(Response):
                 events = await self._job.next_events()
 
 
-def _index(event: Event) -> int:
-    return int(event.request_id.rpartition("-")[2])
+def _whole(builder: ResponseBuilder) -> Response:
+    return Response(_json(builder.whole()), media_type="application/json")
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    return msgspec.json.encode(value)
 
 
 def _as_request_error(error: Exception) -> RequestError:

@@ -53,6 +53,8 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""In an answer: of the tokens of all its prompts, and of the most likely tokens in their places."""
 MAX_TEMPLATE_VARIABLES = 64
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
@@ -166,7 +168,6 @@ class NotOffered(Strict):
     modalities: Annotated[Any, Only(["text"])] = None
     prediction: Annotated[Any, Only()] = None
     priority: Annotated[Any, Only(0)] = None
-    prompt_logprobs: Annotated[Any, Only()] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
     return_token_ids: Annotated[Any, Only(False)] = None
     return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
@@ -336,6 +337,9 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     """As `structured_outputs.json`; this and the next two are vLLM's older names."""
     guided_regex: _Regex | None = None
     guided_choice: _Choices | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Report what the model says of each token of the prompt, and of this many most likely ones; vLLM's name. Not taken
+    with stream=true."""
 
     @property
     def structure(self) -> Structure | None:
@@ -376,8 +380,21 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     def output_limit(self) -> int | None:
         """The most output tokens; None for as many as fit into the context."""
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives wanted for each token of the prompt; None for no log-probabilities of it."""
+        return self.prompt_logprobs
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the answer is about the prompt, and continues it by no token."""
+        return False
+
     def check_together(self) -> None:
         """Raises RequestError where two fields exclude each other."""
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs is not taken with stream=true; a stream has them by echo and logprobs"
+            raise RequestError(message, param="prompt_logprobs")
         if self.stream_options and not self.stream:
             raise RequestError("stream_options is taken only with stream=true", param="stream_options")
         stated = self.response_format
@@ -395,7 +412,7 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
         given["logit_bias"] = _by_token_id(self.logit_bias)
         given["max_tokens"] = self.output_limit
         try:
-            return SamplingParams(**given, logprobs=self.num_logprobs)
+            return SamplingParams(**given, logprobs=self.num_logprobs, prompt_logprobs=self.num_prompt_logprobs)
         except InputError as error:
             param = next((name for name in given if name in str(error).split()), None)
             raise RequestError(str(error), param=param) from None
@@ -429,7 +446,9 @@ class CompletionRequest(GenerationRequest):
     prompt: _Text | _TokenIds | _Texts | _TokenIdLists
     """Token ids are checked against the vocabulary by the engine."""
     echo: bool = False
-    """Not taken with logprobs."""
+    """The answer begins with the prompt, and with logprobs its tokens have theirs."""
+    max_tokens: int | None = Field(None, ge=0, le=INT_LIMITS["max_tokens"][1])
+    """16 by default; 0 only with echo: the answer is the prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: Annotated[Any, Only(True, False)] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
@@ -458,14 +477,27 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def output_limit(self) -> int | None:
+        if self.max_tokens == 0:
+            return 1  # The engine samples a token with the prompt's last one, and the answer leaves it out.
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default for completions.
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
+
+    @property
+    def scores_only(self) -> bool:
+        return self.max_tokens == 0
 
     def check_together(self) -> None:
         super().check_together()
-        if self.echo and self.logprobs is not None:
+        if self.max_tokens == 0 and not self.echo:
             raise RequestError(
-                "logprobs of an echoed prompt are not offered; leave out echo or logprobs", param="logprobs"
+                "max_tokens must be at least 1, found 0, which is taken only with echo", param="max_tokens"
             )
+        if self.max_tokens == 0 and self.min_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens 0", param="min_tokens")
 
 
 def _fault_of_prompt(value: Any) -> str:

@@ -41,6 +41,7 @@ from exeplan.runner.ipc.messages import (
     ToolFormat,
 )
 from exeplan.runner.server.protocol import (
+    MAX_PROMPT_LOGPROBS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -101,18 +102,21 @@ class Reader:
             check_token_ids("the prompt", prompt, self._spec.vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, self._spec.vocab_size)
         grammar, tools = self._structured(request)
+        echoes = self._echoes(request, prompts)
+        self._check_reported(request, params.prompt_logprobs, prompts)
         options = request.stream_options
         wants_usage = options is not None and options.include_usage
         return Generate(
             chat=command.chat,
             prompts=prompts,
-            echoes=self._echoes(request, prompts),
+            echoes=echoes,
             sampling=Sampling(**asdict(_with_structure(params, grammar))),
             n=request.n,
             stream=request.stream,
             usage=wants_usage,
             usage_in_each_chunk=wants_usage and options is not None and options.continuous_usage_stats,
-            logprobs=request.num_logprobs is not None,
+            prompt_logprobs=request.prompt_logprobs,
+            scores_only=request.scores_only,
             deadline=request.deadline,
             weight=request.weight,
             tools=tools,
@@ -190,6 +194,21 @@ class Reader:
             raise RequestError("an encoder-decoder model's output does not continue its prompt", param="echo")
         given = zip(request.prompts, prompts, strict=True)
         return [prompt if isinstance(prompt, str) else self._tokenizer.decode(ids) for prompt, ids in given]
+
+    def _check_reported(self, request: GenerationRequest, count: int | None, prompts: Sequence[list[int]]) -> None:
+        """Raises RequestError where log-probabilities of prompts are not to be had, or are too many for one answer."""
+        if count is None:
+            return
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        if self._spec.is_encoder_decoder:
+            raise RequestError("an encoder-decoder model gives its prompt no log-probabilities", param=param)
+        wanted = request.n * sum(map(len, prompts)) * (1 + count)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            message = (
+                f"the tokens of the prompts have {wanted} log-probabilities, those of the most likely tokens included; "
+                f"an answer has at most {MAX_PROMPT_LOGPROBS}: send fewer prompts in a request, or lower {param}"
+            )
+            raise RequestError(message, param=param)
 
     def _tokenize(self, command: ReadTokenize) -> TokensRead:
         request = check(TokenizeRequest, read_object(command.body))

@@ -7,18 +7,19 @@ several choices it has the earliest start, the earliest first token and the late
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired
 
+from msgspec.structs import replace
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from exeplan.runner.ipc.messages import Event, Logprob, ToolFormat
+from exeplan.runner.ipc.messages import Event, Generate, Logprob, PromptLogprobs
+from exeplan.runner.server.prompt_scores import PromptScores, entries, finite, prompt_scores
+from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
 from exeplan.runner.server.tool_calls import Parsed, ToolCall, ToolParser, whole_calls
 
-MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; OpenAI's value."""
 FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length", "tool_calls"]})]
 
 
@@ -45,10 +46,14 @@ class Head(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
+    """A token each; null for the first of an echoed prompt, of which the model says nothing."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """The most likely tokens, and the one itself."""
     text_offset: list[int]
+    """The character of the text at which the token begins."""
 
 
 class CompletionChoice(TypedDict):
@@ -56,6 +61,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: NotRequired[PromptScores]
 
 
 class Completion(Head):
@@ -120,6 +126,7 @@ class ChatCompletion(Head):
     choices: list[ChatChoice]
     usage: Usage
     timing: Timing
+    prompt_logprobs: NotRequired[PromptScores]
 
 
 class ChatChunk(Head):
@@ -140,6 +147,8 @@ class Choice:
     finish_reason: str | None = None
     first: Event | None = None
     last: Event | None = None
+    prompt: PromptLogprobs | None = None
+    """Of its prompt, where they were asked for."""
 
     def take(self, event: Event) -> None:
         self.first = self.first or event
@@ -147,19 +156,30 @@ class Choice:
         self.text += event.text
         self.num_tokens += len(event.token_ids)
         self.logprobs.extend(event.logprobs)
+        self.prompt = event.prompt or self.prompt
         self.finish_reason = event.finish_reason
 
 
 class ResponseBuilder(ABC):
-    """Collects the choices of one request and renders its bodies; `wants_logprobs` says whether to report them."""
+    """Collects the choices of one request and renders its bodies."""
 
     prefix: str
 
-    def __init__(self, *, model: str, num_prompt_tokens: int, num_choices: int, wants_logprobs: bool) -> None:
-        self.choices = [Choice(index) for index in range(num_choices)]
-        self.wants_logprobs = wants_logprobs
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
+        self._texts, self._request = texts, request
+        self._prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
+        self.choices = [Choice(index) for index in range(len(self._prompts))]
+        self._num_prompt_tokens = sum(map(len, request.prompts))
         self._head: Head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def take(self, event: Event) -> tuple[Choice, Event]:
+        """Adds an event to its choice. Returns both; where only the prompt is scored the token is left out."""
+        if self._request.scores_only:
+            reason = event.finish_reason and "length"
+            event = replace(event, token_ids=(), text="", logprobs=(), finish_reason=reason)
+        choice = self.choices[int(event.request_id.rpartition("-")[2])]
+        choice.take(event)
+        return choice, event
 
     @property
     def finished(self) -> bool:
@@ -181,6 +201,13 @@ class ResponseBuilder(ABC):
             "e2e_s": max(event.time for event in lasts) - arrival,
         }
 
+    def _prompt_scores(self, choice: Choice) -> PromptScores | None:
+        """vLLM's, where they were asked for."""
+        count = self._request.prompt_logprobs
+        if count is None or choice.prompt is None:
+            return None
+        return prompt_scores(self._prompts[choice.index], choice.prompt, count, self._texts.text)
+
     @abstractmethod
     def whole(self) -> Completion | ChatCompletion:
         """The body of a finished response that is not streamed."""
@@ -195,17 +222,22 @@ class ResponseBuilder(ABC):
 
 
 class CompletionBuilder(ResponseBuilder):
-    """`token_text` turns a token id into its text; `echoes` are the prompts to repeat, one a choice, or empty."""
+    """Of `/v1/completions`; prompts that are to be repeated come first, with the log-probabilities of their tokens."""
 
     prefix = "cmpl"
 
-    def __init__(self, token_text: Callable[[int], str], echoes: Sequence[str] = (), **common: Any) -> None:
-        super().__init__(**common)
-        self._token_text, self._echoes = token_text, echoes
-        self._offsets = [0] * len(self.choices)
+    def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
+        super().__init__(texts, request, model=model)
+        self._echoes = [text for text in request.echoes for _ in range(request.n)]
+        self._offsets: list[TextOffsets] = []
+        if request.sampling.logprobs is not None:
+            self._offsets = [TextOffsets(texts, self._echo(choice)) for choice in self.choices]
 
     def whole(self) -> Completion:
         choices = [self._choice(c, c.text, c.logprobs, c.finish_reason, begins=True) for c in self.choices]
+        for choice, rendered in zip(self.choices, choices, strict=True):
+            if (scores := self._prompt_scores(choice)) is not None:
+                rendered["prompt_logprobs"] = scores
         return {
             **self._head,
             "object": "text_completion",
@@ -239,43 +271,63 @@ class CompletionBuilder(ResponseBuilder):
         self, choice: Choice, text: str, logprobs: Sequence[Logprob], finish_reason: str | None, *, begins: bool
     ) -> CompletionChoice:
         """What is generated, or what an event adds; the echo of the prompt comes with the beginning."""
-        echo = self._echoes[choice.index] if self._echoes and begins else ""
-        found = self._logprobs(choice, logprobs) if self.wants_logprobs else None
+        echo = self._echo(choice) if begins else ""
+        found: CompletionLogprobs | None = None
+        if (count := self._request.sampling.logprobs) is not None:
+            found = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            if self._echoes and begins and choice.prompt:
+                prompt = self._prompts[choice.index]
+                self._add(found, choice, prompt[0], None)
+                self._add_all(found, choice, entries(prompt, choice.prompt, count))
+                self._offsets[choice.index].end_prompt()
+            self._add_all(found, choice, logprobs)
         return {"index": choice.index, "text": echo + text, "logprobs": found, "finish_reason": finish_reason}
 
-    def _logprobs(self, choice: Choice, entries: Iterable[Logprob]) -> CompletionLogprobs:
-        found: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in entries:
-            text = self._token_text(entry.token_id)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(_finite(entry.logprob))
-            # Pieces of characters may have the same text; the likeliest of them, which comes first, keeps it.
-            top = {self._token_text(token): _finite(value) for token, value in reversed(entry.top)}
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(self._offsets[choice.index])
-            self._offsets[choice.index] += len(text)
-        return found
+    def _echo(self, choice: Choice) -> str:
+        """What its text begins with."""
+        return self._echoes[choice.index] if self._echoes else ""
+
+    def _add_all(self, found: CompletionLogprobs, choice: Choice, logprobs: Iterable[Logprob]) -> None:
+        for entry in logprobs:
+            self._add(found, choice, entry.token_id, entry)
+
+    def _add(self, found: CompletionLogprobs, choice: Choice, token_id: int, entry: Logprob | None) -> None:
+        text = self._texts.text(token_id)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(finite(entry.logprob) if entry else None)
+        found["top_logprobs"].append(self._top(text, entry) if entry else None)
+        found["text_offset"].append(self._offsets[choice.index].next(token_id))
+
+    def _top(self, text: str, entry: Logprob) -> dict[str, float]:
+        """Pieces of characters may have the same text; the likeliest of them, which comes first, keeps it."""
+        likely = {self._texts.text(token): finite(value) for token, value in reversed(entry.top)}
+        return {text: finite(entry.logprob)} | likely
 
 
 class ChatBuilder(ResponseBuilder):
-    """`tools` says how calls of functions are found in the text; None where it is all content."""
+    """Of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
 
-    def __init__(self, token_text: Callable[[int], str], *, tools: ToolFormat | None = None, **common: Any) -> None:
-        super().__init__(**common)
-        self._token_text = token_text
-        self._parsers = [ToolParser(tools) for _ in self.choices] if tools else []
+    def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
+        super().__init__(texts, request, model=model)
+        self._parsers = [ToolParser(request.tools) for _ in self.choices] if request.tools else []
 
     def whole(self) -> ChatCompletion:
         choices = [self._choice(choice) for choice in self.choices]
-        return {
-            **self._head,
+        head = self._head
+        answer: ChatCompletion = {
+            "id": head["id"],
+            "created": head["created"],
+            "model": head["model"],
             "object": "chat.completion",
             "choices": choices,
             "usage": self.usage(),
             "timing": self.timing(),
         }
+        if (scores := self._prompt_scores(self.choices[0])) is not None:
+            answer["prompt_logprobs"] = scores
+        return answer
 
     def _choice(self, choice: Choice) -> ChatChoice:
         message: ChatMessage = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -341,22 +393,18 @@ class ChatBuilder(ResponseBuilder):
             "timing": self.timing(),
         }
 
-    def _logprobs(self, entries: Iterable[Logprob]) -> ChatLogprobs | None:
-        if not self.wants_logprobs:
+    def _logprobs(self, logprobs: Iterable[Logprob]) -> ChatLogprobs | None:
+        if self._request.sampling.logprobs is None:
             return None
         content: list[ChatSampledToken] = [
             {
                 **self._token(entry.token_id, entry.logprob),
                 "top_logprobs": [self._token(token, value) for token, value in entry.top],
             }
-            for entry in entries
+            for entry in logprobs
         ]
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+        text = self._texts.text(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}

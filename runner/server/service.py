@@ -5,10 +5,10 @@ the queue have room for all of it; the engine checks the rest. A batch of prompt
 Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses (`responses`).
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 from exeplan.core.batch import BLOCK_SIZE
@@ -40,6 +40,7 @@ from exeplan.runner.server.observed import Observed, Snapshot
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.readers import Readers
 from exeplan.runner.server.responses import ChatBuilder, CompletionBuilder, ResponseBuilder
+from exeplan.runner.server.text_offsets import TokenTexts
 
 RETRY_LOADING = 5
 """Retry-After, in seconds, while workers load."""
@@ -76,7 +77,9 @@ class Service:
         )
         self.clients = Clients()
         engine.on_step = self._step
-        self.token_text = lru_cache(maxsize=1 << 16)(tokenizer.token_text)
+        self.token_texts = TokenTexts(tokenizer)
+        self.rendering = asyncio.Lock()
+        """Held while a thread renders an answer: one at a time, as each takes turns with the event loop."""
         self._readers = Readers(ReaderSetup(model=model_source(spec), served_name=model_name))
         self._readers.start()
 
@@ -283,15 +286,8 @@ class Service:
 
     def response_builder(self, request: Generate) -> ResponseBuilder:
         """An empty response to an admitted request."""
-        common = {
-            "model": self.model_name,
-            "num_prompt_tokens": sum(len(prompt) for prompt in request.prompts),
-            "num_choices": request.n * len(request.prompts),
-            "wants_logprobs": request.logprobs,
-        }
-        if request.chat:
-            return ChatBuilder(self.token_text, tools=request.tools, **common)
-        return CompletionBuilder(self.token_text, [text for text in request.echoes for _ in range(request.n)], **common)
+        builder = ChatBuilder if request.chat else CompletionBuilder
+        return builder(self.token_texts, request, model=self.model_name)
 
     def release(self, job: Job) -> None:
         """Gives the places back; unfinished sequences are dropped."""

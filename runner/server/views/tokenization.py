@@ -1,4 +1,5 @@
-"""`/tokenize` and `/detokenize`: a prompt, or a conversation, as token ids and back; vLLM's paths and fields."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`: a prompt, or a conversation, as token ids and back; vLLM's paths and
+fields."""
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -25,6 +26,18 @@ class Tokens(TypedDict):
 
 class Text(TypedDict):
     prompt: str
+
+
+class TokenizerInfo(TypedDict):
+    """What a client must know to ask for tokens by `/tokenize` only, as lm-eval does; null for what a model lacks."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    model_max_length: int
+    """Tokens of a prompt and its output."""
 
 
 @router.post(
@@ -65,4 +78,24 @@ async def detokenize(request: Request, service: Served) -> Response:
         except ClientDisconnect:
             return Response()
     body: Text = {"prompt": found.text}
+    return JSONResponse(body)
+
+
+@router.get(
+    "/tokenizer_info",
+    summary="special tokens and chat template of the model",
+    response_model=TokenizerInfo,
+    responses=failures(503),
+)
+async def tokenizer_info(service: Served) -> JSONResponse:
+    service.check_loaded()
+    special, template = service.tokenizer.special_tokens, service.tokenizer.chat_template
+    body: TokenizerInfo = {
+        "bos_token": special.get("bos_token"),
+        "eos_token": special.get("eos_token"),
+        "pad_token": special.get("pad_token"),
+        "unk_token": special.get("unk_token"),
+        "chat_template": template.source if template else None,
+        "model_max_length": service.max_context,
+    }
     return JSONResponse(body)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, RequestError, parse
+from exeplan.runner.server.protocol import ChatRequest, CompletionRequest, parse
 
 HELLO = {"role": "user", "content": "hello"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
@@ -35,6 +35,14 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
         "seed": 1234,
     },
     "lm-eval, token ids": {"prompt": [[1, 2]], "max_tokens": 256, "temperature": 0, "stop": ["a"], "seed": 1234},
+    "lm-eval, log-likelihood": {
+        "prompt": [[1, 2], [3]],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    },
     "an older client of vLLM": {
         "prompt": "a",
         "n": 1,
@@ -111,12 +119,6 @@ def test_chats_of_clients_are_taken(name):
     request, sampling = parse(ChatRequest, body(given))
     assert sampling.max_tokens == given.get("max_tokens", given.get("max_completion_tokens"))
     assert [message.plain()["role"] for message in request.messages] == [one["role"] for one in given["messages"]]
-
-
-def test_log_likelihoods_of_a_prompt_are_refused_with_the_reason():
-    given = {"prompt": [[1, 2]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    with pytest.raises(RequestError, match="logprobs of an echoed prompt are not offered"):
-        parse(CompletionRequest, body(given))
 
 
 def body(fields: dict[str, Any]) -> bytes:

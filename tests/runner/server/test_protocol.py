@@ -78,7 +78,11 @@ def test_a_prompt_is_always_a_batch(given: Any, prompts: list[Any]) -> None:
         ({"echo": 0}, "echo must be true or false, found 0"),
         ({"logprobs": -1}, "logprobs must be at least 0, found -1"),
         ({"logprobs": 21}, "logprobs must be at most 20, found 21"),
-        ({"logprobs": 0, "echo": True}, "logprobs of an echoed prompt are not offered; leave out echo or logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs must be at most 20, found 21"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not taken with stream=true; a stream has them by"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, found 0, which is taken only with echo"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens 1 is above max_tokens 0"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens must be at least 0, found -1"),
         ({"deadline": 0}, "deadline must be above 0"),
         ({"deadline": -2.5}, "deadline must be above 0"),
         ({"deadline": 86_401}, "deadline must be at most 86400"),
@@ -94,7 +98,6 @@ def test_a_prompt_is_always_a_batch(given: Any, prompts: list[Any]) -> None:
         ({"metadata": "x"}, "metadata must be an object"),
         ({"stream_options": {"include_usage": True}}, "stream_options is taken only with stream=true"),
         ({"stream": True, "stream_options": {"usage": True}}, "unknown field 'stream_options.usage'"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, found 0"),
         ({"temperature": 2.1}, "temperature must be at most 2.0, found 2.1"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x must be a token id"),
     ],
@@ -119,6 +122,9 @@ def test_a_wrong_completion_is_named(fields: dict[str, Any], words: str) -> None
         ({"prompt": "a"}, "unknown field 'prompt'"),
         ({"logprobs": 1}, "logprobs must be true or false, found 1"),
         ({"top_logprobs": 2}, "top_logprobs is taken only with logprobs=true"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, found 0"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs is not taken with stream=true"),
+        ({"echo": True}, "unknown field 'echo'"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, found 21"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens 3 and max_completion_tokens 4 are the same limit"),
         ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be an object"),
@@ -164,6 +170,31 @@ def test_log_probabilities_are_asked_for_in_two_ways() -> None:
     assert chat(logprobs=True, top_logprobs=4)[0].num_logprobs == 4
     assert chat(logprobs=False)[0].num_logprobs is None
     assert [completion(logprobs=2)[1].logprobs, chat(logprobs=True)[1].logprobs] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"logprobs": 2}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 1}, 2),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, 2),
+        ({"prompt_logprobs": 0}, 0),
+    ],
+    ids=str,
+)
+def test_log_probabilities_of_a_prompt_come_with_echo_or_by_their_own_field(
+    fields: dict[str, Any], count: int | None
+) -> None:
+    assert completion(**fields)[1].prompt_logprobs == count
+
+
+def test_only_an_echoed_prompt_may_be_continued_by_no_token() -> None:
+    request, sampling = completion(echo=True, max_tokens=0)
+    assert (request.scores_only, sampling.max_tokens) == (True, 1)
+    assert not completion(echo=True)[0].scores_only
+    assert chat(prompt_logprobs=3)[1].prompt_logprobs == 3
 
 
 def test_stops_and_biases_are_taken_as_json_has_them() -> None:

@@ -1,10 +1,10 @@
-"""`/tokenize` and `/detokenize` agree with what generation counts; `/v1/models` has vLLM's fields."""
+"""`/tokenize` and `/detokenize` agree with what generation counts; models and tokenizer are described as by vLLM."""
 
 import json
 
 import pytest
 
-from .conftest import CONTEXT
+from .conftest import CHAT_TEMPLATE, CONTEXT
 
 PROMPT = "the quick brown fox <|end|> \N{SNOWMAN}"
 TOOL = {"type": "function", "function": {"name": "look"}}
@@ -38,6 +38,15 @@ def test_tokens_become_their_text_again(server):
     assert answer(server, "/detokenize", tokens=found["tokens"]) == {"prompt": PROMPT}
     assert "<|end|>" in found["token_strs"]
     assert answer(server, "/detokenize", tokens=[]) == {"prompt": ""}
+
+
+def test_what_a_client_without_the_tokenizers_files_must_know(server):
+    special = {"bos_token": None, "eos_token": "<|end|>", "pad_token": None, "unk_token": None}
+    assert answer_of(server, "/tokenizer_info") == {
+        **special,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": CONTEXT,
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Roofline: seconds of one kernel from what it computes and moves, with a datasheet's efficiencies.
 
     gemm               latency + (operations^p + bytes^p)^(1/p)            p = gemm_sharpness
+    experts' product   as a gemm of all rows; the bytes are those of the experts that some row goes to
     prefill attention  latency + operations + bytes                        a causal prompt: half of the square
     decode attention   latency + sequences * kv heads * a constant + bytes of keys and values
+    latent decode      latency + sequences * a constant + operations joined with bytes of the latent vectors
     element-wise       latency + bytes
     all-reduce         latency + (t - 1) * step + wire + sqrt(ramp * wire)  wire: 2 (t - 1) / t of the bytes
 
@@ -86,12 +88,22 @@ class Datasheet:
 
 def gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float) -> float:
     """[m, k] times [k, n]."""
+    return grouped_gemm_seconds(sheet, dtype, m, n, k, num_groups=1.0)
+
+
+def grouped_gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float, *, num_groups: float) -> float:
+    """[m, k] times one of `num_groups` matrices [k, n] for each row, all in one kernel."""
     compute = 2 * m * n * k / (sheet.gemm_efficiency * sheet.flops(dtype))
-    moved = DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
+    moved = DTYPE_BYTES[dtype] * (m * k + num_groups * k * n + m * n)
     memory = moved / (sheet.gemm_bandwidth_efficiency * sheet.memory_bandwidth)
+    return sheet.gemm_latency + _joined(sheet, compute, memory)
+
+
+def _joined(sheet: Datasheet, compute: float, memory: float) -> float:
+    """Seconds of two that overlap, neither of which reaches its limit near the ridge."""
     low, high = sorted((compute, memory))
     p = sheet.gemm_sharpness
-    return sheet.gemm_latency + high * (1 + (low / high) ** p) ** (1 / p)
+    return high * (1 + (low / high) ** p) ** (1 / p)
 
 
 def elementwise_seconds(sheet: Datasheet, moved: float) -> float:
@@ -107,7 +119,7 @@ def prefill_attention_seconds(
     tokens: float,
     heads: int,
     kv_heads: int,
-    head_dim: int,
+    head_dim: float,
     causal: bool,
     window: int | None = None,
 ) -> float:
@@ -131,6 +143,24 @@ def decode_attention_seconds(
         sheet.decode_attention_latency
         + num_seqs * kv_heads * sheet.decode_attention_seconds_per_head
         + moved / (sheet.decode_attention_efficiency * sheet.memory_bandwidth)
+    )
+
+
+def latent_decode_seconds(
+    sheet: Datasheet, dtype: str, *, num_seqs: int, context_tokens: float, heads: int, rank: int, rope_dim: int
+) -> float:
+    """One query token a sequence over the latent vectors of all sequences, the projections of keys and values absorbed:
+    each head multiplies with `rank + rope_dim` values of a token for its score, and with `rank` for its output."""
+    moved = DTYPE_BYTES[dtype] * context_tokens * (rank + rope_dim)
+    operations = 2 * context_tokens * heads * (2 * rank + rope_dim)
+    return (
+        sheet.decode_attention_latency
+        + num_seqs * sheet.decode_attention_seconds_per_head
+        + _joined(
+            sheet,
+            operations / (sheet.prefill_attention_efficiency * sheet.flops(dtype)),
+            moved / (sheet.decode_attention_efficiency * sheet.memory_bandwidth),
+        )
     )
 
 

@@ -64,6 +64,11 @@ def _families() -> dict[str, ModuleType]:
 
 def _family(spec: ModelSpec) -> ModuleType:
     families = _families()
+    if spec.experts or spec.latent:
+        raise InputError(
+            f"'{spec.name}' has {'experts' if spec.experts else 'latent attention'}: it is planned by datasheet "
+            "(`exeplan profile --datasheet`), and cannot be run or measured"
+        )
     if spec.family not in families:
         raise InputError(f"no model family '{spec.family}'; there are {', '.join(sorted(families))}")
     if spec.is_multimodal:

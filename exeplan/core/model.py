@@ -24,6 +24,7 @@ from exeplan.core.model_config import (
     is_multimodal,
     nested,
     planned_part,
+    quantized_dtype,
 )
 from exeplan.core.sparse_layers import Experts, LatentAttention, dense_width, experts_of, latent_of
 from exeplan.errors import InputError, shown
@@ -106,6 +107,8 @@ class ModelSpec:
     """Of a mixture of experts, whose `intermediate_size` is that of the layers without any."""
     latent: LatentAttention | None = None
     """Of latent attention, whose `head_dim` is that of queries and keys."""
+    weight_dtype: str | None = None
+    """Of the layers, where a quantized checkpoint says it; None for one of 16 or 32 bits."""
     config: Mapping[str, Any] = field(repr=False)
     directory: Path | None = None
     reference: str | None = None
@@ -266,6 +269,7 @@ def model_spec(
         max_context=_max_context(config, family, name),
         experts=experts,
         latent=latent_of(config, name),
+        weight_dtype=quantized_dtype(config),
         config=dict(config),
         directory=directory,
         reference=reference,
@@ -291,6 +295,8 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
             f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
             f"{spec.experts.per_token} of {spec.experts.count} experts; all experts are taken to be as likely"
         )
+    if spec.weight_dtype:
+        yield f"the weights of '{spec.name}' are in {spec.weight_dtype}, and are planned so by datasheet"
     if spec.is_multimodal:
         yield f"'{spec.name}' is multimodal: its part for text is planned, and images and sound are not"
     windows = sorted(window for window in spec.windows if window is not None)

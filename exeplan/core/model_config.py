@@ -140,11 +140,19 @@ def check_layer_types(config: Config, name: str, *, num_layers: int) -> None:
         raise InputError(f"config of '{name}': {len(kinds)} layer_types for {num_layers} layers; give one a layer")
 
 
+def quantized_dtype(config: Config) -> str | None:
+    """The dtype of the layers' weights where the config says that they are quantized in a way that is planned: fp8 with
+    a scale a block or a tensor, as DeepSeek and Qwen publish it."""
+    return "fp8" if nested(config, "quantization_config").get("quant_method") == "fp8" else None
+
+
 def check_unquantized(quantization: Any, name: str, where: str) -> None:
-    """Raises InputError naming the method of a checkpoint with quantized weights."""
+    """Raises InputError naming the method of a checkpoint whose weights are quantized in a way that is not planned."""
     if not quantization:
         return
     found = quantization if isinstance(quantization, Mapping) else {"quant_method": str(quantization)}
+    if found.get("quant_method") == "fp8":
+        return
     nested = found.get("quantization")
     algorithm = nested.get("quant_algo") if isinstance(nested, Mapping) else None
     method = found.get("quant_method") or algorithm or (f"{found['bits']} bits" if "bits" in found else "a method")

@@ -13,14 +13,14 @@ the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import layer_kv_bytes_per_token, model_parameters
+from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import LINKS, Device, Measurement, Profile
 from exeplan.core.sparse_layers import Experts, LatentAttention
@@ -34,6 +34,7 @@ from exeplan.profiler.datasheets.roofline import (
     SIZE,
     Datasheet,
     all_reduce_seconds,
+    between_layers,
     decode_attention_seconds,
     elementwise_seconds,
     gemm_seconds,
@@ -54,6 +55,7 @@ _SAMPLING_PASSES = 4
 """Reads and writes of the float32 logits by temperature, softmax and the draw."""
 _WORKSPACE_TOKENS, _WORKSPACE_ROWS = 8192, 256
 _UNITS = {f.name: f.metadata["unit"] for f in fields(Datasheet) if "unit" in f.metadata}
+_OPTIONAL = {f.name for f in fields(Datasheet) if "unit" in f.metadata and f.default is not MISSING}
 _KINDS = ("cpu", "cuda")
 
 
@@ -77,9 +79,9 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
     if body.get("kind") not in _KINDS:
         raise InputError(f"datasheet '{path.stem}': kind must be cpu or cuda, found {body.get('kind')!r}")
     constants |= changes
-    if missing := [constant for constant in _UNITS if constant not in constants]:
+    if missing := [constant for constant in _UNITS if constant not in constants and constant not in _OPTIONAL]:
         raise InputError(f"datasheet '{path.stem}' lacks {', '.join(missing)}")
-    values = {constant: _value(constant, constants[constant], path.stem) for constant in _UNITS}
+    values = {name: _value(name, constants[name], path.stem) for name in _UNITS if name in constants}
     return Datasheet(
         name=path.stem,
         kind=body["kind"],
@@ -106,17 +108,25 @@ def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
 
 
 def profile_from_datasheet(
-    spec: ModelSpec, sheet: Datasheet, *, dtype: str, tensor_parallel_sizes: Sequence[int] | None = None
+    spec: ModelSpec,
+    sheet: Datasheet,
+    *,
+    dtype: str,
+    kv_dtype: str | None = None,
+    tensor_parallel_sizes: Sequence[int] | None = None,
 ) -> Profile:
     """Rows of every operation at every tensor parallel size: those given, or those of 1, 2, 4, 8 that share the heads.
 
-    Raises InputError when a given size does not divide the heads.
+    `dtype` is of the layers' weights: with fp8 the rest is in bfloat16. `kv_dtype` is of keys and values, `dtype` where
+    it is None. Raises InputError when a given size does not divide the heads, or the device has no such dtype.
     """
     sizes = _sizes(spec, tensor_parallel_sizes)
-    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, size)]
+    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size)]
+    around = embedding_parameters(spec) * (1 if spec.tied_head else 2)
     return Profile(
         model=spec,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=Device(
             name=sheet.name,
             kind=sheet.kind,
@@ -124,28 +134,29 @@ def profile_from_datasheet(
             copy_bytes_per_second=sheet.memory_bandwidth,
             flops_per_second=sheet.flops(dtype),
         ),
-        weight_bytes=model_parameters(spec) * DTYPE_BYTES[dtype],
+        weight_bytes=(model_parameters(spec) - around) * DTYPE_BYTES[dtype]
+        + around * DTYPE_BYTES[between_layers(dtype)],
         workspace_bytes=_workspace_bytes(spec, sheet, dtype),
         measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
         source=f"datasheet {', '.join((sheet.name, *sheet.changes))}",
     )
 
 
-def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int) -> Iterator[Measurement]:
-    row = partial(Measurement, tensor_parallel_size=size)
+def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int) -> Iterator[Measurement]:
+    row, between = partial(Measurement, tensor_parallel_size=size), between_layers(dtype)
     for n in _NUM_SEQS:
         for tokens in _grid(_context(spec)):
-            took = _prefill_attention(spec, sheet, dtype, size, n, tokens)
+            took = _prefill_attention(spec, sheet, between, kv_dtype, size, n, tokens)
             yield row(op="attention", phase="prefill", num_seqs=n, num_tokens=n * tokens, seconds=took)
         for tokens in (t for t in _grid(_context(spec)) if t & (t - 1) == 0 or t == _context(spec)):
-            took = _decode_attention(spec, sheet, dtype, size, n, tokens)
+            took = _decode_attention(spec, sheet, kv_dtype, size, n, tokens)
             yield row(op="attention", phase="decode", num_seqs=n, context_tokens=n * tokens, seconds=took)
-        yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, dtype, size, n))
+        yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, between, size, n))
     for tokens in _grid(MAX_TOKENS):
         for phase in ("prefill", "decode") if spec.is_encoder_decoder else ("",):
             took = _rest(spec, sheet, dtype, size, tokens, phase)
             yield row(op="rest", phase=phase, num_tokens=tokens, seconds=took)
-        moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[dtype]
+        moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[between]
         yield row(op="embed", num_tokens=tokens, seconds=elementwise_seconds(sheet, moved))
 
 
@@ -166,9 +177,11 @@ def _link_rows(sheet: Datasheet, sizes: Sequence[int]) -> Iterator[Measurement]:
                     yield Measurement(op="all_reduce", phase=where, tensor_parallel_size=t, bytes=size, seconds=took)
 
 
-def _prefill_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, tokens: int) -> float:
+def _prefill_attention(
+    spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int, num_seqs: int, tokens: int
+) -> float:
     """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
-    stored = num_seqs * tokens * _kv_bytes(spec, dtype, size) * _cross_share(spec)
+    stored = num_seqs * tokens * _kv_bytes(spec, kv_dtype, size) * _cross_share(spec)
     heads, latent = spec.num_heads // size, spec.latent
     attend = partial(
         prefill_attention_seconds,
@@ -224,7 +237,7 @@ def _rest(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int,
 
     `prefill` is an encoder layer, `decode` a decoder layer with cross attention, "" a decoder-only model's layer.
     """
-    norms, element = 3 if phase == "decode" else 2, tokens * DTYPE_BYTES[dtype]
+    norms, element = 3 if phase == "decode" else 2, tokens * DTYPE_BYTES[between_layers(dtype)]
     took = norms * elementwise_seconds(sheet, 4 * spec.hidden_size * element)
     if spec.latent:
         took += _latent_projections(spec, spec.latent, sheet, dtype, size, tokens)
@@ -249,7 +262,7 @@ def _projections(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, token
         took += gemm(queries, hidden) + gemm(hidden, queries)
     if phase == "prefill":
         took += gemm(keys, hidden) * _cross_share(spec)
-    return took + elementwise_seconds(sheet, 2 * (queries + keys / 2) * tokens * DTYPE_BYTES[dtype])
+    return took + elementwise_seconds(sheet, 2 * (queries + keys / 2) * tokens * DTYPE_BYTES[between_layers(dtype)])
 
 
 def _latent_projections(
@@ -262,14 +275,15 @@ def _latent_projections(
     took = gemm(queries, latent.query_rank or hidden) + gemm(hidden, heads * latent.value_dim)
     took += gemm((latent.query_rank or 0) + latent.kept, hidden)
     took += gemm(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
-    return took + 2 * elementwise_seconds(sheet, 2 * (queries + latent.kept) * tokens * DTYPE_BYTES[dtype])
+    moved = 2 * (queries + latent.kept) * tokens * DTYPE_BYTES[between_layers(dtype)]
+    return took + 2 * elementwise_seconds(sheet, moved)
 
 
 def _mlp(spec: ModelSpec, sheet: Datasheet, dtype: str, tokens: int, inner: int) -> float:
     """Of the intermediate size `inner`, with its activation."""
     gemm, ups = partial(gemm_seconds, sheet, dtype, tokens), 2 if spec.gated_mlp else 1
     took = gemm(ups * inner, spec.hidden_size) + gemm(spec.hidden_size, inner)
-    return took + elementwise_seconds(sheet, (ups + 1) * inner * tokens * DTYPE_BYTES[dtype])
+    return took + elementwise_seconds(sheet, (ups + 1) * inner * tokens * DTYPE_BYTES[between_layers(dtype)])
 
 
 def routed_seconds(experts: Experts, hidden: int, sheet: Datasheet, dtype: str, size: int, tokens: int) -> float:
@@ -277,10 +291,9 @@ def routed_seconds(experts: Experts, hidden: int, sheet: Datasheet, dtype: str, 
     one sums them."""
     rows, inner = tokens * experts.per_token, -(-experts.width // size)
     product = partial(grouped_gemm_seconds, sheet, dtype, rows, num_groups=experts.touched(tokens))
-    took = (
-        gemm_seconds(sheet, dtype, tokens, experts.count, hidden) + product(2 * inner, hidden) + product(hidden, inner)
-    )
-    moved = rows * DTYPE_BYTES[dtype]
+    took = gemm_seconds(sheet, between_layers(dtype), tokens, experts.count, hidden)
+    took += product(2 * inner, hidden) + product(hidden, inner)
+    moved = rows * DTYPE_BYTES[between_layers(dtype)]
     return took + 2 * elementwise_seconds(sheet, 2 * hidden * moved) + elementwise_seconds(sheet, 3 * inner * moved)
 
 
@@ -312,7 +325,7 @@ def _workspace_bytes(spec: ModelSpec, sheet: Datasheet, dtype: str) -> int:
     if experts := spec.experts:
         inner = max(inner, experts.per_token * experts.width + experts.shared_width)
     widest = max(queries, (2 if spec.gated_mlp else 1) * inner)
-    activations = _WORKSPACE_TOKENS * (2 * spec.hidden_size + widest) * DTYPE_BYTES[dtype]
+    activations = _WORKSPACE_TOKENS * (2 * spec.hidden_size + widest) * DTYPE_BYTES[between_layers(dtype)]
     return int(sheet.runtime_memory + activations + 4 * _WORKSPACE_ROWS * spec.vocab_size)
 
 

@@ -21,7 +21,7 @@ LLAMA = {
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
-METHODS = ("awq", "gptq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
+METHODS = ("awq", "gptq", "bitsandbytes", "compressed-tensors", "mxfp4")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 256}
 
 
@@ -104,6 +104,15 @@ def test_a_flat_multimodal_config_says_so_too() -> None:
 def test_a_part_for_text_that_relies_on_defaults_is_refused_with_the_remedy() -> None:
     message = refusal({"text_config": {"model_type": "gemma3_text", "hidden_size": 64}, "vision_config": {}})
     assert "has no num_hidden_layers; write the one that transformers fills in into its text_config" in message
+
+
+def test_a_checkpoint_in_fp8_is_planned_so_and_has_the_sizes_of_the_other() -> None:
+    spec = model_spec(
+        {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, name="t"
+    )
+    assert spec.weight_dtype == "fp8"
+    assert spec.remarks == ("the weights of 't' are in fp8, and are planned so by datasheet",)
+    assert spec.fingerprint == model_spec(LLAMA, name="t").fingerprint
 
 
 def test_quantization_around_the_part_for_text_counts() -> None:

@@ -18,7 +18,12 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.cluster import load_cluster
-from exeplan.core.layer_costs import layer_parameters_read, layer_parameters_used, model_parameters
+from exeplan.core.layer_costs import (
+    embedding_parameters,
+    layer_parameters_read,
+    layer_parameters_used,
+    model_parameters,
+)
 from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.sparse_layers import Experts
@@ -97,6 +102,27 @@ def test_kernels_by_hand(plain: Datasheet) -> None:
     ) == pytest.approx(1e-6 + 20e-6 + 2.88e-6 + 0.04e-6)
     # Of 1 MB 1.5 MB pass each wire at 50 GB/s: 30 us, and sqrt(100 us * 30 us) to fill the pipeline.
     assert all_reduce_seconds(plain, "intra", 4, 1e6) == pytest.approx(10e-6 + 3e-6 + 30e-6 + (100e-6 * 30e-6) ** 0.5)
+
+
+def test_fp8_halves_what_products_read_and_leaves_the_rest(plain: Datasheet) -> None:
+    sheet, spec = replace(plain, bfloat16_flops=100e12, fp8_flops=200e12), load_model_spec("llama-3.1-8b")
+    # 2 * 1000^3 operations take 10 us; 2 MB are read, and 2 MB written.
+    assert gemm_seconds(sheet, "fp8", 1000, 1000, 1000) == pytest.approx(1e-6 + 10e-6 + 4e-6)
+    both = [
+        profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype="bfloat16", tensor_parallel_sizes=(1,))
+        for dtype in ("bfloat16", "fp8")
+    ]
+    around = 2 * embedding_parameters(spec)
+    assert both[1].weight_bytes == model_parameters(spec) + around
+    for wide, narrow in zip(both[0].measurements, both[1].measurements, strict=True):
+        if wide.op == "rest":
+            assert 0.4 < narrow.seconds / wide.seconds < 1
+        else:
+            assert narrow.seconds == wide.seconds
+    narrow_cache = profile_from_datasheet(spec, sheet, dtype="fp8", tensor_parallel_sizes=(1,))
+    assert narrow_cache.cache_dtype == "fp8"
+    pairs = zip(rows(both[1], "attention", "decode"), rows(narrow_cache, "attention", "decode"), strict=True)
+    assert all(narrow.seconds < wide.seconds for wide, narrow in pairs)
 
 
 def test_a_sharper_norm_comes_closer_to_the_larger_limit(plain: Datasheet) -> None:

@@ -113,6 +113,7 @@ def datasheet_profile(
     *,
     cluster: Cluster | File | None = None,
     dtype: str = "auto",
+    kv_dtype: str | None = None,
     tensor_parallel_sizes: Sequence[int] | None = None,
     constants: Mapping[str, Quantity] | None = None,
 ) -> Profile:
@@ -123,10 +124,11 @@ def datasheet_profile(
     sheet = load_datasheet(fspath(device), {key: str(value) for key, value in (constants or {}).items()})
     if cluster is not None:
         sheet = with_links(sheet, load_cluster(cluster))
+    spec = load_model(model)
     if dtype == "auto":
-        dtype = "bfloat16" if sheet.kind == "cuda" else "float32"
+        dtype = spec.weight_dtype or ("bfloat16" if sheet.kind == "cuda" else "float32")
     sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
-    return profile_from_datasheet(load_model(model), sheet, dtype=dtype, tensor_parallel_sizes=sizes)
+    return profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,12 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def shown(value: object) -> str:
+    """A value for a message: on one line, and short."""
+    text = value if isinstance(value, str) and value.isidentifier() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 class Infeasible(InputError):  # noqa: N818 (an outcome: nothing is wrong with the input)
     """Correct input that no schedule can satisfy; `nearest` says in a few words what would be possible.
 

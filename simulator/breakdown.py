@@ -16,7 +16,12 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Link
-from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, layer_parameters
+from exeplan.core.layer_costs import (
+    embedding_parameters,
+    layer_kv_bytes_per_token,
+    layer_parameters_read,
+    layer_parameters_used,
+)
 from exeplan.core.metrics import window
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.profile import LINKS, Measurement, Profile
@@ -141,13 +146,13 @@ def _device_work(cost: CostModel, number: int, tokens: _Tokens, *, last: bool) -
     apart, bytes_each = spec.is_encoder_decoder, DTYPE_BYTES[cost.profile.dtype]
     layers, encoders = stage.layers[1] - stage.layers[0], stage.encoder_layers[1] - stage.encoder_layers[0]
     new, pairs = (tokens.rows, tokens.context) if apart else (tokens.rows + tokens.prompts, tokens.pairs)
-    weights, encoder_weights = layer_parameters(spec), layer_parameters(spec, encoder=True)
     kept = (tokens.context + new) * layer_kv_bytes_per_token(spec, cost.profile.cache_dtype)
-    flops = layers * (2 * weights * new + 4 * width * pairs)
-    size = layers * (weights * bytes_each + kept) if new else 0.0
+    flops = layers * (2 * layer_parameters_used(spec) * new + 4 * width * pairs)
+    size = layers * (layer_parameters_read(spec, new) * bytes_each + kept) if new else 0.0
     if encoders and tokens.prompts:
-        flops += encoders * (2 * encoder_weights * tokens.prompts + 4 * width * tokens.squares)
-        size += encoders * encoder_weights * bytes_each
+        weights = layer_parameters_used(spec, encoder=True)
+        flops += encoders * (2 * weights * tokens.prompts + 4 * width * tokens.squares)
+        size += encoders * weights * bytes_each
     if last and tokens.rows:
         flops += 2 * embedding_parameters(spec) * tokens.rows
         size += embedding_parameters(spec) * bytes_each

@@ -47,7 +47,7 @@ def kv_bytes_per_token(profile: Profile, placement: Placement, number: int) -> f
     """On one GPU of a stage. Where there are fewer key and value heads than GPUs, heads are replicated."""
     stage = placement[number]
     layers = stage.layers[1] - stage.layers[0]
-    spread = min(stage.tensor_parallel_size, profile.model.num_kv_heads)
+    spread = min(stage.tensor_parallel_size, profile.model.num_kv_shares)
     return layers * layer_kv_bytes_per_token(profile.model, profile.cache_dtype) / spread
 
 

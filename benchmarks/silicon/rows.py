@@ -25,6 +25,9 @@ _LEAST_CANDIDATES = 3
 _DTYPES = {"": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "bfloat16"}
 _DTYPES |= {"fp8": "fp8", "fp8_block": "fp8"}
 
+_SHAPES = {"deepseek-r1": "deepseek-v3"}
+"""Models that have the sizes of a shipped one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -80,12 +83,14 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
 
 def _is_plain(line: dict[str, str]) -> bool:
-    return line["mode"] == "agg" and float(line["pp_size"]) == 1 and line["precision"] in _DTYPES
+    alike = float(line["pp_size"] or 0) == float(line.get("attention_dp_size") or 1) == 1
+    return line["mode"] == "agg" and alike and line["precision"] in _DTYPES
 
 
 def _model(path: str) -> str | None:
     """The longest shipped name that the model's begins with."""
     name = path.split("/")[-1].lower()
+    name = _SHAPES.get(name, name)
     return max((shipped for shipped in shipped_names("models") if name.startswith(shipped)), key=len, default=None)
 
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="with `import`: the timings")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "fp8"), default="auto")
-    parser.add_argument("--kv-dtype", choices=("fp8",), help="of keys and values (default: as --dtype)")
+    parser.add_argument("--kv-dtype", choices=("fp8", "bfloat16"), help="of keys and values (default: as --dtype)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (default); with `import` its name")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
@@ -68,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
     imported = "`exeplan profile import FILE... --model MODEL`"
     _refuse(args, "files", "of_model", "format", "overhead", "engine", needed=imported)
     if args.datasheet:
-        _refuse(args, "kv_dtype", needed="a device to measure")
-        _refuse_fp8(args.dtype)
         return _derive(args)
     _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
     return _measure(args)
@@ -83,15 +81,6 @@ def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
     for name in names:
         if getattr(args, name):
             raise InputError(f"{spelled.get(name, '--' + name.replace('_', '-'))} goes with {needed}")
-
-
-def _refuse_fp8(dtype: str) -> None:
-    from exeplan.core.model import FP8, RUN_DTYPES
-    from exeplan.errors import InputError
-
-    if dtype == FP8:
-        there = ", ".join(name for name in RUN_DTYPES if name != FP8)
-        raise InputError(f"fp8 can be measured, or imported from tables that time it; a datasheet has {there}")
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -150,6 +139,7 @@ def _derive(args: argparse.Namespace) -> int:
         args.datasheet,
         cluster=args.cluster,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         tensor_parallel_sizes=_sizes(args.tensor_parallel_sizes),
         constants=_overrides(args.set or ()),
     )

@@ -10,19 +10,46 @@ from exeplan.core.model import DTYPE_BYTES, ModelSpec
 
 def attention_parameters(spec: ModelSpec) -> int:
     """Query, key, value and output projections of one attention."""
+    if spec.latent:
+        return spec.latent.parameters(spec.hidden_size, spec.num_heads)
     queries = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
     return spec.hidden_size * (2 * queries + 2 * keys)
 
 
 def mlp_parameters(spec: ModelSpec) -> int:
-    return (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
+    """Of one layer; where some layers have experts and some have none, the mean of all, as each stage is taken to have
+    its share of both."""
+    return round(_mlp_parameters(spec, spec.experts.count if spec.experts else 0))
 
 
 def layer_parameters(spec: ModelSpec, *, encoder: bool = False) -> int:
     """One layer; an encoder-decoder model's decoder layer has a cross attention too."""
-    attentions = 2 if spec.is_encoder_decoder and not encoder else 1
-    return attentions * attention_parameters(spec) + mlp_parameters(spec)
+    return _attentions(spec, encoder) + mlp_parameters(spec)
+
+
+def layer_parameters_used(spec: ModelSpec, *, encoder: bool = False) -> float:
+    """Of one layer, those that one token is multiplied with: all, but for the experts that it does not go to."""
+    return _attentions(spec, encoder) + _mlp_parameters(spec, spec.experts.per_token if spec.experts else 0)
+
+
+def layer_parameters_read(spec: ModelSpec, num_tokens: float, *, encoder: bool = False) -> float:
+    """Of one layer, those that a pass of so many tokens reads: all, but for the experts to which none goes."""
+    return _attentions(spec, encoder) + _mlp_parameters(spec, spec.experts.touched(num_tokens) if spec.experts else 0)
+
+
+def _attentions(spec: ModelSpec, encoder: bool) -> int:
+    return (2 if spec.is_encoder_decoder and not encoder else 1) * attention_parameters(spec)
+
+
+def _mlp_parameters(spec: ModelSpec, num_experts: float) -> float:
+    """Mean over the layers, of which those with experts count that many of them."""
+    dense = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
+    if not (experts := spec.experts):
+        return dense
+    own = spec.hidden_size * (3 * (num_experts * experts.width + experts.shared_width) + experts.count)
+    sparse = experts.num_layers / spec.num_layers
+    return sparse * own + (1 - sparse) * dense
 
 
 def embedding_parameters(spec: ModelSpec) -> int:
@@ -39,7 +66,7 @@ def model_parameters(spec: ModelSpec) -> int:
 
 def layer_kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
     """Keys and values that one token keeps in one decoder layer (in a cross attention's cache too, for its prompt)."""
-    return 2 * spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+    return spec.kv_width * DTYPE_BYTES[dtype]
 
 
 def num_all_reduces(spec: ModelSpec, *, encoder: bool = False) -> int:

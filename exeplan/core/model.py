@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from exeplan.core.model_config import (
     is_multimodal,
     nested,
     planned_part,
-    shown,
+    quantized_dtype,
 )
-from exeplan.errors import InputError
+from exeplan.core.sparse_layers import Experts, LatentAttention, dense_width, experts_of, latent_of
+from exeplan.errors import InputError, shown
 from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -102,6 +103,12 @@ class ModelSpec:
     """The output head is the embedding."""
     vocab_size: int
     max_context: int
+    experts: Experts | None = None
+    """Of a mixture of experts, whose `intermediate_size` is that of the layers without any."""
+    latent: LatentAttention | None = None
+    """Of latent attention, whose `head_dim` is that of queries and keys."""
+    weight_dtype: str | None = None
+    """Of the layers, where a quantized checkpoint says it; None for one of 16 or 32 bits."""
     config: Mapping[str, Any] = field(repr=False)
     directory: Path | None = None
     reference: str | None = None
@@ -136,9 +143,19 @@ class ModelSpec:
         """Whether the prefill yields the first output token, as it does where no encoder stands before the decoder."""
         return not self.is_encoder_decoder
 
+    @property
+    def kv_width(self) -> int:
+        """Values that one token keeps in one layer: a key and a value of each key/value head, or a latent vector."""
+        return self.latent.kept if self.latent else 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_kv_shares(self) -> int:
+        """Devices of a tensor-parallel group among which keys and values can be divided; more hold copies."""
+        return 1 if self.latent else self.num_kv_heads
+
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        return self.num_layers * self.kv_width * DTYPE_BYTES[dtype]
 
     @property
     def fingerprint(self) -> str:
@@ -149,7 +166,8 @@ class ModelSpec:
         widths = {name: self.config.get(name) or getattr(self, size) for name, size in _WIDTHS.items()}
         more = {name: width for name, width in widths.items() if width != getattr(self, _WIDTHS[name])}
         windows = sorted((window, count) for window, count in self.windows.items() if window is not None)
-        return _digest({**sizes, **more, **({"windows": windows} if windows else {})})
+        parts = {name: asdict(part) for name in ("experts", "latent") if (part := getattr(self, name))}
+        return _digest({**sizes, **more, **parts, **({"windows": windows} if windows else {})})
 
     def matches(self, fingerprint: object) -> bool:
         """Whether a file's fingerprint is of this shape; files from before fingerprints were of sizes are read too."""
@@ -232,6 +250,7 @@ def model_spec(
     sizes = _sizes(config, name)
     check_layer_types(config, name, num_layers=sizes["num_layers"])
     gated = _is_gated(config, family)
+    experts = experts_of(config, name, num_layers=sizes["num_layers"])
     spec = ModelSpec(
         name=name,
         family=family,
@@ -241,11 +260,16 @@ def model_spec(
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
         head_dim=sizes["head_dim"],
-        intermediate_size=_integer(config, _INTERMEDIATE, name, default=4 * sizes["hidden_size"]),
-        gated_mlp=gated,
+        intermediate_size=dense_width(config, name)
+        if experts
+        else _integer(config, _INTERMEDIATE, name, default=4 * sizes["hidden_size"]),
+        gated_mlp=gated or experts is not None,
         tied_head=_is_tied(config, family, gated=gated),
         vocab_size=sizes["vocab_size"],
         max_context=_max_context(config, family, name),
+        experts=experts,
+        latent=latent_of(config, name),
+        weight_dtype=quantized_dtype(config),
         config=dict(config),
         directory=directory,
         reference=reference,
@@ -266,6 +290,13 @@ def _sizes(config: Mapping[str, Any], name: str) -> dict[str, int]:
 
 
 def _remarks(spec: ModelSpec) -> Iterator[str]:
+    if spec.experts:
+        yield (
+            f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
+            f"{spec.experts.per_token} of {spec.experts.count} experts; all experts are taken to be as likely"
+        )
+    if spec.weight_dtype:
+        yield f"the weights of '{spec.name}' are in {spec.weight_dtype}, and are planned so by datasheet"
     if spec.is_multimodal:
         yield f"'{spec.name}' is multimodal: its part for text is planned, and images and sound are not"
     windows = sorted(window for window in spec.windows if window is not None)
@@ -278,6 +309,8 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
 
 
 def _head_dim(config: Mapping[str, Any], sizes: Mapping[str, int], name: str) -> Any:
+    if latent := latent_of(config, name):
+        return latent.nope_dim + latent.rope_dim
     if stated := config.get("head_dim") or config.get("d_kv"):
         return stated
     hidden, heads = sizes["hidden_size"], sizes["num_heads"]

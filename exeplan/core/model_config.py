@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from exeplan.errors import InputError
+from exeplan.errors import InputError, shown
 
 Config = Mapping[str, Any]
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -21,7 +21,8 @@ _ENCODERS = {
     "siglip", "siglip_text_model", "vit", "wav2vec2", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso",
 }  # fmt: skip
 """Families that only encode, besides those whose names end with `bert`."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_OTHER_EXPERTS = ("moe_num_experts", "moe_num_primary_experts", "num_experts_group")
+"""Of mixtures of experts with rules of their own: DBRX, ERNIE, SmallThinker."""
 _STATE_SPACE = ("layers_block_type", "hybrid_override_pattern", "ssm_state_size", "mamba_d_state", "state_size")
 _OTHER_LAYERS = ("block_types", "attn_type_list", "block_configs", "attention_layers", "blocksparse_block_size")
 """Layers that differ in kind, in fields of their own: RecurrentGemma, MiniMax, Nemotron-NAS, GPT-Neo, Phi-3-small."""
@@ -139,11 +140,19 @@ def check_layer_types(config: Config, name: str, *, num_layers: int) -> None:
         raise InputError(f"config of '{name}': {len(kinds)} layer_types for {num_layers} layers; give one a layer")
 
 
+def quantized_dtype(config: Config) -> str | None:
+    """The dtype of the layers' weights where the config says that they are quantized in a way that is planned: fp8 with
+    a scale a block or a tensor, as DeepSeek and Qwen publish it."""
+    return "fp8" if nested(config, "quantization_config").get("quant_method") == "fp8" else None
+
+
 def check_unquantized(quantization: Any, name: str, where: str) -> None:
-    """Raises InputError naming the method of a checkpoint with quantized weights."""
+    """Raises InputError naming the method of a checkpoint whose weights are quantized in a way that is not planned."""
     if not quantization:
         return
     found = quantization if isinstance(quantization, Mapping) else {"quant_method": str(quantization)}
+    if found.get("quant_method") == "fp8":
+        return
     nested = found.get("quantization")
     algorithm = nested.get("quant_algo") if isinstance(nested, Mapping) else None
     method = found.get("quant_method") or algorithm or (f"{found['bits']} bits" if "bits" in found else "a method")
@@ -152,12 +161,6 @@ def check_unquantized(quantization: Any, name: str, where: str) -> None:
         f"'{name}' is quantized by {method} ({where}), and its weights are neither timed nor loaded; plan and serve "
         "its unquantized checkpoint, whose sizes are the same (GPUs that have fp8 run that with --dtype fp8)"
     )
-
-
-def shown(value: Any) -> str:
-    """A value for a message: on one line, and short."""
-    text = value if isinstance(value, str) and value.isidentifier() else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_kind(config: Config, name: str) -> None:
@@ -171,14 +174,12 @@ def _check_kind(config: Config, name: str) -> None:
             f"'{name}' is of the family {family}, which reads speech; only models that read text are planned"
         )
     experts = {**nested(config, "ffn_config"), **config}
-    for field in _EXPERTS:
+    for field in _OTHER_EXPERTS:
         if experts.get(field) not in (None, 0, 1):
             raise InputError(
-                f"config of '{name}' has {field}={shown(experts[field])}: mixtures of experts are not supported, only "
-                "dense models such as mistral-7b"
+                f"config of '{name}' has {field}={shown(experts[field])}: mixtures of experts of this kind are not "
+                "supported, only those of Mixtral, Qwen, DeepSeek, GLM, gpt-oss and Llama 4"
             )
-    if config.get("kv_lora_rank"):
-        raise InputError(f"config of '{name}' has kv_lora_rank: latent attention (MLA) is not supported")
     for field in _STATE_SPACE:
         if config.get(field):
             raise InputError(f"config of '{name}' has {field}: layers without attention are not supported")

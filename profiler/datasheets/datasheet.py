@@ -1,9 +1,11 @@
 """Profile of a model on a device that is known by its datasheet alone: a roofline with stated efficiencies.
 
 `plans/devices/<name>.yaml` holds every constant with its source, and `exeplan profile MODEL --datasheet NAME --set
-gemm_efficiency=0.6` overrides one; the formulas are in `roofline.py`. A layer is cut as Megatron cuts it: heads, MLP
-and vocabulary are shared by the tensor parallel group; key/value heads are too, and are replicated where there are
-fewer of them than devices. No communication is in a layer's rows. Not here: whether a plan fits the memory.
+gemm_efficiency=0.6` overrides one; the formulas are in `roofline.py`. A layer is cut as Megatron cuts it: heads, MLP,
+each expert's width and the vocabulary are shared by the tensor parallel group; key/value heads are too, and are
+replicated where there are fewer of them than devices, as latent vectors are on all. A pass of T tokens reads
+E (1 - (1 - k/E)^T) of E experts, k a token, all as likely. No communication is in a layer's rows. Not here: whether a
+plan fits the memory.
 
 `workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens (residual stream, norm, and
 the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
@@ -11,16 +13,17 @@ the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import layer_kv_bytes_per_token, model_parameters
+from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import LINKS, Device, Measurement, Profile
+from exeplan.core.sparse_layers import Experts, LatentAttention
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 from exeplan.profiler.datasheets.roofline import (
@@ -31,9 +34,12 @@ from exeplan.profiler.datasheets.roofline import (
     SIZE,
     Datasheet,
     all_reduce_seconds,
+    between_layers,
     decode_attention_seconds,
     elementwise_seconds,
     gemm_seconds,
+    grouped_gemm_seconds,
+    latent_decode_seconds,
     prefill_attention_seconds,
 )
 from exeplan.units import num_bytes, seconds
@@ -49,6 +55,7 @@ _SAMPLING_PASSES = 4
 """Reads and writes of the float32 logits by temperature, softmax and the draw."""
 _WORKSPACE_TOKENS, _WORKSPACE_ROWS = 8192, 256
 _UNITS = {f.name: f.metadata["unit"] for f in fields(Datasheet) if "unit" in f.metadata}
+_OPTIONAL = {f.name for f in fields(Datasheet) if "unit" in f.metadata and f.default is not MISSING}
 _KINDS = ("cpu", "cuda")
 
 
@@ -72,9 +79,9 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
     if body.get("kind") not in _KINDS:
         raise InputError(f"datasheet '{path.stem}': kind must be cpu or cuda, found {body.get('kind')!r}")
     constants |= changes
-    if missing := [constant for constant in _UNITS if constant not in constants]:
+    if missing := [constant for constant in _UNITS if constant not in constants and constant not in _OPTIONAL]:
         raise InputError(f"datasheet '{path.stem}' lacks {', '.join(missing)}")
-    values = {constant: _value(constant, constants[constant], path.stem) for constant in _UNITS}
+    values = {name: _value(name, constants[name], path.stem) for name in _UNITS if name in constants}
     return Datasheet(
         name=path.stem,
         kind=body["kind"],
@@ -101,17 +108,25 @@ def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
 
 
 def profile_from_datasheet(
-    spec: ModelSpec, sheet: Datasheet, *, dtype: str, tensor_parallel_sizes: Sequence[int] | None = None
+    spec: ModelSpec,
+    sheet: Datasheet,
+    *,
+    dtype: str,
+    kv_dtype: str | None = None,
+    tensor_parallel_sizes: Sequence[int] | None = None,
 ) -> Profile:
     """Rows of every operation at every tensor parallel size: those given, or those of 1, 2, 4, 8 that share the heads.
 
-    Raises InputError when a given size does not divide the heads.
+    `dtype` is of the layers' weights: with fp8 the rest is in bfloat16. `kv_dtype` is of keys and values, `dtype` where
+    it is None. Raises InputError when a given size does not divide the heads, or the device has no such dtype.
     """
     sizes = _sizes(spec, tensor_parallel_sizes)
-    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, size)]
+    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size)]
+    around = embedding_parameters(spec) * (1 if spec.tied_head else 2)
     return Profile(
         model=spec,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=Device(
             name=sheet.name,
             kind=sheet.kind,
@@ -119,28 +134,29 @@ def profile_from_datasheet(
             copy_bytes_per_second=sheet.memory_bandwidth,
             flops_per_second=sheet.flops(dtype),
         ),
-        weight_bytes=model_parameters(spec) * DTYPE_BYTES[dtype],
+        weight_bytes=(model_parameters(spec) - around) * DTYPE_BYTES[dtype]
+        + around * DTYPE_BYTES[between_layers(dtype)],
         workspace_bytes=_workspace_bytes(spec, sheet, dtype),
         measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
         source=f"datasheet {', '.join((sheet.name, *sheet.changes))}",
     )
 
 
-def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int) -> Iterator[Measurement]:
-    row = partial(Measurement, tensor_parallel_size=size)
+def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int) -> Iterator[Measurement]:
+    row, between = partial(Measurement, tensor_parallel_size=size), between_layers(dtype)
     for n in _NUM_SEQS:
         for tokens in _grid(_context(spec)):
-            took = _prefill_attention(spec, sheet, dtype, size, n, tokens)
+            took = _prefill_attention(spec, sheet, between, kv_dtype, size, n, tokens)
             yield row(op="attention", phase="prefill", num_seqs=n, num_tokens=n * tokens, seconds=took)
         for tokens in (t for t in _grid(_context(spec)) if t & (t - 1) == 0 or t == _context(spec)):
-            took = _decode_attention(spec, sheet, dtype, size, n, tokens)
+            took = _decode_attention(spec, sheet, kv_dtype, size, n, tokens)
             yield row(op="attention", phase="decode", num_seqs=n, context_tokens=n * tokens, seconds=took)
-        yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, dtype, size, n))
+        yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, between, size, n))
     for tokens in _grid(MAX_TOKENS):
         for phase in ("prefill", "decode") if spec.is_encoder_decoder else ("",):
             took = _rest(spec, sheet, dtype, size, tokens, phase)
             yield row(op="rest", phase=phase, num_tokens=tokens, seconds=took)
-        moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[dtype]
+        moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[between]
         yield row(op="embed", num_tokens=tokens, seconds=elementwise_seconds(sheet, moved))
 
 
@@ -161,18 +177,21 @@ def _link_rows(sheet: Datasheet, sizes: Sequence[int]) -> Iterator[Measurement]:
                     yield Measurement(op="all_reduce", phase=where, tensor_parallel_size=t, bytes=size, seconds=took)
 
 
-def _prefill_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, tokens: int) -> float:
+def _prefill_attention(
+    spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int, num_seqs: int, tokens: int
+) -> float:
     """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
-    stored = num_seqs * tokens * _kv_bytes(spec, dtype, size) * _cross_share(spec)
+    stored = num_seqs * tokens * _kv_bytes(spec, kv_dtype, size) * _cross_share(spec)
+    heads, latent = spec.num_heads // size, spec.latent
     attend = partial(
         prefill_attention_seconds,
         sheet,
         dtype,
         num_seqs=num_seqs,
         tokens=tokens,
-        heads=spec.num_heads // size,
-        kv_heads=_kv_heads(spec, size),
-        head_dim=spec.head_dim,
+        heads=heads,
+        kv_heads=heads if latent else _kv_heads(spec, size),
+        head_dim=(spec.head_dim + latent.value_dim) / 2 if latent else spec.head_dim,
         causal=not spec.is_encoder_decoder,
     )
     return elementwise_seconds(sheet, 2 * stored) + _mean(spec, lambda window: attend(window=window))
@@ -180,6 +199,17 @@ def _prefill_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int,
 
 def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, context: int) -> float:
     """Self attention, and cross attention where there is one: two kernels that share the context between them."""
+    stored = elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
+    if latent := spec.latent:
+        return stored + latent_decode_seconds(
+            sheet,
+            dtype,
+            num_seqs=num_seqs,
+            context_tokens=num_seqs * context,
+            heads=spec.num_heads // size,
+            rank=latent.kv_rank,
+            rope_dim=latent.rope_dim,
+        )
     kernels = 2 if spec.is_encoder_decoder else 1
 
     def attend(window: int | None) -> float:
@@ -192,7 +222,7 @@ def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, 
             head_dim=spec.head_dim,
         )
 
-    return kernels * _mean(spec, attend) + elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
+    return kernels * _mean(spec, attend) + stored
 
 
 def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
@@ -207,20 +237,64 @@ def _rest(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int,
 
     `prefill` is an encoder layer, `decode` a decoder layer with cross attention, "" a decoder-only model's layer.
     """
-    gemm = partial(gemm_seconds, sheet, dtype, tokens)
-    hidden, inner = spec.hidden_size, -(-spec.intermediate_size // size)
+    norms, element = 3 if phase == "decode" else 2, tokens * DTYPE_BYTES[between_layers(dtype)]
+    took = norms * elementwise_seconds(sheet, 4 * spec.hidden_size * element)
+    if spec.latent:
+        took += _latent_projections(spec, spec.latent, sheet, dtype, size, tokens)
+    else:
+        took += _projections(spec, sheet, dtype, size, tokens, phase)
+    mlp = partial(_mlp, spec, sheet, dtype, tokens)
+    dense = mlp(-(-spec.intermediate_size // size))
+    if not (experts := spec.experts):
+        return took + dense
+    sparse = routed_seconds(experts, spec.hidden_size, sheet, dtype, size, tokens)
+    if experts.shared_width:
+        sparse += mlp(-(-experts.shared_width // size))
+    return took + (experts.num_layers * sparse + (spec.num_layers - experts.num_layers) * dense) / spec.num_layers
+
+
+def _projections(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int, phase: str) -> float:
+    """Of queries, keys, values and the output, with their rotation or bias."""
+    gemm, hidden = partial(gemm_seconds, sheet, dtype, tokens), spec.hidden_size
     queries, keys = spec.num_heads // size * spec.head_dim, 2 * _kv_heads(spec, size) * spec.head_dim
-    ups = 2 if spec.gated_mlp else 1
-    took = gemm(queries + keys, hidden) + gemm(hidden, queries) + gemm(ups * inner, hidden) + gemm(hidden, inner)
-    norms = 3 if phase == "decode" else 2
+    took = gemm(queries + keys, hidden) + gemm(hidden, queries)
     if phase == "decode":
         took += gemm(queries, hidden) + gemm(hidden, queries)
     if phase == "prefill":
         took += gemm(keys, hidden) * _cross_share(spec)
-    element = tokens * DTYPE_BYTES[dtype]
-    took += norms * elementwise_seconds(sheet, 4 * hidden * element)
-    took += elementwise_seconds(sheet, 2 * (queries + keys / 2) * element)
-    return took + elementwise_seconds(sheet, (ups + 1) * inner * element)
+    return took + elementwise_seconds(sheet, 2 * (queries + keys / 2) * tokens * DTYPE_BYTES[between_layers(dtype)])
+
+
+def _latent_projections(
+    spec: ModelSpec, latent: LatentAttention, sheet: Datasheet, dtype: str, size: int, tokens: int
+) -> float:
+    """Down to the latent vectors on every device, up to its own heads; absorbed, keys and values take as many
+    operations of a token that decodes."""
+    gemm, hidden, heads = partial(gemm_seconds, sheet, dtype, tokens), spec.hidden_size, spec.num_heads // size
+    queries = heads * spec.head_dim
+    took = gemm(queries, latent.query_rank or hidden) + gemm(hidden, heads * latent.value_dim)
+    took += gemm((latent.query_rank or 0) + latent.kept, hidden)
+    took += gemm(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+    moved = 2 * (queries + latent.kept) * tokens * DTYPE_BYTES[between_layers(dtype)]
+    return took + 2 * elementwise_seconds(sheet, moved)
+
+
+def _mlp(spec: ModelSpec, sheet: Datasheet, dtype: str, tokens: int, inner: int) -> float:
+    """Of the intermediate size `inner`, with its activation."""
+    gemm, ups = partial(gemm_seconds, sheet, dtype, tokens), 2 if spec.gated_mlp else 1
+    took = gemm(ups * inner, spec.hidden_size) + gemm(spec.hidden_size, inner)
+    return took + elementwise_seconds(sheet, (ups + 1) * inner * tokens * DTYPE_BYTES[between_layers(dtype)])
+
+
+def routed_seconds(experts: Experts, hidden: int, sheet: Datasheet, dtype: str, size: int, tokens: int) -> float:
+    """Router and experts, each device with its part of every expert's width; a kernel gathers the rows by expert, and
+    one sums them."""
+    rows, inner = tokens * experts.per_token, -(-experts.width // size)
+    product = partial(grouped_gemm_seconds, sheet, dtype, rows, num_groups=experts.touched(tokens))
+    took = gemm_seconds(sheet, between_layers(dtype), tokens, experts.count, hidden)
+    took += product(2 * inner, hidden) + product(hidden, inner)
+    moved = rows * DTYPE_BYTES[between_layers(dtype)]
+    return took + 2 * elementwise_seconds(sheet, 2 * hidden * moved) + elementwise_seconds(sheet, 3 * inner * moved)
 
 
 def _head(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int) -> float:
@@ -241,13 +315,17 @@ def _kv_heads(spec: ModelSpec, size: int) -> int:
 
 
 def _kv_bytes(spec: ModelSpec, dtype: str, size: int) -> float:
-    return layer_kv_bytes_per_token(spec, dtype) * _kv_heads(spec, size) / spec.num_kv_heads
+    whole = layer_kv_bytes_per_token(spec, dtype)
+    return float(whole) if spec.latent else whole * _kv_heads(spec, size) / spec.num_kv_heads
 
 
 def _workspace_bytes(spec: ModelSpec, sheet: Datasheet, dtype: str) -> int:
     queries = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    widest = max(queries, (2 if spec.gated_mlp else 1) * spec.intermediate_size)
-    activations = _WORKSPACE_TOKENS * (2 * spec.hidden_size + widest) * DTYPE_BYTES[dtype]
+    inner = spec.intermediate_size
+    if experts := spec.experts:
+        inner = max(inner, experts.per_token * experts.width + experts.shared_width)
+    widest = max(queries, (2 if spec.gated_mlp else 1) * inner)
+    activations = _WORKSPACE_TOKENS * (2 * spec.hidden_size + widest) * DTYPE_BYTES[between_layers(dtype)]
     return int(sheet.runtime_memory + activations + 4 * _WORKSPACE_ROWS * spec.vocab_size)
 
 

@@ -1,8 +1,10 @@
 """Roofline: seconds of one kernel from what it computes and moves, with a datasheet's efficiencies.
 
     gemm               latency + (operations^p + bytes^p)^(1/p)            p = gemm_sharpness
+    experts' product   as a gemm of all rows; the bytes are those of the experts that some row goes to
     prefill attention  latency + operations + bytes                        a causal prompt: half of the square
     decode attention   latency + sequences * kv heads * a constant + bytes of keys and values
+    latent decode      latency + sequences * a constant + operations joined with bytes of the latent vectors
     element-wise       latency + bytes
     all-reduce         latency + (t - 1) * step + wire + sqrt(ramp * wire)  wire: 2 (t - 1) / t of the bytes
 
@@ -10,6 +12,9 @@ where `operations` stands for operations / (efficiency * peak) and `bytes` for b
 norm joins the limits of a matrix product smoothly: they overlap, and near the ridge neither is reached. The square root
 is what a pipelined transfer loses to filling its pipeline with the best number of chunks. Left out: whole tiles and
 waves of them, which cost a product of a few hundred rows up to a quarter more or less.
+
+In fp8 products read 8-bit rows and weights and write 16 bits, at the device's fp8 peak; attention computes in bfloat16,
+and reads keys and values of their own dtype.
 
 All shapes are those of one device's shard. Not here: which kernels a layer runs (`datasheet.py`).
 """
@@ -19,7 +24,8 @@ from math import sqrt
 from typing import Any
 
 from exeplan.core.cluster import Link
-from exeplan.core.model import DTYPE_BYTES
+from exeplan.core.model import DTYPE_BYTES, FP8
+from exeplan.errors import InputError
 
 SHARE, RATE, SECONDS, SIZE, POWER = "share", "rate", "seconds", "size", "power"
 
@@ -42,6 +48,8 @@ class Datasheet:
     float32_flops: float = _constant(RATE)
     bfloat16_flops: float = _constant(RATE)
     float16_flops: float = _constant(RATE)
+    fp8_flops: float = field(default=0.0, metadata={"unit": RATE})
+    """0 where the device has no fp8."""
     gemm_latency: float = _constant(SECONDS)
     gemm_efficiency: float = _constant(SHARE)
     gemm_bandwidth_efficiency: float = _constant(SHARE)
@@ -74,8 +82,13 @@ class Datasheet:
     """Bytes held besides weights, activations and KV cache: driver context, libraries, communication buffers."""
 
     def flops(self, dtype: str) -> float:
-        """Peak operations a second, dense."""
-        return {"float32": self.float32_flops, "bfloat16": self.bfloat16_flops, "float16": self.float16_flops}[dtype]
+        """Peak operations a second, dense. Raises InputError where the device has none of this dtype."""
+        found: float = getattr(self, f"{dtype}_flops")
+        if not found:
+            raise InputError(
+                f"datasheet '{self.name}' has no {dtype}_flops: take another dtype, or --set {dtype}_flops=NUMBER"
+            )
+        return found
 
     def link(self, where: str) -> Link:
         """`intra` or `inter` node."""
@@ -84,14 +97,29 @@ class Datasheet:
         return Link(bytes_per_second=self.inter_bandwidth, latency=self.inter_latency)
 
 
+def between_layers(dtype: str) -> str:
+    """The dtype of hidden states, embedding, head and attention of a model with weights of this dtype."""
+    return "bfloat16" if dtype == FP8 else dtype
+
+
 def gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float) -> float:
     """[m, k] times [k, n]."""
+    return grouped_gemm_seconds(sheet, dtype, m, n, k, num_groups=1.0)
+
+
+def grouped_gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float, *, num_groups: float) -> float:
+    """[m, k] times one of `num_groups` matrices [k, n] for each row, all in one kernel."""
     compute = 2 * m * n * k / (sheet.gemm_efficiency * sheet.flops(dtype))
-    moved = DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
+    moved = DTYPE_BYTES[dtype] * (m * k + num_groups * k * n) + DTYPE_BYTES[between_layers(dtype)] * m * n
     memory = moved / (sheet.gemm_bandwidth_efficiency * sheet.memory_bandwidth)
+    return sheet.gemm_latency + _joined(sheet, compute, memory)
+
+
+def _joined(sheet: Datasheet, compute: float, memory: float) -> float:
+    """Seconds of two that overlap, neither of which reaches its limit near the ridge."""
     low, high = sorted((compute, memory))
     p = sheet.gemm_sharpness
-    return sheet.gemm_latency + high * (1 + (low / high) ** p) ** (1 / p)
+    return high * (1 + (low / high) ** p) ** (1 / p)
 
 
 def elementwise_seconds(sheet: Datasheet, moved: float) -> float:
@@ -107,7 +135,7 @@ def prefill_attention_seconds(
     tokens: float,
     heads: int,
     kv_heads: int,
-    head_dim: int,
+    head_dim: float,
     causal: bool,
     window: int | None = None,
 ) -> float:
@@ -131,6 +159,25 @@ def decode_attention_seconds(
         sheet.decode_attention_latency
         + num_seqs * kv_heads * sheet.decode_attention_seconds_per_head
         + moved / (sheet.decode_attention_efficiency * sheet.memory_bandwidth)
+    )
+
+
+def latent_decode_seconds(
+    sheet: Datasheet, dtype: str, *, num_seqs: int, context_tokens: float, heads: int, rank: int, rope_dim: int
+) -> float:
+    """One query token a sequence over the latent vectors of all sequences, the projections of keys and values absorbed:
+    each head multiplies with `rank + rope_dim` values of a token for its score, and with `rank` for its output. `dtype`
+    is that of the vectors."""
+    moved = DTYPE_BYTES[dtype] * context_tokens * (rank + rope_dim)
+    operations = 2 * context_tokens * heads * (2 * rank + rope_dim)
+    return (
+        sheet.decode_attention_latency
+        + num_seqs * sheet.decode_attention_seconds_per_head
+        + _joined(
+            sheet,
+            operations / (sheet.prefill_attention_efficiency * sheet.flops(between_layers(dtype))),
+            moved / (sheet.decode_attention_efficiency * sheet.memory_bandwidth),
+        )
     )
 
 

@@ -142,7 +142,7 @@ def _moved(row: Measurement, spec: ModelSpec, dtype: str) -> float:
         return float(spec.vocab_size * spec.hidden_size * size) / row.tensor_parallel_size
     if row.op == "attention" and row.phase == "decode":
         # Fewer key/value heads than devices are copied, so no device has less than one head's share.
-        share = max(1 / row.tensor_parallel_size, 1 / spec.num_kv_heads)
+        share = max(1 / row.tensor_parallel_size, 1 / spec.num_kv_shares)
         return row.context_tokens * layer_kv_bytes_per_token(spec, dtype) * share
     return 0.0
 

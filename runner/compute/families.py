@@ -64,6 +64,16 @@ def _families() -> dict[str, ModuleType]:
 
 def _family(spec: ModelSpec) -> ModuleType:
     families = _families()
+    if spec.weight_dtype:
+        raise InputError(
+            f"'{spec.name}' is quantized ({spec.weight_dtype}), and its weights are not loaded; run its unquantized "
+            "checkpoint, with --dtype fp8 on GPUs that have it"
+        )
+    if spec.experts or spec.latent:
+        raise InputError(
+            f"'{spec.name}' has {'experts' if spec.experts else 'latent attention'}: it is planned by datasheet "
+            "(`exeplan profile --datasheet`), and cannot be run or measured"
+        )
     if spec.family not in families:
         raise InputError(f"no model family '{spec.family}'; there are {', '.join(sorted(families))}")
     if spec.is_multimodal:

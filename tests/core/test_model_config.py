@@ -21,7 +21,8 @@ LLAMA = {
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
-METHODS = ("awq", "gptq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
+METHODS = ("awq", "gptq", "bitsandbytes", "compressed-tensors", "mxfp4")
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 256}
 
 
 def refusal(change: dict[str, Any], base: dict[str, Any] = LLAMA) -> str:
@@ -57,6 +58,32 @@ def test_a_file_next_to_the_config_may_say_that_weights_are_quantized(
         load_model_spec(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("fields", "sparse"),
+    [
+        ({}, 2),
+        ({"decoder_sparse_step": 2}, 1),
+        ({"mlp_only_layers": [0]}, 1),
+        ({"first_k_dense_replace": 1}, 1),
+        ({"moe_layer_freq": 2}, 1),
+        ({"moe_layers": [1]}, 1),
+        ({"interleave_moe_layer_step": 2}, 1),
+    ],
+)
+def test_every_familys_way_to_say_which_layers_have_experts_is_read(fields: dict[str, Any], sparse: int) -> None:
+    spec = model_spec({**LLAMA, **EXPERTS, **fields}, name="tiny")
+    assert spec.experts is not None
+    assert spec.experts.num_layers == sparse
+    assert f"{sparse} of 2 layers of 'tiny' send each token to 2 of 8 experts" in spec.remarks[0]
+    assert spec.fingerprint != model_spec({**LLAMA, **EXPERTS, "num_experts": 16}, name="tiny").fingerprint
+
+
+def test_a_mixture_whose_layers_are_all_dense_is_dense() -> None:
+    spec = model_spec({**LLAMA, **EXPERTS, "mlp_only_layers": [0, 1]}, name="tiny")
+    assert spec.experts is None
+    assert spec.fingerprint == model_spec(LLAMA, name="tiny").fingerprint
+
+
 def test_a_multimodal_config_is_planned_by_its_part_for_text() -> None:
     text = {**LLAMA, "model_type": "gemma3_text", "head_dim": 16}
     nested = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
@@ -77,6 +104,15 @@ def test_a_flat_multimodal_config_says_so_too() -> None:
 def test_a_part_for_text_that_relies_on_defaults_is_refused_with_the_remedy() -> None:
     message = refusal({"text_config": {"model_type": "gemma3_text", "hidden_size": 64}, "vision_config": {}})
     assert "has no num_hidden_layers; write the one that transformers fills in into its text_config" in message
+
+
+def test_a_checkpoint_in_fp8_is_planned_so_and_has_the_sizes_of_the_other() -> None:
+    spec = model_spec(
+        {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, name="t"
+    )
+    assert spec.weight_dtype == "fp8"
+    assert spec.remarks == ("the weights of 't' are in fp8, and are planned so by datasheet",)
+    assert spec.fingerprint == model_spec(LLAMA, name="t").fingerprint
 
 
 def test_quantization_around_the_part_for_text_counts() -> None:
@@ -114,10 +150,20 @@ def test_encoders_are_refused(family: str) -> None:
         ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers; give one a layer"),
         ({"layer_types": ["linear_attention"] * 2}, "layers of type linear_attention are not supported"),
         ({"layer_types": "full_attention"}, "layer_types must list a type a layer, found full_attention"),
-        ({"num_local_experts": 8}, "num_local_experts=8: mixtures of experts are not supported"),
-        ({"kv_lora_rank": 512}, "latent attention (MLA) is not supported"),
+        ({"num_local_experts": 8}, "has no num_experts_per_tok"),
+        ({"num_experts": "8"}, "num_experts must be a positive integer up to 1048576, found '8'"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "a token cannot go to 9 of 8 experts"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer up to 1048576"),
+        ({**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer, found 0"),
+        ({**EXPERTS, "first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number of at least 0"),
+        ({**EXPERTS, "is_encoder_decoder": True}, "experts are planned in decoder-only models only"),
+        ({"kv_lora_rank": 512}, "has no qk_nope_head_dim"),
+        ({"kv_lora_rank": 512, "index_topk": 2048}, "attention to chosen tokens only is not supported"),
         ({"mamba_d_state": 16}, "layers without attention are not supported"),
-        ({"ffn_config": {"moe_num_experts": 16}}, "moe_num_experts=16: mixtures of experts are not supported"),
+        (
+            {"ffn_config": {"moe_num_experts": 16}},
+            "moe_num_experts=16: mixtures of experts of this kind are not supported",
+        ),
         ({"num_mel_bins": 80, "model_type": "whisper"}, "of the family whisper, which reads speech"),
         ({"block_types": ["recurrent", "attention"]}, "has block_types: layers of different kinds"),
         ({"attn_type_list": [0, 1]}, "has attn_type_list: layers of different kinds"),

@@ -18,21 +18,29 @@ import pytest
 
 from exeplan.cli import main
 from exeplan.core.cluster import load_cluster
-from exeplan.core.layer_costs import mlp_parameters, model_parameters
+from exeplan.core.layer_costs import (
+    embedding_parameters,
+    layer_parameters_read,
+    layer_parameters_used,
+    model_parameters,
+)
 from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
+from exeplan.core.sparse_layers import Experts
 from exeplan.errors import InputError
 from exeplan.files import shipped, shipped_names
-from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, routed_seconds, with_links
 from exeplan.profiler.datasheets.roofline import (
     Datasheet,
     all_reduce_seconds,
     decode_attention_seconds,
     gemm_seconds,
+    grouped_gemm_seconds,
+    latent_decode_seconds,
     prefill_attention_seconds,
 )
 
-MODELS = ("opt-13b", "llama-3.1-8b", "t5-11b")
+MODELS = ("opt-13b", "llama-3.1-8b", "t5-11b", "qwen3-30b-a3b", "deepseek-v2-lite")
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +92,37 @@ def test_kernels_by_hand(plain: Datasheet) -> None:
     assert decode_attention_seconds(
         plain, "float16", num_seqs=4, context_tokens=10_000, kv_heads=2, head_dim=100
     ) == pytest.approx(1e-6 + 16e-6 + 0.08e-6)
+    # 100 rows to 10 of 1000 x 1000: 0.2 GFLOP take 2 us, 20 MB and 400 KB take 20.4 us.
+    assert grouped_gemm_seconds(plain, "float16", 100, 1000, 1000, num_groups=10) == pytest.approx(
+        1e-6 + 2e-6 + 20.4e-6
+    )
+    # 10,000 tokens of 500 values: 10 MB at 0.5 TB/s; 8 heads, 2 * 900 operations each at 50 TFLOP/s; 4 times 10 ns.
+    assert latent_decode_seconds(
+        plain, "float16", num_seqs=4, context_tokens=10_000, heads=8, rank=400, rope_dim=100
+    ) == pytest.approx(1e-6 + 20e-6 + 2.88e-6 + 0.04e-6)
     # Of 1 MB 1.5 MB pass each wire at 50 GB/s: 30 us, and sqrt(100 us * 30 us) to fill the pipeline.
     assert all_reduce_seconds(plain, "intra", 4, 1e6) == pytest.approx(10e-6 + 3e-6 + 30e-6 + (100e-6 * 30e-6) ** 0.5)
+
+
+def test_fp8_halves_what_products_read_and_leaves_the_rest(plain: Datasheet) -> None:
+    sheet, spec = replace(plain, bfloat16_flops=100e12, fp8_flops=200e12), load_model_spec("llama-3.1-8b")
+    # 2 * 1000^3 operations take 10 us; 2 MB are read, and 2 MB written.
+    assert gemm_seconds(sheet, "fp8", 1000, 1000, 1000) == pytest.approx(1e-6 + 10e-6 + 4e-6)
+    both = [
+        profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype="bfloat16", tensor_parallel_sizes=(1,))
+        for dtype in ("bfloat16", "fp8")
+    ]
+    around = 2 * embedding_parameters(spec)
+    assert both[1].weight_bytes == model_parameters(spec) + around
+    for wide, narrow in zip(both[0].measurements, both[1].measurements, strict=True):
+        if wide.op == "rest":
+            assert 0.4 < narrow.seconds / wide.seconds < 1
+        else:
+            assert narrow.seconds == wide.seconds
+    narrow_cache = profile_from_datasheet(spec, sheet, dtype="fp8", tensor_parallel_sizes=(1,))
+    assert narrow_cache.cache_dtype == "fp8"
+    pairs = zip(rows(both[1], "attention", "decode"), rows(narrow_cache, "attention", "decode"), strict=True)
+    assert all(narrow.seconds < wide.seconds for wide, narrow in pairs)
 
 
 def test_a_sharper_norm_comes_closer_to_the_larger_limit(plain: Datasheet) -> None:
@@ -128,13 +165,14 @@ def test_between_its_lengths_a_quadratic_is_interpolated_to_1_3_percent(sheet: D
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("size", [1, 8])
 def test_no_layer_beats_the_device(model: str, size: int, sheet: Datasheet) -> None:
-    """Its MLP alone computes and reads this much."""
+    """Its products alone compute and read this much."""
     profile = profile_of(model, sheet)
-    mlp = mlp_parameters(profile.model) / size
     for phase in ("prefill", "decode") if profile.model.is_encoder_decoder else ("",):
         for m in rows(profile, "rest", phase, size):
-            assert m.seconds > 2 * mlp * m.num_tokens / sheet.float16_flops
-            assert m.seconds > 2 * mlp / sheet.memory_bandwidth
+            used = layer_parameters_used(profile.model, encoder=phase == "prefill") / size
+            read = layer_parameters_read(profile.model, m.num_tokens, encoder=phase == "prefill") / size
+            assert m.seconds > 2 * used * m.num_tokens / sheet.float16_flops
+            assert m.seconds > 2 * read / sheet.memory_bandwidth
 
 
 def test_key_value_heads_are_replicated_where_there_are_fewer_than_devices(sheet: Datasheet) -> None:
@@ -401,6 +439,27 @@ def test_the_median_error_against_measured_tables_is_under_ten_percent(system: s
     ]
     assert len(errors) > 60
     assert median(errors) < 0.10
+
+
+@pytest.mark.parametrize("system", ["h100_sxm", "h200_sxm"])
+def test_experts_against_measured_tables(system: str) -> None:
+    """vLLM's kernels, with the constants of dense products: half of the shapes within a fifth, none of it one-sided."""
+    if "EXEPLAN_DATA" not in os.environ:
+        pytest.skip("measured tables are compared when EXEPLAN_DATA names their folder")
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    sheet = load_datasheet({"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb"}[system])
+    (path,) = Path(os.environ["EXEPLAN_DATA"]).glob(f"aiconfigurator/{system}/moe/vllm/*/moe_perf.parquet")
+    table = pandas.read_parquet(path)
+    alike = table[(table.moe_dtype == "bfloat16") & (table.moe_ep_size == 1) & (table.distribution == "balanced")]
+    ratios = []
+    for row in alike.itertuples():
+        experts = Experts(count=row.num_experts, per_token=row.topk, width=row.inter_size, num_layers=1)
+        seconds = routed_seconds(experts, row.hidden_size, sheet, "bfloat16", row.moe_tp_size, row.num_tokens)
+        ratios.append(1e3 * seconds / row.latency)
+    assert len(ratios) > 2000
+    assert 0.9 < median(ratios) < 1.1
+    assert median(abs(ratio - 1) for ratio in ratios) < 0.2
 
 
 def test_a_sliding_window_bounds_the_time_of_attention(sheet: Datasheet) -> None:

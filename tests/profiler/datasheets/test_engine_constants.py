@@ -155,10 +155,10 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     ("options", "message"),
     [
         (["--engine", "vllm"], "--engine goes with `exeplan profile import FILE... --model MODEL`"),
-        (["--datasheet", "h100-80gb", "--dtype", "fp8"], "fp8 can be measured, or imported from tables that time it"),
+        (["--datasheet", "a40-48gb", "--dtype", "fp8"], "datasheet 'a40-48gb' has no fp8_flops: take another dtype"),
     ],
 )
-def test_where_nothing_is_imported_there_is_neither_engine_nor_fp8(
+def test_a_datasheet_takes_no_engine_and_no_dtype_that_its_device_lacks(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "demo", "-o", str(tmp_path / "p.json"), *options]) == 2

@@ -1,4 +1,4 @@
-"""ExeGPT's evaluation (ASPLOS 2024, section 7) planned by exeplan, next to the paper's figures.
+"""The evaluations of ExeGPT (ASPLOS 2024), ORCA (OSDI 2022) and TCB (ICPP 2022) predicted, next to their figures.
 
     python -m benchmarks.paper                      everything: minutes
     python -m benchmarks.paper fig6 table6 --quick  parts of it, with the tightest bound and without one
@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
+from benchmarks.paper import orca
 from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
@@ -30,8 +31,10 @@ _TABLES: dict[str, Callable[[Settings], Part]] = {
     "table6": table_6,
     "table7": table_7,
     "drift": paper_drift.part,
+    **orca.parts(),
 }
 _ORDER = (*FIGURES, *_TABLES, "search")
+"""Figures 6 to 8 take minutes, the others seconds."""
 
 
 def main() -> None:
@@ -72,7 +75,7 @@ def _write(found: dict[str, Part]) -> None:
     parts = {name: parts[name] for name in _ORDER if name in parts}
     write_record("paper", {"parts": parts})
     text = "\n".join(part["markdown"] for part in parts.values())
-    (RECORDS / "paper.md").write_text(f"# ExeGPT's evaluation, planned by exeplan\n\n{text}")
+    (RECORDS / "paper.md").write_text(f"# The papers' evaluations, predicted by exeplan\n\n{text}")
 
 
 if __name__ == "__main__":

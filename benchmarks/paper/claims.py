@@ -50,6 +50,8 @@ class Part:
     rows: Sequence[Sequence[Any]]
     claims: Sequence[Claim] = ()
     notes: Sequence[str] = ()
+    curves: Sequence[dict[str, Any]] = ()
+    """What a picture is drawn from, where the rows are not."""
 
     def markdown(self) -> str:
         blocks = [f"## {self.title}", *self.notes, markdown_table(self.header, [[*map(show, r)] for r in self.rows])]
@@ -60,7 +62,8 @@ class Part:
     def as_json(self) -> dict[str, Any]:
         claims = [{**asdict(claim), "difference": claim.difference} for claim in self.claims]
         rows = [dict(zip(self.header, map(_finite, row), strict=True)) for row in self.rows]
-        return {"title": self.title, "rows": rows, "claims": claims, "notes": list(self.notes)}
+        curves = {"curves": list(self.curves)} if self.curves else {}
+        return {"title": self.title, "rows": rows, "claims": claims, "notes": list(self.notes), **curves}
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
-from benchmarks.paper import orca
+from benchmarks.paper import memory, orca, real
 from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
@@ -26,6 +26,8 @@ from exeplan.planner.tables import json_line
 from exeplan.policies import policy_names
 
 _TABLES: dict[str, Callable[[Settings], Part]] = {
+    "fig9": memory.part,
+    "fig10": real.part,
     "table4": table_4,
     "table5": table_5,
     "table6": table_6,
@@ -42,11 +44,12 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(_ORDER)}; default: all")
     parser.add_argument("--quick", action="store_true", help="coarser sweeps; of the bounds the tightest and none")
     parser.add_argument("--profiles", type=Path, help="a folder of profiles")
+    parser.add_argument("--traces", type=Path, help="a folder of traces for figure 10 instead of shipped length laws")
     parser.add_argument("--policies", nargs="+", choices=policy_names(), default=policy_names(), help="default: all")
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(_ORDER)):
         parser.error(f"no part '{unknown[0]}'; there are {', '.join(_ORDER)}")
-    settings = Settings(profiles=args.profiles, policies=tuple(args.policies), quick=args.quick)
+    settings = Settings(profiles=args.profiles, traces=args.traces, policies=tuple(args.policies), quick=args.quick)
     began = time.perf_counter()
     found = _run(set(args.parts) or set(_ORDER), settings)
     for part in found.values():

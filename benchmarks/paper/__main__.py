@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
-from benchmarks.paper import memory, orca, real
+from benchmarks.paper import memory, orca, real, tcb
 from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
@@ -34,6 +34,7 @@ _TABLES: dict[str, Callable[[Settings], Part]] = {
     "table7": table_7,
     "drift": paper_drift.part,
     **orca.parts(),
+    "tcb": tcb.part,
 }
 _ORDER = (*FIGURES, *_TABLES, "search")
 """Figures 6 to 8 take minutes, the others seconds."""

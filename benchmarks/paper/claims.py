@@ -14,7 +14,8 @@ class Claim:
     """One figure of the paper's text or tables, and ours."""
 
     what: str
-    paper: float
+    paper: float | None
+    """None where the paper says nothing."""
     ours: float | None
     reason: str = ""
     """Why ours differs, shown where that is by more than a quarter."""
@@ -22,7 +23,7 @@ class Claim:
     @property
     def difference(self) -> float | None:
         """Relative to the paper's; None where there is nothing to compare."""
-        if self.ours is None or not isfinite(self.ours) or self.paper == 0:
+        if self.ours is None or not isfinite(self.ours) or not self.paper:
             return None
         return self.ours / self.paper - 1
 
@@ -33,7 +34,8 @@ class Claim:
 
     def cells(self) -> list[str]:
         difference = "" if self.difference is None else f"{100 * self.difference:+.0f} %"
-        return [self.what, show(self.paper), show(self.ours), difference, self.reason if self.owed else ""]
+        paper = "-" if self.paper is None else show(self.paper)
+        return [self.what, paper, show(self.ours), difference, self.reason if self.owed else ""]
 
 
 CLAIM_HEADER = ("figure of the paper", "paper", "ours", "difference", "why")
@@ -48,6 +50,8 @@ class Part:
     rows: Sequence[Sequence[Any]]
     claims: Sequence[Claim] = ()
     notes: Sequence[str] = ()
+    curves: Sequence[dict[str, Any]] = ()
+    """What a picture is drawn from, where the rows are not."""
 
     def markdown(self) -> str:
         blocks = [f"## {self.title}", *self.notes, markdown_table(self.header, [[*map(show, r)] for r in self.rows])]
@@ -58,7 +62,8 @@ class Part:
     def as_json(self) -> dict[str, Any]:
         claims = [{**asdict(claim), "difference": claim.difference} for claim in self.claims]
         rows = [dict(zip(self.header, map(_finite, row), strict=True)) for row in self.rows]
-        return {"title": self.title, "rows": rows, "claims": claims, "notes": list(self.notes)}
+        curves = {"curves": list(self.curves)} if self.curves else {}
+        return {"title": self.title, "rows": rows, "claims": claims, "notes": list(self.notes), **curves}
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

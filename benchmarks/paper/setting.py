@@ -73,6 +73,8 @@ class Settings:
 
     profiles: Path | None = None
     """A folder of profiles that replace the datasheets."""
+    traces: Path | None = None
+    """A folder of traces that replace the shipped length laws of figure 10."""
     policies: tuple[str, ...] = tuple(policy_names())
     quick: bool = False
 

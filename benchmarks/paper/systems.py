@@ -5,6 +5,13 @@ many micro-batches as there are stages and prefills in as many; DeepSpeed's hybr
 Neither ends a request early nor grows its KV cache: each row has room for the longest prompt and output, and the bound
 holds for an output of the maximum length. ORCA's bound holds for the 99th-percentile length.
 
+Two FasterTransformers: one that packs the prompts of a batch, and one that pads them to the longest. Which one the
+paper ran it does not say. The source of FasterTransformer 5.0 (commit 6fddeac of NVIDIA/FasterTransformer, 2022-04)
+pads them in the context phase of GPT; 5.1 (bc21406, 2022-08) and 5.2 (b672f49, 2022-12) pack them unless told
+otherwise (`invokeRemovePadding` in ParallelGptContextDecoder.cc), and so does the encoder of T5. OPT, which the paper
+runs, came between the two (README, June 2022), so that the packing one is the likely one: it sets the bounds. Both
+decode the whole batch until its longest output is done.
+
 Not here: their kernels and their host's time. All systems run on the same profile, so that only schedules differ.
 """
 
@@ -14,15 +21,19 @@ from math import ceil, inf
 
 import numpy as np
 
+from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import Schedule
 from exeplan.planner.balance_stages import Balance
 from exeplan.planner.layouts import Layout
 from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy
+from exeplan.policies.interface import Clock, Cycle
 from exeplan.search.search import Outcome, search
-from exeplan.simulator.closed_form import steady_state
+from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_capacity_tokens
+from exeplan.workload.length_law import LengthLaw
+from exeplan.workload.workload import Workload
 
 BOTTOM = (0.1, 0.3, 0.7)
 """Shares of FasterTransformer's latencies that lie at or below the three finite bounds."""
@@ -47,19 +58,51 @@ def on_whole_machines(problem: Problem) -> Problem:
     return replace(problem.at(placement), cluster=None)
 
 
-def static_points(placed: Problem, *, prefills: tuple[int, ...] = (1,)) -> list[Point]:
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The clock of a pipeline that computes each prompt of a batch at its own length."""
+
+    clock: Clock
+    prompt_law: LengthLaw
+
+    @property
+    def first_token_from_prefill(self) -> bool:
+        return self.clock.first_token_from_prefill
+
+    @property
+    def prefill_stages(self) -> tuple[int, ...]:
+        return self.clock.prefill_stages
+
+    @property
+    def decode_stages(self) -> tuple[int, ...]:
+        return self.clock.decode_stages
+
+    def seconds(self, cycle: Cycle) -> Floats:
+        """[stages, passes]."""
+        return self.clock.seconds(replace(cycle, prompt_law=self.prompt_law, padded=False))
+
+    def kv_transfer_seconds(self, num_tokens: float) -> float:
+        return self.clock.kv_transfer_seconds(num_tokens)
+
+
+def static_points(placed: Problem, *, pads: bool = False, prefills: tuple[int, ...] = (1,)) -> list[Point]:
     """Batch sizes 4, 8, 12, ... while memory lasts; `prefills` micro-batches to prefill for one that decodes."""
     workload, stages = placed.workload, len(placed.cost.placement)
-    longest = np.array([float(workload.max_output)])
     most = kv_capacity_tokens(placed.profile, placed.cost.placement, placed.memory)
     rows = int(most / (workload.max_input + workload.max_output))
     points = []
     for batch in range(4, rows + 1, 4):
         for prefill in prefills:
             variables = {"batch_size": batch, "micro_batches": stages, "prefill_micro_batches": prefill * stages}
-            steady = steady_state(Schedule("static", variables), workload, placed.cost)
-            points.append(Point(steady.schedule, steady.throughput, float(steady.latency(longest)[0])))
+            points.append(static_point(Schedule("static", variables), workload, placed.cost, pads=pads))
     return points
+
+
+def static_point(schedule: Schedule, workload: Workload, cost: CostModel, *, pads: bool = False) -> Point:
+    """A static schedule under a backlog; the latency is that of the longest output."""
+    clock = cost if pads else Packing(cost, workload.input_law)
+    steady = load_policy("static").steady_state(schedule, workload, clock)
+    return Point(schedule, steady.throughput, float(steady.latency(np.array([float(workload.max_output)]))[0]))
 
 
 def bounds(points: list[Point]) -> tuple[float, ...]:

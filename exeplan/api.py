@@ -135,7 +135,7 @@ def datasheet_profile(
 
 
 def optimize(
-    profile: Profile | File,
+    profile: Profile | File | None,
     workload: Workload | File | Mapping[str, ArrayLike] | Any,
     *,
     latency_bound: Bound | Quantity | None = None,
@@ -166,6 +166,7 @@ def optimize(
 ) -> Solution:
     """The plan with the most throughput within the bounds; options are those of `exeplan optimize`.
 
+    Without a profile, `model` and `cluster` are needed, and the times are those of the datasheet of its devices.
     At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. `ttft="p99:500ms"`
     bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. `told` hears how far the
     search is (`exeplan.progress`). Raises InputError for wrong input, Infeasible where no schedule keeps the bounds.
@@ -177,7 +178,7 @@ def optimize(
     bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, attainment=attainment, due=due)
     if max_num_seqs is not None and not 1 <= max_num_seqs <= MAX_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {MAX_SEQS}, found {max_num_seqs}")
-    measured = _profile_of(load_profile(profile), model)
+    measured = _times_of(profile, model, cluster)
     lengths = load_workload(workload)
     bytes_of_each = num_bytes(str(memory), "--memory") if memory is not None else None
     _check_utilization(gpu_memory_utilization, measured)
@@ -335,6 +336,21 @@ def _risk(risk: Quantity | None, errors: File | None) -> Risk | None:
         return None
     share = parse_risk(str(risk))
     return Risk(share=share, own=load_errors(Path(errors)) if errors is not None else {})
+
+
+def _times_of(
+    profile: Profile | File | None, model: ModelSpec | File | None, cluster: Cluster | File | None
+) -> Profile:
+    """The profile that is given, or one by the datasheet of a cluster's devices."""
+    if profile is not None:
+        return _profile_of(load_profile(profile), model)
+    if model is None or cluster is None:
+        raise InputError(
+            "give --profile FILE, as `exeplan profile` makes it; or --model and --cluster, for times by the datasheet "
+            "of its devices"
+        )
+    found = load_cluster(cluster)
+    return datasheet_profile(model, found.device, cluster=found)
 
 
 def _profile_of(profile: Profile, model: ModelSpec | File | None) -> Profile:

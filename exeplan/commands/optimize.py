@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from exeplan.core.model import ModelSpec
+    from exeplan.core.profile import Profile
     from exeplan.planner.explain import Explanation
     from exeplan.planner.pipelines import Optimum
     from exeplan.planner.sizing import Tried
@@ -54,7 +55,11 @@ _PLOT, _EXPLAIN = 0.5, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", required=True, metavar="FILE", help="a profile made by `exeplan profile`")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="a profile made by `exeplan profile`; without one, --model and --cluster give the times of a datasheet",
+    )
     parser.add_argument("--workload", required=True, metavar="W", help="trace file, shipped name, or law")
     parser.add_argument("--latency-bound", metavar="TIME", help="such as 2s or 500ms; inf for no bound")
     parser.add_argument(
@@ -126,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-seqs", type=int, metavar="N", help="requests that run at once (default: as many as were profiled)"
     )
-    parser.add_argument("--model", help="the model directory, if it moved since it was profiled")
+    parser.add_argument("--model", help="without --profile; or the model directory, if it moved since it was profiled")
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan as YAML")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the frontier (.png, .svg, .pdf)")
     parser.add_argument(
@@ -151,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
     with Shown("optimize") as shown:
         search, frontier, what_if = _parts(shown, plot=args.plot is not None, explain=args.explain)
         solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS}, told=search)
+        if not args.profile:
+            note(_by_datasheet(solution.problem.profile))
         optimum = replace(solution.optimum, plan=solution.save(args.output) if args.output else solution.plan)
         if args.plot:
             solution.write_plot(args.plot, told=frontier)
@@ -168,8 +175,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nfrontier drawn in {args.plot}")
     if args.output:
         note(_unplaced(solution.problem.profile.model, args.output))
-        print(f"\nplan written to {args.output}; run it with `exeplan serve {args.output}`")
+        only = solution.problem.profile.model.is_only_planned
+        where = "; other engines run this model, `exeplan serve` does not" if only else ""
+        print(f"\nplan written to {args.output}{where or f'; run it with `exeplan serve {args.output}`'}")
     return 0
+
+
+def _by_datasheet(profile: "Profile") -> list[str]:
+    """What a reader should know of times that nothing has measured."""
+    source = f"times are of the {profile.source}; a profile that was measured or imported is closer"
+    return [*profile.model.remarks, f"{source} (`exeplan profile --help`)"]
 
 
 def _unplaced(model: "ModelSpec", plan: Path) -> list[str]:

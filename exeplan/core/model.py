@@ -125,6 +125,11 @@ class ModelSpec:
         """Whether the checkpoint has parts for images or sound too; the sizes are of its part for text."""
         return is_multimodal(self.config)
 
+    @property
+    def is_only_planned(self) -> bool:
+        """Whether the engine here has no such layers or weights; other engines may."""
+        return bool(self.experts or self.latent or self.weight_dtype or self.is_multimodal)
+
     def attention_window(self, layer: int) -> int | None:
         """Tokens that a token of this decoder layer attends to, itself included; None for all."""
         return attention_window(self.config, self.family, layer)

@@ -268,6 +268,10 @@ def test_simulate_answers_a_mistake_in_one_sentence(
         (["bench", "hand.yaml"], "exeplan bench: the plan names no workload; give one with --workload"),
         (["bench", "hand.yaml", "--rate", "-2"], "exeplan bench: --rate must be above zero, found -2.0"),
         (["bench", "hand.yaml", "--rate", "nan"], "exeplan bench: --rate must be above zero, found nan"),
+        (
+            ["optimize", "--workload", LAW, "--latency-bound", "inf", "--model", "demo"],
+            "exeplan optimize: give --profile FILE, as `exeplan profile` makes it; or --model and --cluster",
+        ),
         (["profile", "nope", "-o", "x.json"], "exeplan profile: no model directory or shipped model 'nope'"),
         (["profile", "demo", "-o", "x.json", "--budget", "0"], "exeplan profile: --budget must be above zero"),
         (["profile", "demo", "-o", "x.json", "--threads", "0"], "exeplan profile: --threads must be at least 1"),
@@ -282,6 +286,24 @@ def test_the_other_commands_answer_a_mistake_in_one_sentence(
     folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
     assert answer(capsys, argv).startswith(message)
+
+
+def test_without_a_profile_times_are_those_of_the_clusters_datasheet(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--workload", LAW, "--latency-bound", "inf", "--policy", "orca", "--max-num-seqs", "8"]
+    by_datasheet = ["optimize", "--model", "mixtral-8x7b", "--cluster", "h100", "--gpus", "2", *asked]
+    assert main([*by_datasheet, "-o", "plan.yaml"]) == 0
+    told = capsys.readouterr()
+    assert "note: 32 of 32 layers of 'mixtral-8x7b' send each token to 2 of 8 experts" in told.err
+    assert "note: times are of the datasheet h100-80gb, links of cluster h100; a profile that was measured" in told.err
+    assert told.out.endswith("plan written to plan.yaml; other engines run this model, `exeplan serve` does not\n")
+    assert main(["profile", "mixtral-8x7b", "--datasheet", "h100-80gb", "--cluster", "h100", "-o", "m.json"]) == 0
+    same = ["optimize", "--profile", "m.json", "--cluster", "h100", "--gpus", "2", *asked, "-o", "same.yaml"]
+    assert main(same) == 0
+    plans = [load_plan(folder / name) for name in ("plan.yaml", "same.yaml")]
+    assert plans[0].estimate == plans[1].estimate
+    assert plans[0].profile is None
 
 
 def test_a_share_of_each_gpu_is_what_a_plan_may_use(

@@ -41,6 +41,7 @@ ALLOWED = {
     },
     "docs/reference/http.md": {
         "A schema may have 64 KiB and a regex 16,384 characters": "limits",
+        "at most 262,144": "a limit",
         "more than 50 ms to compile": "a limit",
         "Qwen 2.5": "a model",
         "Llama 3.1": "a model",

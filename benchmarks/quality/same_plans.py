@@ -196,6 +196,11 @@ MACHINES = {
     "llama-2-70b": ("h100-80gb", "h100", (2, 4, 8), 0.05),
     "llama-3.1-70b": ("h200-141gb", "h200", (2, 4, 8), 0.036),
     "qwen3-32b": ("h200-141gb", "h200", (1, 2, 4), 0.018),
+    "qwen3-30b-a3b": ("h100-80gb", "h100", (1, 2), 0.012),
+    "mixtral-8x7b": ("h100-80gb", "h100", (2, 4), 0.012),
+    "qwen3-235b-a22b": ("h100-80gb", "h100", (8,), 0.03),
+    "deepseek-v2-lite": ("h100-80gb", "h100", (1, 2), 0.008),
+    "deepseek-v3": ("h200-141gb", "h200", (8,), 0.04),
 }
 """Where each model runs: device, cluster, numbers of GPUs, and about what a decode iteration takes there in seconds, so
 that random bounds are neither hopeless nor idle."""
@@ -237,6 +242,11 @@ llama-3.1-70b    4    azure-2023-conv  --latency-bound 60s --policy chunked
 llama-3.1-70b    2    S                --latency-bound 20s --risk 5% --policy static
 qwen3-32b        2    mooncake-conv    --latency-bound 100s --fit-context --policy waa-m
 qwen3-32b        1    alpaca           --latency-bound inf --method exhaustive --max-num-seqs 12
+qwen3-30b-a3b    2    azure-2023-conv  --latency-bound 20s
+mixtral-8x7b     4    S                --latency-bound 10s --arrival-rate 4
+qwen3-235b-a22b  8    azure-2023-conv  --latency-bound 30s --policy rra
+deepseek-v2-lite 1    S                --latency-bound 10s
+deepseek-v3      8    S                --latency-bound 60s --policy orca
 """
 """Model, GPUs (1 is the device without a cluster), workload, options of `optimize`."""
 BY_POLICY = """

@@ -33,6 +33,7 @@ from exeplan.planner.risk import load_errors, parse_risk
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution, solve
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
+from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.progress import SILENT, Told
 from exeplan.units import num_bytes, seconds
 from exeplan.workload import files as workloads
@@ -116,10 +117,12 @@ def datasheet_profile(
     kv_dtype: str | None = None,
     tensor_parallel_sizes: Sequence[int] | None = None,
     constants: Mapping[str, Quantity] | None = None,
+    engine: File | None = None,
 ) -> Profile:
     """A profile without a device: times from a roofline of its datasheet (`plans/devices`, or a YAML file).
 
-    `cluster` gives the links, `constants` replaces constants of the datasheet, such as {"gemm_efficiency": 0.6}.
+    `cluster` gives the links, `constants` replaces constants of the datasheet, such as {"gemm_efficiency": 0.6}, and
+    `engine` (`plans/engines`, or a YAML file) adds what a serving engine takes besides its kernels.
     """
     sheet = load_datasheet(fspath(device), {key: str(value) for key, value in (constants or {}).items()})
     if cluster is not None:
@@ -128,7 +131,8 @@ def datasheet_profile(
     if dtype == "auto":
         dtype = spec.weight_dtype or ("bfloat16" if sheet.kind == "cuda" else "float32")
     sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
-    return profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
+    profile = profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
+    return profile if engine is None else with_engine(profile, load_engine(fspath(engine)))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -162,11 +166,13 @@ def optimize(
     gpu_memory_utilization: float | None = None,
     max_num_seqs: int | None = None,
     model: ModelSpec | File | None = None,
+    engine: File | None = None,
     told: Told = SILENT,
 ) -> Solution:
     """The plan with the most throughput within the bounds; options are those of `exeplan optimize`.
 
-    Without a profile, `model` and `cluster` are needed, and the times are those of the datasheet of its devices.
+    Without a profile, `model` and `cluster` are needed, and the times are those of the datasheet of its devices, with
+    the constants of a serving `engine` where one is given.
     At least one of `latency_bound` (infinity for none), `deadline`, `ttft` and `tpot` is required. `ttft="p99:500ms"`
     bounds a percentile, `ttft="500ms"` the mean; with `attainment` each is of every request. `told` hears how far the
     search is (`exeplan.progress`). Raises InputError for wrong input, Infeasible where no schedule keeps the bounds.
@@ -178,7 +184,7 @@ def optimize(
     bounds = _bounds(latency_bound, bound_on, ttft=ttft, tpot=tpot, attainment=attainment, due=due)
     if max_num_seqs is not None and not 1 <= max_num_seqs <= MAX_SEQS:
         raise InputError(f"--max-num-seqs must lie between 1 and {MAX_SEQS}, found {max_num_seqs}")
-    measured = _times_of(profile, model, cluster)
+    measured = _times_of(profile, model, cluster, engine)
     lengths = load_workload(workload)
     bytes_of_each = num_bytes(str(memory), "--memory") if memory is not None else None
     _check_utilization(gpu_memory_utilization, measured)
@@ -339,10 +345,15 @@ def _risk(risk: Quantity | None, errors: File | None) -> Risk | None:
 
 
 def _times_of(
-    profile: Profile | File | None, model: ModelSpec | File | None, cluster: Cluster | File | None
+    profile: Profile | File | None,
+    model: ModelSpec | File | None,
+    cluster: Cluster | File | None,
+    engine: File | None,
 ) -> Profile:
     """The profile that is given, or one by the datasheet of a cluster's devices."""
     if profile is not None:
+        if engine is not None:
+            raise InputError("--engine goes with the times of a datasheet; give it to `exeplan profile` instead")
         return _profile_of(load_profile(profile), model)
     if model is None or cluster is None:
         raise InputError(
@@ -350,7 +361,7 @@ def _times_of(
             "of its devices"
         )
     found = load_cluster(cluster)
-    return datasheet_profile(model, found.device, cluster=found)
+    return datasheet_profile(model, found.device, cluster=found, engine=engine)
 
 
 def _profile_of(profile: Profile, model: ModelSpec | File | None) -> Profile:

@@ -20,11 +20,9 @@ from benchmarks.lib.record import write_record
 from benchmarks.silicon.engines import DEVICES, predict, shipped_setting
 from benchmarks.silicon.left_out import deployment_name
 from benchmarks.silicon.rows import Pair, Row, errors, read_rows
-from exeplan.core.model import load_model_spec
+from exeplan.api import datasheet_profile
 from exeplan.core.schedule import Stage
 from exeplan.planner.tables import table
-from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
-from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.simulator.cost import CostModel
 
 _HOST = 8
@@ -62,10 +60,10 @@ def _on(row: Row) -> tuple[int, str]:
 
 @cache
 def _cost(system: str, model: str, dtype: str, kv_dtype: str, size: int, engine: str) -> CostModel:
-    sheet, spec = load_datasheet(DEVICES[system]), load_model_spec(model)
-    profile = profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=(size,))
-    stage = Stage(devices=tuple(range(size)), layers=(0, spec.num_layers))
-    return CostModel(with_engine(profile, load_engine(engine)), (stage,))
+    profile = datasheet_profile(
+        model, DEVICES[system], dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=(size,), engine=engine
+    )
+    return CostModel(profile, (Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers)),))
 
 
 def _deployments(pairs: Sequence[Pair]) -> Mapping[tuple[object, ...], list[Pair]]:

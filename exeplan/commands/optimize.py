@@ -48,6 +48,7 @@ _OPTIONS = (
     "gpu_memory_utilization",
     "max_num_seqs",
     "model",
+    "engine",
 )
 """Options of the command line that are arguments of `exeplan.optimize`."""
 _PLOT, _EXPLAIN = 0.5, 2.0
@@ -132,6 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=int, metavar="N", help="requests that run at once (default: as many as were profiled)"
     )
     parser.add_argument("--model", help="without --profile; or the model directory, if it moved since it was profiled")
+    parser.add_argument(
+        "--engine",
+        metavar="NAME",
+        help="without --profile: constants of a serving engine (plans/engines, YAML file)",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the plan as YAML")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the frontier (.png, .svg, .pdf)")
     parser.add_argument(

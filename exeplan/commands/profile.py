@@ -66,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
         )
         return _import(args)
     imported = "`exeplan profile import FILE... --model MODEL`"
-    _refuse(args, "files", "of_model", "format", "overhead", "engine", needed=imported)
+    _refuse(args, "files", "of_model", "format", "overhead", needed=imported)
     if args.datasheet:
         return _derive(args)
     _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
+    _refuse(args, "engine", needed=f"--datasheet NAME or {imported}")
     return _measure(args)
 
 
@@ -142,6 +143,7 @@ def _derive(args: argparse.Namespace) -> int:
         kv_dtype=args.kv_dtype,
         tensor_parallel_sizes=_sizes(args.tensor_parallel_sizes),
         constants=_overrides(args.set or ()),
+        engine=args.engine,
     )
     _write(profile, args.output)
     return 0

@@ -304,6 +304,10 @@ def test_without_a_profile_times_are_those_of_the_clusters_datasheet(
     plans = [load_plan(folder / name) for name in ("plan.yaml", "same.yaml")]
     assert plans[0].estimate == plans[1].estimate
     assert plans[0].profile is None
+    assert main([*by_datasheet, "--engine", "vllm", "-o", "vllm.yaml"]) == 0
+    assert load_plan(folder / "vllm.yaml").estimate.throughput < plans[0].estimate.throughput
+    refused = "exeplan optimize: --engine goes with the times of a datasheet; give it to `exeplan profile` instead"
+    assert answer(capsys, [*same, "--engine", "vllm"]) == refused
 
 
 def test_a_share_of_each_gpu_is_what_a_plan_may_use(

@@ -154,7 +154,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--engine", "vllm"], "--engine goes with `exeplan profile import FILE... --model MODEL`"),
+        (["--engine", "vllm"], "--engine goes with --datasheet NAME or `exeplan profile import FILE... --model MODEL`"),
         (["--datasheet", "a40-48gb", "--dtype", "fp8"], "datasheet 'a40-48gb' has no fp8_flops: take another dtype"),
     ],
 )

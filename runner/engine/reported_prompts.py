@@ -55,7 +55,7 @@ def with_prompts(tokens: dict[str, SampledToken | None], whole: Whole) -> dict[s
 def _joined(parts: Sequence[PromptPart]) -> PromptLogprobs | None:
     fields = [torch.cat(tensors).numpy() for tensors in zip(*(part[1:] for part in parts), strict=True)]
     logprobs, ranks, top_token_ids, top_logprobs = fields
-    if np.isnan(logprobs).any():
+    if np.isnan(logprobs).any() or np.isnan(top_logprobs).any():
         return None
     return PromptLogprobs(
         num_top=top_token_ids.shape[1],

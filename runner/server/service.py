@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 
 from exeplan.core.batch import BLOCK_SIZE
@@ -100,7 +101,8 @@ class Service:
 
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
-        await self.engine.until_ready()
+        # The first figure with an interval needs it; importing it then would hold the event loop up for a second.
+        await asyncio.gather(self.engine.until_ready(), asyncio.to_thread(import_module, "scipy.special"))
         self.observed.begin()
         if self.replanner:
             self.replanner.start()

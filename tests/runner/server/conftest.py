@@ -43,7 +43,8 @@ if folder := os.environ.get("VIEWS_FOR_TESTS"):
     from exeplan.runner.server import views
     views.__path__.append(folder)
 plan = read_plan(Path(sys.argv[1]))
-announce = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
+loaded = lambda: " ".join(f"{name}={name in sys.modules}" for name in ("torch", "scipy.special"))
+announce = lambda url: print(f"ready {url} {loaded()}", flush=True)
 try:
     given = json.loads(sys.argv[2])
     given |= {name: Path(given[name]) for name in ("api_keys", "tls_cert", "tls_key") if name in given}

@@ -238,15 +238,15 @@ def test_answers_that_wait_for_their_turn_go_when_the_server_shuts_down(launch, 
     count, log, flood = 12 * REFUSALS_PER_SECOND, tmp_path / "log", []
     with launch("policy: orca, max_num_seqs: 1", max_queue=2, replan="off", log=log) as server:
         threads = [threading.Thread(target=ask, args=(server, "127.0.0.2", flood)) for _ in range(count)]
-        with asking(server, "127.0.0.3", stream=True, max_tokens=1000) as running:
+        with asking(server, "127.0.0.3", stream=True, max_tokens=4000) as running:
             assert running.readline().startswith(b"data: {")
             for thread in threads:
                 thread.start()
             eventually(lambda: server.metric("admission_rejections_total") == count - 2)
             server.process.terminate()
-            for thread in threads:
-                thread.join(PATIENCE)
-            assert server.process.wait(PATIENCE) == 0
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert server.process.wait(PATIENCE) == 0
     assert Counter(status for status, _ in flood) == {200: 2, 429: count - 2}
     assert "Traceback" not in log.read_text()
 

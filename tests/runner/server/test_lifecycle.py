@@ -66,7 +66,7 @@ def test_says_what_it_serves_in_one_line_and_without_torch(server):
         assert words in line
     assert "16384 KV tokens" in line
     assert server.url in line
-    assert server.lines[1].endswith("torch=False\n")
+    assert server.lines[1].endswith("torch=False scipy.special=True\n")
 
 
 def test_listens_on_loopback_only(server):

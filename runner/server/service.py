@@ -7,6 +7,7 @@ Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses 
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -101,8 +102,10 @@ class Service:
 
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
+        gc.freeze()  # Modules and what they hold: walking through all of it, a collection takes a quarter of a second.
         # The first figure with an interval needs it; importing it then would hold the event loop up for a second.
         await asyncio.gather(self.engine.until_ready(), asyncio.to_thread(import_module, "scipy.special"))
+        gc.freeze()
         self.observed.begin()
         if self.replanner:
             self.replanner.start()

@@ -151,7 +151,7 @@ class _Life:
             self._end()
         else:
             log.info("draining: running requests have %g s to finish", self._drain_seconds)
-            self.service.draining = True
+            self.service.drain()
             self._draining = asyncio.create_task(self._drain())
 
     def hang_up(self, on_hangup: Callable[[], Awaitable[None]]) -> None:
@@ -185,6 +185,7 @@ class _Life:
         self._end()
 
     def _end(self) -> None:
+        self.service.drain()
         self.service.ended = True
         self.service.engine.fail_all(EngineError("the server has shut down"))
         self.server.should_exit = True

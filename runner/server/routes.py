@@ -5,7 +5,6 @@ of its path.
 Every error, also of routing, is an OpenAI error object.
 """
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
@@ -80,8 +79,8 @@ class Room:
 
 
 async def _refused(service: Service, client: Client, error: RequestError) -> Response:
-    if error.status == 429 and (seconds := service.clients.pause(client)):
-        await asyncio.sleep(seconds)
+    if error.status == 429:
+        await service.pause(client)
     return error_response(error)
 
 

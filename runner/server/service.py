@@ -7,8 +7,10 @@ Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses 
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from exeplan.core.batch import BLOCK_SIZE
@@ -65,8 +67,9 @@ class Service:
         self.engine, self.tokenizer, self.admission = engine, tokenizer, admission
         self.plan, self.spec, self.model_name = plan, spec, model_name
         self.request_seconds, self.plan_file = request_seconds, plan_file
-        self.draining = self.ended = False
-        """Whether new requests are refused, and whether those are, too, that were read before."""
+        self.ended = False
+        """Whether requests are refused that were read before a drain began."""
+        self._draining = asyncio.Event()
         self._num_read = 0
         """Requests whose body is there, and that are not admitted yet."""
         self.started = time.time()
@@ -87,7 +90,9 @@ class Service:
     def down(self) -> str | None:
         """Why no request can be answered now; None when one can."""
         engine = self.engine
-        return engine.failure or ("the server is shutting down" if self.draining else engine.pause or engine.unready)
+        return engine.failure or (
+            "the server is shutting down" if self._draining.is_set() else engine.pause or engine.unready
+        )
 
     @property
     def not_ready(self) -> str | None:
@@ -99,7 +104,10 @@ class Service:
 
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
-        await self.engine.until_ready()
+        gc.freeze()  # Modules and what they hold: walking through all of it, a collection takes a quarter of a second.
+        # The first figure with an interval needs it; importing it then would hold the event loop up for a second.
+        await asyncio.gather(self.engine.until_ready(), asyncio.to_thread(import_module, "scipy.special"))
+        gc.freeze()
         self.observed.begin()
         if self.replanner:
             self.replanner.start()
@@ -110,6 +118,17 @@ class Service:
             await self.replanner.close()
         await self._readers.close()
         await self.engine.close()
+
+    def drain(self) -> None:
+        """From now on new requests are refused, and no answer to one that was refused waits."""
+        self._draining.set()
+
+    async def pause(self, client: Client) -> None:
+        """Before an answer with 429, as long as `Clients.pause` says."""
+        if seconds := self.clients.pause(client):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._draining.wait()
 
     def switch_to(self, plan: Plan) -> None:
         """The engine runs another plan: predictions, bounds and admission follow it from now on."""

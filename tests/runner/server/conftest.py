@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 LINES = ["the quick brown fox jumps over the lazy dog", "a schedule that keeps its promise", "<|user|> <|assistant|>"]
 SERVE = """
-import json, os, sys
+import gc, json, os, sys
 from pathlib import Path
 from exeplan.errors import InputError
 from exeplan.core.model import load_model_spec
@@ -43,7 +43,8 @@ if folder := os.environ.get("VIEWS_FOR_TESTS"):
     from exeplan.runner.server import views
     views.__path__.append(folder)
 plan = read_plan(Path(sys.argv[1]))
-announce = lambda url: print(f"ready {url} torch={'torch' in sys.modules}", flush=True)
+loaded = lambda: " ".join(f"{name}={name in sys.modules}" for name in ("torch", "scipy.special"))
+announce = lambda url: print(f"ready {url} {loaded()} frozen={gc.get_freeze_count() > 0}", flush=True)
 try:
     given = json.loads(sys.argv[2])
     given |= {name: Path(given[name]) for name in ("api_keys", "tls_cert", "tls_key") if name in given}

@@ -234,6 +234,23 @@ def test_a_flood_from_one_address_leaves_places_for_another(launch):
     assert {status for status, _ in flood} == {200, 429}
 
 
+def test_answers_that_wait_for_their_turn_go_when_the_server_shuts_down(launch, tmp_path):
+    count, log, flood = 12 * REFUSALS_PER_SECOND, tmp_path / "log", []
+    with launch("policy: orca, max_num_seqs: 1", max_queue=2, replan="off", log=log) as server:
+        threads = [threading.Thread(target=ask, args=(server, "127.0.0.2", flood)) for _ in range(count)]
+        with asking(server, "127.0.0.3", stream=True, max_tokens=4000) as running:
+            assert running.readline().startswith(b"data: {")
+            for thread in threads:
+                thread.start()
+            eventually(lambda: server.metric("admission_rejections_total") == count - 2)
+            server.process.terminate()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert server.process.wait(PATIENCE) == 0
+    assert Counter(status for status, _ in flood) == {200: 2, 429: count - 2}
+    assert "Traceback" not in log.read_text()
+
+
 @pytest.mark.parametrize(
     ("proxies", "known"), [((), "127.0.0.1"), (("127.0.0.1",), "192.0.2.7"), (("10.0.0.0/8",), "127.0.0.1")]
 )

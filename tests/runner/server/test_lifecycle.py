@@ -56,7 +56,7 @@ def resident_mib(server):
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
 
 
-def test_says_what_it_serves_in_one_line_and_without_torch(server):
+def test_says_what_it_serves_in_one_line_without_torch_and_with_all_else_that_it_needs(server):
     line = server.lines[0]
     for words in (
         "serving tiny with rra(prefill_batch=4, decode_steps=4)",
@@ -66,7 +66,7 @@ def test_says_what_it_serves_in_one_line_and_without_torch(server):
         assert words in line
     assert "16384 KV tokens" in line
     assert server.url in line
-    assert server.lines[1].endswith("torch=False\n")
+    assert server.lines[1].endswith("torch=False scipy.special=True frozen=True\n")
 
 
 def test_listens_on_loopback_only(server):

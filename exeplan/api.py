@@ -19,7 +19,7 @@ from exeplan.core import plan as plans
 from exeplan.core import profile as profiles
 from exeplan.core.bounds import Bound, check_together, deadline_bound, parse_bounds
 from exeplan.core.cluster import Cluster
-from exeplan.core.model import ModelSpec, load_model_spec
+from exeplan.core.model import ModelSpec, load_model_sizes
 from exeplan.core.plan import Plan, check_utilization
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
@@ -53,8 +53,9 @@ MAX_SEQS = 65536
 
 
 def load_model(model: ModelSpec | File) -> ModelSpec:
-    """The sizes of a model: a shipped name, a Hugging Face model directory, or a `config.json`. Weights stay unread."""
-    return model if isinstance(model, ModelSpec) else load_model_spec(fspath(model))
+    """The sizes of a model: a shipped name, a Hugging Face model directory or id, or a `config.json`. Weights stay
+    unread."""
+    return model if isinstance(model, ModelSpec) else load_model_sizes(fspath(model))
 
 
 def load_profile(profile: Profile | File) -> Profile:

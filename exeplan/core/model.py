@@ -192,7 +192,7 @@ def load_model_spec(model: str) -> ModelSpec:
     """
     path = _absolute(model)
     if model in shipped_names("models"):
-        spec = model_spec(read_yaml(shipped("models", model)), name=model, reference=model)
+        spec = model_spec(_shipped(model)[0], name=model, reference=model)
         remark = f"'{model}' is the shipped model; the directory of that name here is ./{model}"
         return replace(spec, remarks=(*spec.remarks, remark)) if path.is_dir() else spec
     if model and path.is_dir():
@@ -211,6 +211,29 @@ def load_model_spec(model: str) -> ModelSpec:
         f"no model directory or shipped model '{model}'; shipped are {', '.join(shipped_names('models'))}; a model of "
         "the Hugging Face Hub is named organisation/name"
     )
+
+
+def load_model_sizes(model: str) -> ModelSpec:
+    """As `load_model_spec`, but of an id of the Hub whose sizes a shipped model has nothing need be in the cache.
+
+    `serve` needs its weights, and says how to download them.
+    """
+    try:
+        return load_model_spec(model)
+    except InputError:
+        for name in shipped_names("models"):
+            config, ids = _shipped(name)
+            if model in ids:
+                method = {"quantization_config": {"quant_method": ids[model]}} if ids[model] else {}
+                spec = model_spec({**config, **method}, name=model, reference=model)
+                return replace(spec, remarks=(f"'{model}' has the sizes of the shipped '{name}'", *spec.remarks))
+        raise
+
+
+def _shipped(name: str) -> tuple[Mapping[str, Any], Mapping[str, str | None]]:
+    """The config of a shipped model, and the ids of the Hub that have its sizes, with the method where quantized."""
+    config = dict(read_yaml(shipped("models", name)))
+    return config, config.pop("hub", {})
 
 
 def model_reference(reference: str, file: Path) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from exeplan.core.hub import download_command
-from exeplan.core.model import load_model_spec, model_reference, model_reference_from, model_spec
+from exeplan.core.model import load_model_sizes, load_model_spec, model_reference, model_reference_from, model_spec
 from exeplan.errors import InputError
-from exeplan.files import shipped_names
+from exeplan.files import read_yaml, shipped, shipped_names
 
 LLAMA = {
     "model_type": "llama",
@@ -204,3 +204,27 @@ def test_a_model_is_a_directory_or_a_shipped_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config.json is not valid JSON"):
         load_model_spec(str(tmp_path))
+
+
+def test_an_id_of_the_hub_has_the_sizes_of_a_shipped_model_without_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    spec = load_model_sizes("Qwen/Qwen3-235B-A22B-FP8")
+    assert (spec.name, spec.reference, spec.weight_dtype) == (*["Qwen/Qwen3-235B-A22B-FP8"] * 2, "fp8")
+    assert spec.fingerprint == load_model_spec("qwen3-235b-a22b").fingerprint
+    assert "has the sizes of the shipped 'qwen3-235b-a22b'" in spec.remarks[0]
+    assert "hub" not in spec.config
+    assert load_model_sizes("Qwen/Qwen3-8B").weight_dtype is None
+    with pytest.raises(InputError, match="Qwen/Qwen3-7B"):
+        load_model_sizes("Qwen/Qwen3-7B")
+    with pytest.raises(InputError, match="Qwen/Qwen3-8B"):  # Its weights are needed.
+        load_model_spec("Qwen/Qwen3-8B")
+
+
+def test_no_id_of_the_hub_is_of_two_shipped_models() -> None:
+    named = [read_yaml(shipped("models", name)).get("hub", {}) for name in shipped_names("models")]
+    ids = [one for of_model in named for one in of_model]
+    assert len(ids) == len(set(ids)) > 20
+    assert {method for of_model in named for method in of_model.values()} == {None, "fp8"}

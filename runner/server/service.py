@@ -7,6 +7,7 @@ Not here: HTTP (`views`), and the shapes of requests (`protocol`) and responses 
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -100,6 +101,8 @@ class Service:
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
         await self.engine.until_ready()
+        gc.collect()
+        gc.freeze()  # What there is now stays: collections that go through it would hold up the event loop.
         self.observed.begin()
         if self.replanner:
             self.replanner.start()

@@ -122,8 +122,10 @@ class Generation(Response):
             found = []
             for each in events:
                 choice, event = builder.take(each)
-                render = partial(builder.chunk, choice, event)
-                chunk = await self._in_thread(render) if event.prompt else render()
+                if event.prompt:
+                    chunk = await self._in_thread(partial(builder.chunk, choice, event))
+                else:
+                    chunk = builder.chunk(choice, event)
                 if wants_usage:
                     chunk["usage"] = builder.usage() if self._request.usage_in_each_chunk else None
                 found.append(chunk)

@@ -16,7 +16,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from exeplan.runner.ipc.messages import Event, Generate, Logprob, PromptLogprobs
-from exeplan.runner.server.prompt_scores import PromptScores, entries, finite, prompt_scores
+from exeplan.runner.server.prompt_scores import PromptScores, encoded, entries, finite, prompt_scores
 from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
 from exeplan.runner.server.tool_calls import Parsed, ToolCall, ToolParser, whole_calls
 
@@ -275,12 +275,15 @@ class CompletionBuilder(ResponseBuilder):
         found: CompletionLogprobs | None = None
         if (count := self._request.sampling.logprobs) is not None:
             found = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-            if self._echoes and begins and choice.prompt:
+            scored = self._echoes and begins and choice.prompt
+            if scored:
                 prompt = self._prompts[choice.index]
                 self._add(found, choice, prompt[0], None)
-                self._add_all(found, choice, entries(prompt, choice.prompt, count))
+                self._add_all(found, choice, entries(prompt, scored, count))
                 self._offsets[choice.index].end_prompt()
             self._add_all(found, choice, logprobs)
+            if scored:
+                found = _encoded(found)
         return {"index": choice.index, "text": echo + text, "logprobs": found, "finish_reason": finish_reason}
 
     def _echo(self, choice: Choice) -> str:
@@ -302,6 +305,15 @@ class CompletionBuilder(ResponseBuilder):
         """Pieces of characters may have the same text; the likeliest of them, which comes first, keeps it."""
         likely = {self._texts.text(token): finite(value) for token, value in reversed(entry.top)}
         return {text: finite(entry.logprob)} | likely
+
+
+def _encoded(found: CompletionLogprobs) -> CompletionLogprobs:
+    return {
+        "tokens": encoded(found["tokens"]),
+        "token_logprobs": encoded(found["token_logprobs"]),
+        "top_logprobs": encoded(found["top_logprobs"]),
+        "text_offset": encoded(found["text_offset"]),
+    }
 
 
 class ChatBuilder(ResponseBuilder):

@@ -107,6 +107,7 @@ class Service:
         gc.freeze()  # Modules and what they hold: walking through all of it, a collection takes a quarter of a second.
         # The first figure with an interval needs it; importing it then would hold the event loop up for a second.
         await asyncio.gather(self.engine.until_ready(), asyncio.to_thread(import_module, "scipy.special"))
+        gc.collect()
         gc.freeze()
         self.observed.begin()
         if self.replanner:

@@ -130,3 +130,15 @@ def test_requests_at_the_same_time_have_the_tokens_that_they_have_alone(server: 
     together = [[number, 41, 42] for number in range(4)]
     choices = ask(server, prompt=together, **fields, prompt_logprobs=1)["choices"]
     assert [choice["logprobs"]["tokens"] for choice in choices] == alone
+
+
+def test_chats_and_completions_report_the_same_of_an_output(server: Running) -> None:
+    fields = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    messages = [{"role": "user", "content": "a schedule"}]
+    chat = ask(server, "/v1/chat/completions", messages=messages, logprobs=True, top_logprobs=2, **fields)
+    completion = ask(server, prompt="<|user|>a schedule\n<|assistant|>", logprobs=2, **fields)
+    entries, found = chat["choices"][0]["logprobs"]["content"], completion["choices"][0]["logprobs"]
+    assert [entry["token"] for entry in entries] == found["tokens"]
+    assert [entry["logprob"] for entry in entries] == pytest.approx(found["token_logprobs"], abs=1e-4)
+    for entry, top in zip(entries, found["top_logprobs"], strict=True):
+        assert {one["token"]: one["logprob"] for one in entry["top_logprobs"]} == pytest.approx(top, abs=1e-4)

@@ -70,9 +70,7 @@ class Room:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _NEED_ROOM:
             client = client_in(scope)
-            try:
-                self._service.check_capacity(client)
-            except RequestError as error:
+            if error := self._service.refusal(client):
                 response = await _refused(self._service, client, error)
                 return await response(scope, receive, send)
         await self.app(scope, receive, send)

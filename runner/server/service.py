@@ -183,19 +183,21 @@ class Service:
         self.metrics.step(events, stats)
         self.clients.count(events)
 
-    def check_capacity(self, client: Client) -> None:
-        """Raises what `admit` would raise for any request, so that its body need not be read for that.
+    def refusal(self, client: Client) -> RequestError | None:
+        """What `admit` would raise for any request, so that its body need not be read for that; None where it may not.
 
         Requests that are being read count as waiting. In a full queue a client below its share of it may go on.
         """
-        self.check_up()
+        if self.down:
+            return self._unavailable(self.down)
         if refusal := self.clients.refusal(client):
-            raise self._counted(refusal, client)
+            return self._counted(refusal, client)
         waiting, most = self.engine.num_waiting + self.clients.num_reading, self.admission.max_queue
         before = self._num_before(client, waiting, 1)
         refusal = self.admission.refusal(1, num_waiting=waiting, max_tokens=1, num_before=before)
-        if refusal and not (refusal.code == "queue_full" and self.clients.is_below_share(client, most)):
-            raise self._counted(refusal, client)
+        if refusal and refusal.code == "queue_full" and self.clients.is_below_share(client, most):
+            return None
+        return refusal and self._counted(refusal, client)
 
     def _num_before(self, client: Client, waiting: int, count: int) -> int | None:
         """Of the sequences that wait those that start before `count` more of the client, where that is of interest."""

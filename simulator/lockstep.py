@@ -274,10 +274,17 @@ class LockstepScheduler(Scheduler):
         make: Callable[[int], Row],
         log: RunLog,
         num_prefill_stages: int,
+        num_decode_stages: int,
         whole_prompts: bool,
     ) -> None:
         """`make` makes the row of a request by its number."""
-        super().__init__(schedule, num_blocks, num_prefill_stages=num_prefill_stages, whole_prompts=whole_prompts)
+        super().__init__(
+            schedule,
+            num_blocks,
+            num_prefill_stages=num_prefill_stages,
+            num_decode_stages=num_decode_stages,
+            whole_prompts=whole_prompts,
+        )
         self.log = log
         self.queue = self.waiting = Queue(make)
         self.lanes = [Lane(log) for _ in self.groups]

@@ -3,11 +3,14 @@
 Plain lists of requests and a heap of events; no scheduler, queue, KV cache or batch state of exeplan's. Only the times
 of passes come from its cost model. Decoder-only models, memory for all, first come first served, no adjustment. Slow.
 
-    orca     a group that is back runs: its free slots are filled from the queue, prompts ride with the decodes
+    orca     a group that is back runs: its free slots are filled from the queue, prompts ride with the decodes; those
+             that wait are dealt out, each to the smallest group, among one group a stage, or more to hold them all;
+             one in flight counts half as large again. Where none waits, groups that are back give rows to the
+             smallest while they are larger by a half and one, groups that are not needed give all
     chunked  the same with at most so many tokens a pass: one for each decode, then prompts, the last of them cut
     rra      up to B_E requests prefill, in parts of alike many tokens; when all are through, N_D rounds of decodes
     waa      up to B_E requests prefill on stages of their own while no more than (stages + 1) B_E are between their
-             prefill and their first decode; groups that are back take those that are ready
+             prefill and their first decode; groups that are back take those that are ready, dealt out likewise
 """
 
 from collections.abc import Callable
@@ -118,6 +121,8 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
     """Groups that are not in flight, the one that ran longest ago first."""
 
     def idle(now: float) -> None:
+        if line.free[0] <= now:
+            _even(groups, back, slots, len(clock.waiting), len(line.free))
         for g in list(back):
             if line.free[0] > now:
                 return
@@ -126,7 +131,9 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
             for r in [r for r in groups[g] if r.prefilled < r.prompt]:
                 prefills.append((r, min(room, r.prompt - r.prefilled)))
                 room -= prefills[-1][1]
-            while clock.waiting and len(groups[g]) < slots[g] and room > 0:
+            places = _dealt(g, groups, back, slots, len(clock.waiting), len(line.free))
+            while clock.waiting and places > 0 and room > 0:
+                places -= 1
                 groups[g] += clock.take(1)
                 prefills.append((groups[g][-1], min(room, groups[g][-1].prompt)))
                 room -= prefills[-1][1]
@@ -142,6 +149,36 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
 
     clock = Clockwork(requests, idle)
     clock.run()
+
+
+def _dealt(g: int, groups: list[list[Request]], back: list[int], slots: list[int], joining: int, stages: int) -> int:
+    """How many of those that could join go to a group that is back, if equal groups let it go first."""
+    total, own = sum(map(len, groups)) + joining, slots[g] - len(groups[g])
+    if total >= sum(slots):
+        return own
+    used = _needed(total, slots, stages)
+    sizes = [len(group) if h in back else len(group) * 3 // 2 for h, group in enumerate(groups[:used])]
+    for left in range(joining, 0, -1):
+        if g >= used or sizes[g] == slots[g] or sum(max(sizes[g] - size, 0) for size in sizes) >= left:
+            break
+        sizes[g] += 1
+    return sizes[g] - len(groups[g]) if g < used else 0
+
+
+def _needed(total: int, slots: list[int], stages: int) -> int:
+    return next(n for n in range(min(stages, len(slots)), len(slots) + 1) if sum(slots[:n]) >= total)
+
+
+def _even(groups: list[list[Request]], back: list[int], slots: list[int], joining: int, stages: int) -> None:
+    """One row after the other, the groups in turn; rows that are given come first, and go first."""
+    total = sum(map(len, groups)) + joining
+    used = _needed(total, slots, stages) if total < sum(slots) else 0
+    for g in [g for g in range(len(groups)) if used and g in back]:
+        while groups[g] and groups[g][0].prefilled == groups[g][0].prompt:
+            least = min(range(used), key=lambda h: len(groups[h]))
+            if g < used and (joining or len(groups[g]) - 1 <= len(groups[least]) * 3 // 2):
+                break
+            groups[least].insert(0, groups[g].pop(0))
 
 
 def _produced(now: float, prefills: list[tuple[Request, int]], decodes: list[Request]) -> None:
@@ -235,11 +272,13 @@ def _waa(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
 
     def decode(now: float) -> None:
         nonlocal between
+        if second.free[0] <= now:
+            _even(groups, back, slots, len(ready), len(second.free))
         for g in list(back):
             if second.free[0] > now:
                 return
             ready.sort(key=lambda r: r.token_times[0])  # The oldest first, whichever transfer was faster.
-            taken = ready[: slots[g] - len(groups[g])]
+            taken = ready[: _dealt(g, groups, back, slots, len(ready), len(second.free))]
             del ready[: len(taken)]
             between -= len(taken)
             groups[g] += taken

@@ -51,6 +51,7 @@ class Scheduler:
         num_blocks: int,
         *,
         num_prefill_stages: int = 1,
+        num_decode_stages: int = 1,
         whole_prompts: bool = False,
         pass_tokens: int | None = None,
     ) -> None:
@@ -63,7 +64,8 @@ class Scheduler:
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
-        self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
+        self.num_prefill_stages, self.num_decode_stages = num_prefill_stages, num_decode_stages
+        self.whole_prompts = whole_prompts
         self.pass_tokens = pass_tokens
         self.waiting: deque[SequenceState] = deque()
         """In order of arrival, preempted ones first."""
@@ -72,7 +74,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         """Admitted sequences, oldest first."""
         self.groups: list[list[SequenceState]] = [[] for _ in range(schedule.num_micro_batches)]
-        """Running sequences by the micro-batch in which they decode, oldest first."""
+        """Running sequences by the micro-batch in which they decode, oldest first but for those moved to it."""
         self.ready: list[SequenceState] = []
         """Transferred to the stages that decode, and in no group yet; oldest first."""
         self.num_in_transfer = 0
@@ -363,6 +365,13 @@ class Scheduler:
         for sequence in self.ready[:limit]:
             self.add_to_group(sequence, group)
         del self.ready[:limit]
+
+    def move_to_group(self, sequence: SequenceState, group: int) -> None:
+        """Puts a sequence of a group into another, in front; its own may not be in flight."""
+        assert sequence.group not in self.busy
+        self.groups[sequence.group].remove(sequence)
+        sequence.group = group
+        self.groups[group].insert(0, sequence)
 
     def _youngest_idle(self) -> SequenceState | None:
         return next((s for s in reversed(self.running) if not s.in_flight), None)

@@ -194,54 +194,70 @@ def _rra(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
     """A prefill phase begins when every group that has requests has begun its rounds, or none has any.
 
     It takes the largest of as many parts as are left of what waits, until there are none or B_E requests are in; those
-    that come meanwhile join it. Then the pipeline drains, and all residents are dealt out.
+    that come meanwhile join it. Then all residents are dealt out, when those of the groups are back; the new ones fill
+    up the groups in their order. A group waits for its own, and those behind it wait for it.
     """
     size, groups, line = schedule["prefill_batch"], schedule.variables.get("micro_batches", 1), Line(cost, "")
     residents: list[list[Request]] = [[] for _ in range(groups)]
     rounds, busy = [0] * groups, [False] * groups
     fresh: list[Request] = []
+    """Those of the phase that have not been dealt out for good."""
     order: dict[int, int] = {}
-    parts = admitted = flying = 0
+    flying: set[int] = set()
+    parts = admitted = 0
 
     def idle(now: float) -> None:
-        nonlocal parts, admitted, flying
+        nonlocal parts, admitted
         while line.free[0] <= now:
             here = [g for g in range(groups) if residents[g]]
-            begun = parts > 0 or admitted > 0
-            if not begun and clock.waiting and all(rounds[g] >= schedule["decode_steps"] for g in here):
+            if not admitted and clock.waiting and all(rounds[g] >= schedule["decode_steps"] for g in here):
                 parts = groups
             if parts and clock.waiting and admitted < size:
                 part = _balanced(clock.waiting[: size - admitted], parts)[0]
                 clock.waiting[:] = [r for r in clock.waiting if r not in part]
                 order.update((id(r), len(order)) for r in part)
-                parts, admitted, flying = parts - 1, admitted + len(part), flying + 1
+                parts, admitted = parts - 1, admitted + len(part)
+                fresh.extend(part)
+                flying.update(id(r) for r in part)
                 whole = [(r, r.prompt) for r in part]
                 clock.when_left(line, line.enter(now, whole, []), lambda t, p=whole: prefilled(t, p))
                 continue
-            if flying or (admitted and any(busy)):
-                return
             if admitted:
+                if any(busy):
+                    return
                 deal()
-                continue  # With none left, the next phase begins.
+                here = [g for g in range(groups) if residents[g]]
+                if not here:
+                    parts = admitted = 0
+                    if clock.waiting:
+                        continue
             if not here or busy[g := min(here, key=lambda g: (rounds[g], g))]:
                 return
-            rounds[g], busy[g], rows = rounds[g] + 1, True, list(residents[g])
+            rows = list(residents[g])
+            if any(id(r) in flying for r in rows):
+                return
+            parts = admitted = 0
+            fresh.clear()
+            rounds[g], busy[g] = rounds[g] + 1, True
             clock.when_left(line, line.enter(now, [], rows), lambda t, g=g, rows=rows: decoded(t, g, rows))
 
     def deal() -> None:
-        """All residents, the oldest first, as one deals cards."""
-        nonlocal parts, admitted
-        rows = sorted([r for group in residents for r in group] + fresh, key=lambda r: order[id(r)])
-        fresh.clear()
-        residents[:] = [rows[g::groups] for g in range(groups)]
+        """Those of the groups as one deals cards, the oldest first; then the new ones, hand after hand."""
+        new = {id(r) for r in fresh}
+        known = sorted([r for group in residents for r in group if id(r) not in new], key=lambda r: order[id(r)])
+        sizes, left = _shares(len(known) + len(fresh), groups), list(fresh)
+        for g in range(groups):
+            residents[g] = known[g::groups]
+            taken = sizes[g] - len(residents[g])
+            residents[g] += left[:taken]
+            del left[:taken]
         rounds[:] = [0] * groups
-        parts = admitted = 0
 
     def prefilled(now: float, part: list[tuple[Request, int]]) -> None:
-        nonlocal flying
-        flying -= 1
         _produced(now, part, [])
-        fresh.extend(r for r, _ in part if not r.done)
+        flying.difference_update(id(r) for r, _ in part)
+        fresh[:] = [r for r in fresh if not r.done]
+        residents[:] = [[r for r in group if not r.done] for group in residents]
 
     def decoded(now: float, g: int, rows: list[Request]) -> None:
         _produced(now, [], rows)

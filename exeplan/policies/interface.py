@@ -169,8 +169,11 @@ class Queue(Protocol):
     ) -> tuple[SequenceState, ...]:
         """The first of these waiting requests that fit into the free blocks: at most `limit`."""
 
-    def rebalance(self) -> None:
-        """Splits the running requests into groups of nearly equal size; none may be in flight."""
+    def rebalance(self, in_order: Iterable[SequenceState] = ()) -> None:
+        """Splits the running requests into groups of nearly equal size; none may be in flight.
+
+        They are dealt out; those of `in_order` that run still fill the groups up, the first ones the first group.
+        """
 
     def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest `ready` requests into a group, at most `limit`."""

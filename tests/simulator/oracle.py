@@ -148,33 +148,44 @@ def rra(
     stage_seconds: StageSeconds,
     first_token_from_prefill: bool,
 ) -> Replayed:
-    """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew.
+    """Cycles of one prefill phase and `decode_steps` decode iterations of groups dealt anew.
 
-    Prefill micro-batches are balanced by tokens, and the one with most tokens enters first. Requests are dealt in the
-    order in which they were prefilled. When no request waits, the last cycle runs to the end.
+    Prefill micro-batches are balanced by tokens, and the one with most tokens enters first. Residents are dealt in the
+    order in which they were prefilled, when all are back; then those of this phase fill up the groups, which are of
+    nearly equal size: the first ones the first group. A group enters when all its requests are back, and no group
+    before the one ahead of it. When no request waits, the last cycle runs to the end.
     """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
     waiting, residents, begin = deque(requests), list[Request](), 0.0
-    while waiting or residents:
-        drained = begin
-        for part in balanced(take(waiting, prefill_batch), micro_batches):
-            drained = line.run(begin, prefills=whole(part))
-            residents += part
+    while waiting or unfinished(residents):
+        parts = balanced(take(waiting, prefill_batch), micro_batches)
+        for part in parts:
+            line.run(begin, prefills=whole(part))
+        fresh = [request for part in parts for request in part]
+        now = max([line.free[line.entrance], *(request.back for request in residents)])
         residents = unfinished(residents)
-        groups = deal(residents, micro_batches)
-        back = [max([drained, *(request.back for request in group)]) for group in groups]
-        begin = drained
+        while True:
+            # Until the first group enters they are dealt again: those that their prefill has finished have left.
+            fresh = [request for request in fresh if not request.done or request.back > now]
+            groups = filled(residents, fresh, micro_batches)
+            first = next((group for group in groups if group), [])
+            if all(request.back <= now for request in first):
+                break
+            now = min(request.back for request in fresh if request.back > now)
+        residents, begin = residents + fresh, now
         for step in count(1):
             if not any(groups) or (waiting and step > decode_steps):
                 break
             for g, group in enumerate(groups):
                 if group:
-                    back[g] = line.run(back[g], decodes=group)
+                    # That a group has no more requests is known when it is back.
+                    now = max([now, *(request.back for request in group)])
                     groups[g] = unfinished(group)
-                    if not groups[g] and step < decode_steps:
-                        begin = max(begin, back[g])  # Only now is it known that this group has no more iterations.
-        residents = unfinished(residents)
+                    if groups[g]:
+                        line.run(now, decodes=groups[g])
+                        now = line.free[line.entrance]
+                    begin = now
     return replayed(requests, passes)
 
 
@@ -444,6 +455,13 @@ def balanced(requests: list[Request], parts: int) -> list[list[Request]]:
 
 def prompt_tokens(requests: list[Request]) -> int:
     return sum(request.prompt for request in requests)
+
+
+def filled(dealt: list[Request], in_order: list[Request], parts: int) -> list[list[Request]]:
+    """Hands of nearly equal count: some are dealt in turn, then the others fill up one hand after the other."""
+    queue, hands = deque(in_order), deal(dealt, parts)
+    sizes = shares(len(dealt) + len(in_order), parts)
+    return [hand + take(queue, size - len(hand)) for hand, size in zip(hands, sizes, strict=True)]
 
 
 def deal(requests: list[Request], parts: int) -> list[list[Request]]:

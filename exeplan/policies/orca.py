@@ -125,7 +125,8 @@ def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -
         if number in queue.busy:
             continue
         running = queue.groups[number]
-        admitted = queue.admissible(free_places(queue, number, slots=slots, joining=joining), reserve=True)
+        free = free_places(queue, number, slots=slots, joining=joining)
+        admitted = queue.admissible(free, reserve=True)
         if admitted or running:
             return Batch(prefill=admitted, decode=tuple(running), group=number)
     return None

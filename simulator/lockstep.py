@@ -10,7 +10,7 @@ Not here: the time of a pass, and what waits for what (`replay.py`).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, SequenceState
@@ -274,10 +274,17 @@ class LockstepScheduler(Scheduler):
         make: Callable[[int], Row],
         log: RunLog,
         num_prefill_stages: int,
+        num_decode_stages: int,
         whole_prompts: bool,
     ) -> None:
         """`make` makes the row of a request by its number."""
-        super().__init__(schedule, num_blocks, num_prefill_stages=num_prefill_stages, whole_prompts=whole_prompts)
+        super().__init__(
+            schedule,
+            num_blocks,
+            num_prefill_stages=num_prefill_stages,
+            num_decode_stages=num_decode_stages,
+            whole_prompts=whole_prompts,
+        )
         self.log = log
         self.queue = self.waiting = Queue(make)
         self.lanes = [Lane(log) for _ in self.groups]
@@ -340,10 +347,10 @@ class LockstepScheduler(Scheduler):
         lane.booked += count - 1
         self.state.began(batch, count - 1)
 
-    def rebalance(self) -> None:
+    def rebalance(self, in_order: Iterable[SequenceState] = ()) -> None:
         for lane in self.lanes:
             lane.scatter()
-        super().rebalance()
+        super().rebalance(in_order)
 
     def _prefilled(self, batch: Batch, start: float, end: float, prefills: bool) -> list[Row]:
         starts = self.log.starts

@@ -110,6 +110,7 @@ class EngineReplay:
             make=incoming.row,
             log=self.log,
             num_prefill_stages=len(cost.prefill_stages),
+            num_decode_stages=len(cost.decode_stages),
             whole_prompts=cost.spec.is_encoder_decoder,
         )
         self.next = math.inf

@@ -26,7 +26,7 @@ class PredictedDevice:
     """An executor of one stage that computes nothing; `now` is its clock."""
 
     phases: tuple[str, ...] = ("",)
-    num_prefill_stages = 1
+    num_prefill_stages = num_decode_stages = 1
     async_scheduling = False
     room = None
 

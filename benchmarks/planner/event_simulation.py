@@ -3,11 +3,14 @@
 Plain lists of requests and a heap of events; no scheduler, queue, KV cache or batch state of exeplan's. Only the times
 of passes come from its cost model. Decoder-only models, memory for all, first come first served, no adjustment. Slow.
 
-    orca     a group that is back runs: its free slots are filled from the queue, prompts ride with the decodes
+    orca     a group that is back runs: its free slots are filled from the queue, prompts ride with the decodes; those
+             that wait are dealt out, each to the smallest group, among one group a stage, or more to hold them all;
+             one in flight counts half as large again. Where none waits, groups that are back give rows to the
+             smallest while they are larger by a half and one, groups that are not needed give all
     chunked  the same with at most so many tokens a pass: one for each decode, then prompts, the last of them cut
     rra      up to B_E requests prefill, in parts of alike many tokens; when all are through, N_D rounds of decodes
     waa      up to B_E requests prefill on stages of their own while no more than (stages + 1) B_E are between their
-             prefill and their first decode; groups that are back take those that are ready
+             prefill and their first decode; groups that are back take those that are ready, dealt out likewise
 """
 
 from collections.abc import Callable
@@ -118,6 +121,8 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
     """Groups that are not in flight, the one that ran longest ago first."""
 
     def idle(now: float) -> None:
+        if line.free[0] <= now:
+            _even(groups, back, slots, len(clock.waiting), len(line.free))
         for g in list(back):
             if line.free[0] > now:
                 return
@@ -126,7 +131,9 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
             for r in [r for r in groups[g] if r.prefilled < r.prompt]:
                 prefills.append((r, min(room, r.prompt - r.prefilled)))
                 room -= prefills[-1][1]
-            while clock.waiting and len(groups[g]) < slots[g] and room > 0:
+            places = _dealt(g, groups, back, slots, len(clock.waiting), len(line.free))
+            while clock.waiting and places > 0 and room > 0:
+                places -= 1
                 groups[g] += clock.take(1)
                 prefills.append((groups[g][-1], min(room, groups[g][-1].prompt)))
                 room -= prefills[-1][1]
@@ -144,6 +151,36 @@ def _slots(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None
     clock.run()
 
 
+def _dealt(g: int, groups: list[list[Request]], back: list[int], slots: list[int], joining: int, stages: int) -> int:
+    """How many of those that could join go to a group that is back, if equal groups let it go first."""
+    total, own = sum(map(len, groups)) + joining, slots[g] - len(groups[g])
+    if total >= sum(slots):
+        return own
+    used = _needed(total, slots, stages)
+    sizes = [len(group) if h in back else len(group) * 3 // 2 for h, group in enumerate(groups[:used])]
+    for left in range(joining, 0, -1):
+        if g >= used or sizes[g] == slots[g] or sum(max(sizes[g] - size, 0) for size in sizes) >= left:
+            break
+        sizes[g] += 1
+    return sizes[g] - len(groups[g]) if g < used else 0
+
+
+def _needed(total: int, slots: list[int], stages: int) -> int:
+    return next(n for n in range(min(stages, len(slots)), len(slots) + 1) if sum(slots[:n]) >= total)
+
+
+def _even(groups: list[list[Request]], back: list[int], slots: list[int], joining: int, stages: int) -> None:
+    """One row after the other, the groups in turn; rows that are given come first, and go first."""
+    total = sum(map(len, groups)) + joining
+    used = _needed(total, slots, stages) if total < sum(slots) else 0
+    for g in [g for g in range(len(groups)) if used and g in back]:
+        while groups[g] and groups[g][0].prefilled == groups[g][0].prompt:
+            least = min(range(used), key=lambda h: len(groups[h]))
+            if g < used and (joining or len(groups[g]) - 1 <= len(groups[least]) * 3 // 2):
+                break
+            groups[least].insert(0, groups[g].pop(0))
+
+
 def _produced(now: float, prefills: list[tuple[Request, int]], decodes: list[Request]) -> None:
     for request, new in prefills:
         request.prefilled += new
@@ -157,54 +194,70 @@ def _rra(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
     """A prefill phase begins when every group that has requests has begun its rounds, or none has any.
 
     It takes the largest of as many parts as are left of what waits, until there are none or B_E requests are in; those
-    that come meanwhile join it. Then the pipeline drains, and all residents are dealt out.
+    that come meanwhile join it. Then all residents are dealt out, when those of the groups are back; the new ones fill
+    up the groups in their order. A group waits for its own, and those behind it wait for it.
     """
     size, groups, line = schedule["prefill_batch"], schedule.variables.get("micro_batches", 1), Line(cost, "")
     residents: list[list[Request]] = [[] for _ in range(groups)]
     rounds, busy = [0] * groups, [False] * groups
     fresh: list[Request] = []
+    """Those of the phase that have not been dealt out for good."""
     order: dict[int, int] = {}
-    parts = admitted = flying = 0
+    flying: set[int] = set()
+    parts = admitted = 0
 
     def idle(now: float) -> None:
-        nonlocal parts, admitted, flying
+        nonlocal parts, admitted
         while line.free[0] <= now:
             here = [g for g in range(groups) if residents[g]]
-            begun = parts > 0 or admitted > 0
-            if not begun and clock.waiting and all(rounds[g] >= schedule["decode_steps"] for g in here):
+            if not admitted and clock.waiting and all(rounds[g] >= schedule["decode_steps"] for g in here):
                 parts = groups
             if parts and clock.waiting and admitted < size:
                 part = _balanced(clock.waiting[: size - admitted], parts)[0]
                 clock.waiting[:] = [r for r in clock.waiting if r not in part]
                 order.update((id(r), len(order)) for r in part)
-                parts, admitted, flying = parts - 1, admitted + len(part), flying + 1
+                parts, admitted = parts - 1, admitted + len(part)
+                fresh.extend(part)
+                flying.update(id(r) for r in part)
                 whole = [(r, r.prompt) for r in part]
                 clock.when_left(line, line.enter(now, whole, []), lambda t, p=whole: prefilled(t, p))
                 continue
-            if flying or (admitted and any(busy)):
-                return
             if admitted:
+                if any(busy):
+                    return
                 deal()
-                continue  # With none left, the next phase begins.
+                here = [g for g in range(groups) if residents[g]]
+                if not here:
+                    parts = admitted = 0
+                    if clock.waiting:
+                        continue
             if not here or busy[g := min(here, key=lambda g: (rounds[g], g))]:
                 return
-            rounds[g], busy[g], rows = rounds[g] + 1, True, list(residents[g])
+            rows = list(residents[g])
+            if any(id(r) in flying for r in rows):
+                return
+            parts = admitted = 0
+            fresh.clear()
+            rounds[g], busy[g] = rounds[g] + 1, True
             clock.when_left(line, line.enter(now, [], rows), lambda t, g=g, rows=rows: decoded(t, g, rows))
 
     def deal() -> None:
-        """All residents, the oldest first, as one deals cards."""
-        nonlocal parts, admitted
-        rows = sorted([r for group in residents for r in group] + fresh, key=lambda r: order[id(r)])
-        fresh.clear()
-        residents[:] = [rows[g::groups] for g in range(groups)]
+        """Those of the groups as one deals cards, the oldest first; then the new ones, hand after hand."""
+        new = {id(r) for r in fresh}
+        known = sorted([r for group in residents for r in group if id(r) not in new], key=lambda r: order[id(r)])
+        sizes, left = _shares(len(known) + len(fresh), groups), list(fresh)
+        for g in range(groups):
+            residents[g] = known[g::groups]
+            taken = sizes[g] - len(residents[g])
+            residents[g] += left[:taken]
+            del left[:taken]
         rounds[:] = [0] * groups
-        parts = admitted = 0
 
     def prefilled(now: float, part: list[tuple[Request, int]]) -> None:
-        nonlocal flying
-        flying -= 1
         _produced(now, part, [])
-        fresh.extend(r for r, _ in part if not r.done)
+        flying.difference_update(id(r) for r, _ in part)
+        fresh[:] = [r for r in fresh if not r.done]
+        residents[:] = [[r for r in group if not r.done] for group in residents]
 
     def decoded(now: float, g: int, rows: list[Request]) -> None:
         _produced(now, [], rows)
@@ -235,11 +288,13 @@ def _waa(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
 
     def decode(now: float) -> None:
         nonlocal between
+        if second.free[0] <= now:
+            _even(groups, back, slots, len(ready), len(second.free))
         for g in list(back):
             if second.free[0] > now:
                 return
             ready.sort(key=lambda r: r.token_times[0])  # The oldest first, whichever transfer was faster.
-            taken = ready[: slots[g] - len(groups[g])]
+            taken = ready[: _dealt(g, groups, back, slots, len(ready), len(second.free))]
             del ready[: len(taken)]
             between -= len(taken)
             groups[g] += taken

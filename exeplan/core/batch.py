@@ -128,6 +128,8 @@ class Batch:
     """The group that decodes, and that the prefilled rows join."""
     phase: str = ""
     """The stages it runs on: all of them, or those set apart for `prefill` or `decode`."""
+    dealt_later: bool = False
+    """Its prefilled rows are dealt out to groups afterwards: no group is in flight with it."""
     packing: Packing | None = None
 
     @property

@@ -228,10 +228,18 @@ class Problem:
         knobs = load_policy(schedule.policy).knobs(self.workload, 1)
         name = knobs[0].name
         sizes = np.unique(np.geomspace(1, self._batch(schedule, name), _BATCH_SIZES).astype(int))[:-1]
-        smaller = [_with_batch(schedule, name, int(size), self.workload) for size in sizes]
+        smaller = [_with_batch(self._spread(schedule, size), name, size, self.workload) for size in sizes.tolist()]
         if schedule.variables != (alone := {**schedule.variables, **{knob.name: knob.values[0] for knob in knobs}}):
             smaller.insert(0, load_policy(schedule.policy).schedule(alone, self.workload))
         return [steady_state(one, self.workload, self.cost) for one in smaller]
+
+    def _spread(self, schedule: Schedule, num_requests: int) -> Schedule:
+        """The schedule with as many micro-batches as its policy spreads so many requests among."""
+        groups_used = getattr(load_policy(schedule.policy), "groups_used", None)
+        if groups_used is None or schedule.num_micro_batches == 1:
+            return schedule
+        groups = groups_used(schedule, num_requests, len(self.cost.decode_stages))
+        return replace(schedule, variables={**schedule.variables, "micro_batches": groups})
 
 
 def _batch_name(schedule: Schedule, workload: Workload) -> str:

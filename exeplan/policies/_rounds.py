@@ -6,9 +6,9 @@ then decode in rounds, the one with the fewest iterations first.
 Not here: when a prefill phase begins, and how large it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from exeplan.core.batch import Batch
+from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.schedule import Schedule
 from exeplan.policies.interface import Queue
 
@@ -21,15 +21,15 @@ class Rounds:
     """Decode iterations that each group has begun."""
     consecutive_prefills: int = 0
     """Batches with prefills since the last one without."""
-    num_admitted: int = 0
-    """Requests in them."""
+    prefilled: list[SequenceState] = field(default_factory=list)
+    """Requests in them, in their order."""
     phase_size: int | None = None
     """Requests that the phase is to prefill, where the policy has decided that when it began."""
 
     def began(self, batch: Batch, times: int) -> None:
         if batch.prefill:
             self.consecutive_prefills += 1
-            self.num_admitted += len(batch.prefill)
+            self.prefilled += batch.prefill
             self.iterations_since_prefill = [0] * len(self.iterations_since_prefill)
         else:
             self._end_phase()
@@ -38,14 +38,19 @@ class Rounds:
     def drained(self) -> None:
         self._end_phase()
 
+    @property
+    def num_admitted(self) -> int:
+        """Requests in the current prefill phase."""
+        return len(self.prefilled)
+
     def next_group(self, queue: Queue) -> int | None:
         """The group that has begun the fewest decode iterations; None when no group has requests."""
         begun = [(count, number) for number, count in enumerate(self.iterations_since_prefill) if queue.groups[number]]
         return min(begun)[1] if begun else None
 
     def _end_phase(self) -> None:
-        self.consecutive_prefills = self.num_admitted = 0
-        self.phase_size = None
+        self.consecutive_prefills, self.phase_size = 0, None
+        self.prefilled = []
 
 
 def start(schedule: Schedule, num_groups: int) -> Rounds:

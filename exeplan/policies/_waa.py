@@ -11,9 +11,10 @@ Shared by waa-c and waa-m, which differ in how the planner splits the GPUs.
 from collections.abc import Mapping
 
 from exeplan.core.batch import Batch
-from exeplan.core.control_variables import require, slot_share
+from exeplan.core.control_variables import require
 from exeplan.core.schedule import Schedule
 from exeplan.policies import _adjustment
+from exeplan.policies._spread import even_out, free_places
 from exeplan.policies.interface import Knob, PassLimits, Queue, Stateless
 from exeplan.workload.workload import Workload
 
@@ -76,11 +77,13 @@ def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
 
 
 def _decode(schedule: Schedule, queue: Queue) -> Batch | None:
-    groups = len(queue.groups)
+    slots = schedule["decode_batch"]
+    joining = min(len(queue.ready), slots - sum(map(len, queue.groups)))
+    even_out(queue, slots=slots, joining=joining)
     for number in queue.group_order:
         if number not in queue.busy:
             rows = queue.groups[number]
-            queue.add_ready_to_group(number, slot_share(schedule["decode_batch"], groups, number) - len(rows))
+            queue.add_ready_to_group(number, free_places(queue, number, slots=slots, joining=joining))
             if rows:
                 return Batch(decode=tuple(rows), group=number, phase="decode")
     return None

@@ -17,13 +17,11 @@ Where prefills are the slower side, a batch of B_E goes through many decode iter
 come in pulses, and a token sees more of them than the mean over time. With n iterations between two batches they are
 those of the survival comb, as in `rra.py`, and n is such that these take as long as a prefill.
 
-Fewer groups than stages do not stay evenly spaced. They bunch behind the slowest, which takes most of the ready
-requests and so becomes the largest; its iteration time is that of all groups.
+Residents are spread evenly over as many groups as hold them, and no fewer than stages, as in `_spread.py`.
 """
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from statistics import NormalDist
+from functools import partial
 
 import numpy as np
 
@@ -39,10 +37,6 @@ _SIZES = 16
 """Group sizes that are timed."""
 _STATES = 128
 """States on either side of the one with full groups and no request ready."""
-_MORE_ROWS = 1.25
-"""Rows over others at which it is seen how a pass grows with them."""
-_BUNCHING = 4
-"""Steps towards how unequal bunched groups become."""
 _LEAST_SPREAD = 0.02
 """Even requests of one length do not keep step for ever."""
 _BATCHES = 8
@@ -106,8 +100,7 @@ def _arriving(
     seconds = clock.seconds(prefill)[list(clock.prefill_stages)]
     through, slowest = seconds.sum(axis=0), seconds.max(axis=0)
     transfer = np.array([clock.kv_transfer_seconds(k * going_on * workload.mean_input) for k in sizes])
-    mean_batch = float(np.interp(rate, *_rising(sizes / slowest, sizes))) if len(sizes) > 1 else 1.0
-    behind = _Behind.of(replace(decodes, together=max(1.0, mean_batch * going_on)), rate * going_on)
+    behind = _Behind.of(decodes, rate * going_on)
     line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
     turn = behind.until_decode - behind.queue
     held = 1.0 / circulate(line.batches, places, float(transfer[-1]) + turn).rate
@@ -124,10 +117,6 @@ def _arriving(
         )
         found.append((replace(schedule, variables={**schedule.variables, "prefill_batch": k}), own))
     return tuple(found)
-
-
-def _rising(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    return np.maximum.accumulate(x), y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +141,7 @@ class _Behind:
         number = np.arange(len(chance), dtype=float)
         served = np.minimum(number, decodes.slots)
         round_, _ = decodes.timing(grid)
-        counts = np.clip(grid / decodes.lasting, 1.0, decodes.groups)
+        counts = decodes.counts(grid)
         queue = float(chance @ (number - served)) / rate
         turn = float(chance[1:] @ np.interp(served[1:], grid, round_ / counts)) / 2
         pace = float(chance @ served) / (rate * decodes.steps)
@@ -187,18 +176,9 @@ class _Decodes:
 
     slots: int
     groups: int
+    stages: int
     steps: float
     """Mean decode iterations of a request."""
-    together: float
-    """Requests that join a group at once."""
-    lasting: float
-    """Rows of such a group, mean over the iterations until its longest request is done: B mu / E[longest of B]. As an
-    empty group is the one that has waited longest, every batch has one of its own while there are any."""
-    alike: float
-    """sum F^2 / sum F: of those that came together, how many are there together."""
-    of_largest: float
-    """Standard deviations by which the largest of the groups exceeds the mean; 0 where it holds up no other, because
-    there are more groups than stages."""
     rows: Floats
     slowest: Floats
     """Seconds on the slowest stage."""
@@ -210,18 +190,11 @@ class _Decodes:
     @classmethod
     def of(cls, schedule: Schedule, law: DecodeLaw, rows: Floats, seconds: Floats) -> "_Decodes":
         slots = schedule["decode_batch"]
-        groups = min(schedule.num_micro_batches, slots)
-        going_on = float(law.survival[0])
-        together = min(max(1.0, schedule["prefill_batch"] * going_on), slots / groups)
-        longest = float(law.max_survival(together / going_on).sum())
         return cls(
             slots=slots,
-            groups=groups,
+            groups=min(schedule.num_micro_batches, slots),
+            stages=len(seconds),
             steps=law.mean_steps,
-            together=together,
-            lasting=max(together / going_on * law.mean_steps / longest, 1.0),
-            alike=float(law.survival @ law.survival) / law.mean_steps,
-            of_largest=_of_largest(groups) if 1 < groups <= len(seconds) else 0.0,
             rows=rows,
             slowest=seconds.max(axis=0),
             through=seconds.sum(axis=0),
@@ -230,41 +203,15 @@ class _Decodes:
 
     def timing(self, residents: Floats) -> tuple[Floats, Floats]:
         """Seconds of a round, and from the entry of one group to that of the next behind it."""
-        lasting = np.clip(residents / self.lasting, 1.0, self.groups)
-        in_turn = lasting * self._at(np.maximum(residents, 1.0) / lasting, self.slowest)
-        # A group that has just been joined is as large as its batch, and the others bunch behind it.
-        counts = np.clip(residents / self.together, 1.0, self.groups)
-        mean = np.maximum(residents, 1.0) / counts
-        others, uneven = mean, mean + self._unevenness(residents)
-        for _ in range(_BUNCHING):
-            largest = np.maximum(residents - (counts - 1.0) * others, uneven)
-            largest = np.clip(largest, mean, self.slots / self.groups)
-            round_ = np.maximum(in_turn, self._at(largest, self.through))
-            gap = self._at(others, self.slowest)
-            second = np.maximum(self._at(largest, self.entry), gap)
-            # A group takes what has become ready since another has: little, but for the first of a bunch.
-            met = (second + np.maximum(counts - 2.0, 0.0) * gap) / np.maximum(counts - 1.0, 1.0)
-            others = np.clip(residents * met / round_, np.minimum(mean, self.together), mean)
-        return round_, gap
+        counts = self.counts(residents)
+        rows = np.maximum(residents, 1.0) / counts
+        gap = self._at(rows, self.slowest)
+        return np.maximum(counts * gap, self._at(rows, self.through)), gap
 
-    def _unevenness(self, residents: Floats) -> "Floats | float":
-        """Rows of the largest group beyond the mean, because a batch of prefills joins one group.
-
-        With fewer batches than turns each goes to any group: of N residents that came k together one group has the
-        variance k N (1 - 1/m) / m, less as requests leave (`alike`), and more as a larger group's step takes longer, so
-        that it takes more of those that come meanwhile. With more batches than turns all groups get alike many. Where
-        not every group has a batch, their number says it already.
-        """
-        if not self.of_largest:
-            return 0.0
-        mean = residents / self.groups
-        batches = mean / (self.together * self.steps)  # A turn.
-        chance = np.where(batches < 1.0, 1.0 - batches, 0.25 / np.maximum(batches, 1.0) ** 2)
-        variance = self.together * self.alike * (1.0 - 1.0 / self.groups) * mean
-        longer = (self._at(_MORE_ROWS * mean, self.slowest) / self._at(mean, self.slowest) - 1) / (_MORE_ROWS - 1)
-        variance = variance * chance / (1.0 - np.clip(longer, 0.0, 0.9))
-        share = np.clip(mean / self.together - 1.0, 0.0, 1.0)
-        return np.asarray(share * self.of_largest * np.sqrt(variance))
+    def counts(self, residents: Floats) -> Floats:
+        """Groups that have rows."""
+        needed = np.ceil(residents * self.groups / self.slots)
+        return np.clip(np.maximum(needed, self.stages), 1.0, np.clip(residents, 1.0, self.groups))
 
     def _at(self, rows: Floats, seconds: Floats) -> Floats:
         return np.interp(rows, self.rows, seconds)
@@ -275,15 +222,9 @@ class _Decodes:
 
     def pass_seconds(self, residents: float, round_: float) -> float:
         """Of one group through all stages: without what it waits for the first, but with what it waits for others."""
-        rows = np.array(max(residents, 1.0) / np.clip(residents, 1.0, self.groups))
+        rows = np.array(max(residents, 1.0)) / self.counts(np.array(residents))
         through, slowest, entry = (float(self._at(rows, x)) for x in (self.through, self.slowest, self.entry))
         return max(through, round_) if entry < slowest else through
-
-
-@cache
-def _of_largest(groups: int) -> float:
-    """The mean of the largest of so many standard normal draws (Blom 1958)."""
-    return NormalDist().inv_cdf((groups - 0.375) / (groups + 0.25))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,8 +266,8 @@ def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, transfer
     balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
     probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
     gates = [
-        GroupGate(float(round_), float(gap), decodes.groups)
-        for round_, gap in zip(*decodes.timing(probes), strict=True)
+        GroupGate(float(round_), float(gap), int(count))
+        for round_, gap, count in zip(*decodes.timing(probes), decodes.counts(probes), strict=True)
     ]
     runs = [circulate(line.batches, places, transfer, gate) for gate in gates]
     rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))

@@ -27,6 +27,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.policies._chunk_passes import SPREAD, ChunkPasses, chunk_passes
 from exeplan.policies._groups import resident_tokens, round_seconds
+from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
 from exeplan.policies._whole_passes import whole_passes
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.length_law import LengthLaw
@@ -277,19 +278,21 @@ def start(schedule: Schedule, num_groups: int) -> Stateless:
 
 def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
     """The next group that is back: all its decodes, then prompt tokens until the pass is full."""
+    joining = num_joining(queue, schedule["max_num_seqs"])
+    even_out(queue, slots=schedule["max_num_seqs"], joining=joining)
     for number in queue.group_order:
-        if number not in queue.busy and (batch := _pass_of(schedule, queue, number)):
+        if number not in queue.busy and (batch := _pass_of(schedule, queue, number, joining)):
             return batch
     return None
 
 
-def _pass_of(schedule: Schedule, queue: Queue, number: int) -> Batch | None:
+def _pass_of(schedule: Schedule, queue: Queue, number: int, joining: int) -> Batch | None:
     running = queue.groups[number]
     # Only the youngest may have been cut: others are admitted after it in a pass that completes it.
     begun = tuple(running[-1:]) if running and running[-1].num_computed_tokens else ()
     decode = tuple(running[: len(running) - len(begun)])
     room = schedule["max_num_batched_tokens"] - len(decode)
-    free = slot_share(schedule["max_num_seqs"], len(queue.groups), number) - len(running)
+    free = free_places(queue, number, slots=schedule["max_num_seqs"], joining=joining)
     if cap := schedule.variables.get("max_num_prefills"):
         free = min(free, cap - len(begun))
     to_fill = room - sum(row.num_tokens - row.num_computed_tokens for row in begun)
@@ -306,6 +309,12 @@ def _pass_of(schedule: Schedule, queue: Queue, number: int) -> Batch | None:
         room -= end - start
     prefill = prefill[: len(chunks)]
     return Batch(prefill=prefill, decode=decode, chunks=tuple(chunks), group=number) if running or prefill else None
+
+
+def groups_used(schedule: Schedule, num_requests: int, num_stages: int) -> int:
+    return groups_for(
+        num_requests, slots=schedule["max_num_seqs"], groups=schedule.num_micro_batches, stages=num_stages
+    )
 
 
 def repeats(schedule: Schedule, queue: Queue, state: Stateless) -> float:

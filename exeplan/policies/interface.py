@@ -105,7 +105,7 @@ class Steady:
 class Queue(Protocol):
     """What a policy sees of the scheduler: requests by state, and room in the KV cache. Nothing here can be set.
 
-    `rebalance` and `add_ready_to_group` are all that a policy may do to it.
+    `rebalance`, `add_ready_to_group` and `move_to_group` are all that a policy may do to it.
     """
 
     @property
@@ -118,7 +118,7 @@ class Queue(Protocol):
 
     @property
     def groups(self) -> abc.Sequence[abc.Sequence[SequenceState]]:
-        """Running requests by the micro-batch in which they decode, oldest first."""
+        """Running requests by the micro-batch in which they decode, oldest first but for those moved to it."""
 
     @property
     def ready(self) -> abc.Sequence[SequenceState]:
@@ -145,6 +145,10 @@ class Queue(Protocol):
         """Stages that prefill."""
 
     @property
+    def num_decode_stages(self) -> int:
+        """Stages that decode: the same ones, unless some are set apart for it."""
+
+    @property
     def whole_prompts(self) -> bool:
         """No prompt can be cut, because an encoder attends to all of it at once."""
 
@@ -165,11 +169,17 @@ class Queue(Protocol):
     ) -> tuple[SequenceState, ...]:
         """The first of these waiting requests that fit into the free blocks: at most `limit`."""
 
-    def rebalance(self) -> None:
-        """Splits the running requests into groups of nearly equal size; none may be in flight."""
+    def rebalance(self, in_order: Iterable[SequenceState] = ()) -> None:
+        """Splits the running requests into groups of nearly equal size; none may be in flight.
+
+        They are dealt out; those of `in_order` that run still fill the groups up, the first ones the first group.
+        """
 
     def add_ready_to_group(self, group: int, limit: int) -> None:
         """Puts the oldest `ready` requests into a group, at most `limit`."""
+
+    def move_to_group(self, sequence: SequenceState, group: int) -> None:
+        """Puts a request of a group into another, in front; its own may not be in flight."""
 
 
 class State(Protocol):
@@ -256,6 +266,11 @@ class Policy(Protocol):
     def next_batch(self, schedule: Schedule, queue: Queue, state: State, phase: str) -> Batch | None:
         """What to run now on the first of the stages that do `phase` ('' where all stages do everything)."""
 
+    def groups_used(self, schedule: Schedule, num_requests: int, num_stages: int) -> int:
+        """Micro-batches among which so many requests are spread, while there are fewer than the schedule has room for.
+        A policy may leave this out, which says all.
+        """
+
     def repeats(self, schedule: Schedule, queue: Queue, state: State) -> float:
         """How many more times the decode batch that has just begun follows itself, whatever waits, where one group runs
         everything: until a request arrives or has its last token, and at most that often. It spares a replay the
@@ -264,8 +279,8 @@ class Policy(Protocol):
 
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
-    """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, `repeats` never."""
-    optional = ("repeats",) if getattr(module, "SEPARATE_STAGES", False) else ("repeats", "SPLIT_BY")
+    """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
+    optional = {"groups_used", "repeats"} | (set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"})
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
 
 

@@ -18,9 +18,10 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
-from exeplan.core.control_variables import micro_batchings, require, slot_share
+from exeplan.core.control_variables import micro_batchings, require
 from exeplan.core.schedule import Schedule
 from exeplan.policies._groups import resident_tokens, round_seconds
+from exeplan.policies._spread import even_out, free_places, groups_for, num_joining
 from exeplan.policies.interface import Clock, Cycle, Knob, PassLimits, Queue, Stateless, Steady
 from exeplan.workload.workload import Workload
 
@@ -116,17 +117,25 @@ def start(schedule: Schedule, num_groups: int) -> Stateless:
 
 
 def next_batch(schedule: Schedule, queue: Queue, state: Stateless, phase: str) -> Batch | None:
-    """The next group that is not in flight: its free slots filled from the queue, all of its requests run."""
-    groups = len(queue.groups)
+    """The next group that is not in flight: its places filled from the queue, all of its requests run."""
+    slots = schedule["max_num_seqs"]
+    joining = num_joining(queue, slots, reserve=True)
+    even_out(queue, slots=slots, joining=joining)
     for number in queue.group_order:
         if number in queue.busy:
             continue
         running = queue.groups[number]
-        free = slot_share(schedule["max_num_seqs"], groups, number) - len(running)
+        free = free_places(queue, number, slots=slots, joining=joining)
         admitted = queue.admissible(free, reserve=True)
         if admitted or running:
             return Batch(prefill=admitted, decode=tuple(running), group=number)
     return None
+
+
+def groups_used(schedule: Schedule, num_requests: int, num_stages: int) -> int:
+    return groups_for(
+        num_requests, slots=schedule["max_num_seqs"], groups=schedule.num_micro_batches, stages=num_stages
+    )
 
 
 def repeats(schedule: Schedule, queue: Queue, state: Stateless) -> float:

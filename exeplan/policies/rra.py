@@ -6,9 +6,10 @@ for any length law, not the paper's P_D(U), which forgets that long requests sta
 
     t(s)       seconds of one micro-batch on stage s
     prefill    m max_s t(s) + the time of the largest micro-batch on all other stages: they are balanced by tokens, as
-               far as the longest prompt lets them, and the pipeline drains before decoding streams
-    iteration  max(m max_s t(s), sum_s t(s)); the last one lasts only until its last micro-batch has left the first
-               stage, behind which the next prefills enter
+               far as the longest prompt lets them
+    iteration  max(m max_s t(s), sum_s t(s)); in the first one a group enters when its own prefills have left the last
+               stage, the others of them still in the pipeline; the last one lasts only until its last micro-batch has
+               left the first stage, behind which the next prefills enter
 
 An engine may prefill in passes of at most `max_num_batched_tokens` tokens (optional): as many passes as that takes,
 each of whole prompts, one at least. With decode_steps=1 prompts go first and decodes pause for them, as in SGLang.
@@ -17,9 +18,11 @@ A cycle whose batch runs empty before its last decode iteration starts the next 
 therefore weights every decode iteration with the probability that a request is still decoding.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -155,18 +158,66 @@ def _timeline(seconds: Floats, counts: Floats, steps: int) -> _Timeline:
     prefill = float(counts[0] * slowest[0] + behind)
     own_prefill = float(slowest[0] + behind + middle[0] * (slowest[0] - entry[0]))
     until_decode = float(prefill - middle[0] * entry[0])
+    parts = _Parts(float(counts[0]), float(slowest[0]), seconds[:, 0], prefill)
+    decodes = seconds[:, 2:]
     through, slowest, entry, counts, middle = through[2:], slowest[2:], entry[2:], counts[1:], middle[1:]
     rounds = np.maximum(counts * slowest, through)
-    begins = np.concatenate([[0.0], np.cumsum(rounds[steps:])[:-1]])
     for last in (steps - 1, -1):
         rounds[last] = min(rounds[last], entry[last] + (counts[last] - 1) * slowest[last])
+    ends = (middle * slowest + through)[steps:]
+    for first in (0, steps):
+        one = parts.first_iteration(decodes[:, first], float(counts[first]))
+        rounds[first] = one.entered if steps == 1 else one.round
+        ends[0] = one.end
+    begins = np.concatenate([[0.0], np.cumsum(rounds[steps:])[:-1]])
     return _Timeline(
         prefill=prefill,
         own_prefill=own_prefill,
         until_decode=until_decode,
         rounds=rounds,
-        ends=begins + (middle * slowest + through)[steps:],
+        ends=begins + ends,
     )
+
+
+class _First(NamedTuple):
+    """Of the first iteration, in seconds since the last prefill has left the last stage."""
+
+    entered: float
+    """When the last group has left the first stage."""
+    round: float
+    """When the first group may enter again."""
+    end: float
+    """When a group has left the last stage: mean over the groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The prefills of a cycle."""
+
+    count: float
+    slowest: float
+    seconds: Floats
+    """Of one, by stage."""
+    end: float
+    """When the last one has left the last stage."""
+
+    def first_iteration(self, decode: Floats, groups: float) -> _First:
+        """Groups enter as their prefills leave, behind those that are still in the pipeline, stage after stage."""
+        through = float(self.seconds.sum())
+        behind = self.end - np.append(np.cumsum(self.seconds[:0:-1])[::-1], 0.0)  # When each stage is free.
+        free, seconds = behind.tolist(), decode.tolist()
+        entries, lefts = [], []
+        for number in range(math.ceil(groups)):
+            part = max(self.count * (number + 1) / max(groups, number + 1.0) - 1.0, 0.0)
+            now = min(through + part * self.slowest, self.end)
+            for stage, taken in enumerate(seconds):
+                now = free[stage] = max(now, free[stage]) + taken
+                if stage == 0:
+                    entries.append(now - self.end)
+            lefts.append(now - self.end)
+        at = np.arange(len(lefts))
+        entered = float(np.interp(groups - 1.0, at, entries))
+        return _First(entered, max(lefts[0], entered), float(np.interp((groups - 1.0) / 2, at, lefts)))
 
 
 def _running(rows: Floats, groups: int) -> Floats:
@@ -199,21 +250,28 @@ def _latency(timeline: _Timeline, first_tokens: float, output_tokens: Floats) ->
 
 
 def next_batch(schedule: Schedule, queue: Queue, state: Rounds, phase: str) -> Batch | None:
-    """Prefill when every group has begun its N_D decode iterations, or when no request is left to decode."""
+    """Prefill when every group has begun its N_D decode iterations, or when no request is left to decode.
+
+    The first prefilled requests join the first group, and so on: a group decodes as soon as its own are there.
+    """
     limit = schedule.variables.get("max_num_batched_tokens")
     if queue.waiting and _prefills_now(schedule, queue, state):
         parts = max(schedule.num_micro_batches - state.consecutive_prefills, 1 if limit else 0)
         if parts > 0 and (admitted := _admitted(schedule, queue, state)):
             part = balanced_part(admitted, min(parts, len(admitted)))
-            return Batch(prefill=_within(part, limit) if limit else part)
-    if queue.num_prefills_in_flight:
-        return None  # The pipeline drains before decoding starts.
+            return Batch(prefill=_within(part, limit) if limit else part, dealt_later=True)
     if state.consecutive_prefills:
-        queue.rebalance()
+        if queue.busy:
+            return None
+        queue.rebalance(state.prefilled)
     group = state.next_group(queue)
-    if group is None or group in queue.busy:
+    if group is None or group in queue.busy or _in_prefill(queue, group):
         return None
     return Batch(decode=tuple(queue.groups[group]), group=group)
+
+
+def _in_prefill(queue: Queue, group: int) -> bool:
+    return bool(queue.num_prefills_in_flight) and any(row.in_flight for row in queue.groups[group])
 
 
 def repeats(schedule: Schedule, queue: Queue, state: Rounds) -> float:

@@ -56,6 +56,7 @@ class FairScheduler(Scheduler):
         counters: VirtualTokenCounters,
         clock: Callable[[], float],
         num_prefill_stages: int = 1,
+        num_decode_stages: int = 1,
         whole_prompts: bool = False,
         pass_tokens: int | None = None,
     ) -> None:
@@ -63,6 +64,7 @@ class FairScheduler(Scheduler):
             schedule,
             num_blocks,
             num_prefill_stages=num_prefill_stages,
+            num_decode_stages=num_decode_stages,
             whole_prompts=whole_prompts,
             pass_tokens=pass_tokens,
         )

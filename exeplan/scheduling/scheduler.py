@@ -29,6 +29,7 @@ from itertools import chain, islice
 from operator import attrgetter
 
 from exeplan.core.batch import BLOCK_SIZE, Batch, Packing, SequenceState, num_blocks_for
+from exeplan.core.control_variables import slot_share
 from exeplan.core.queue_order import das_of, queue_of, ranking
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
@@ -51,6 +52,7 @@ class Scheduler:
         num_blocks: int,
         *,
         num_prefill_stages: int = 1,
+        num_decode_stages: int = 1,
         whole_prompts: bool = False,
         pass_tokens: int | None = None,
     ) -> None:
@@ -63,7 +65,8 @@ class Scheduler:
         self.policy: Policy = load_policy(schedule.policy)
         self.num_blocks = num_blocks
         self.free_blocks = num_blocks
-        self.num_prefill_stages, self.whole_prompts = num_prefill_stages, whole_prompts
+        self.num_prefill_stages, self.num_decode_stages = num_prefill_stages, num_decode_stages
+        self.whole_prompts = whole_prompts
         self.pass_tokens = pass_tokens
         self.waiting: deque[SequenceState] = deque()
         """In order of arrival, preempted ones first."""
@@ -72,7 +75,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         """Admitted sequences, oldest first."""
         self.groups: list[list[SequenceState]] = [[] for _ in range(schedule.num_micro_batches)]
-        """Running sequences by the micro-batch in which they decode, oldest first."""
+        """Running sequences by the micro-batch in which they decode, oldest first but for those moved to it."""
         self.ready: list[SequenceState] = []
         """Transferred to the stages that decode, and in no group yet; oldest first."""
         self.num_in_transfer = 0
@@ -95,7 +98,7 @@ class Scheduler:
     @property
     def in_flight(self) -> bool:
         """Whether a batch or a KV transfer is in flight, which completes without anything being scheduled."""
-        return bool(self.busy or self.num_in_transfer)
+        return bool(self.busy or self.num_in_transfer or self.num_prefills_in_flight)
 
     @property
     def is_short(self) -> bool:
@@ -223,11 +226,19 @@ class Scheduler:
         )
         return chain(begun, (fresh[number] for number in rank))
 
-    def rebalance(self) -> None:
-        """Splits the running sequences into groups of nearly equal size; none may be in flight."""
+    def rebalance(self, in_order: Iterable[SequenceState] = ()) -> None:
+        """Splits the running sequences into groups of nearly equal size; none may be in flight.
+
+        They are dealt out; those of `in_order` that run still fill the groups up, the first ones the first group.
+        """
         assert not self.busy
-        for number in range(len(self.groups)):
-            self.groups[number] = self.running[number :: len(self.groups)]
+        filling = [s for s in in_order if s.num_blocks]
+        filled, count = {id(s) for s in filling}, len(self.groups)
+        dealt = [s for s in self.running if id(s) not in filled] if filled else self.running
+        for number in range(count):
+            rows = dealt[number::count]
+            missing = slot_share(len(self.running), count, number) - len(rows)
+            self.groups[number], filling = rows + filling[:missing], filling[missing:]
             for sequence in self.groups[number]:
                 sequence.group = number
 
@@ -254,7 +265,7 @@ class Scheduler:
             for row, chunk in zip(batch.prefill, batch.chunks, strict=True):
                 row.num_computed_tokens = 0 if chunk.last else chunk.end
         self.num_prefills_in_flight -= bool(batch.prefill)
-        if batch.phase != "prefill":
+        if not (batch.phase == "prefill" or batch.dealt_later):
             self.busy.discard(batch.group)
         self._land(batch)
         left = self._done(batch)
@@ -286,7 +297,7 @@ class Scheduler:
                 insort(self.ready, row, key=_admission)
 
     def _begin(self, batch: Batch) -> None:
-        if batch.phase != "prefill":
+        if not (batch.phase == "prefill" or batch.dealt_later):
             self.busy.add(batch.group)
             self.group_order.remove(batch.group)
             self.group_order.append(batch.group)
@@ -363,6 +374,13 @@ class Scheduler:
         for sequence in self.ready[:limit]:
             self.add_to_group(sequence, group)
         del self.ready[:limit]
+
+    def move_to_group(self, sequence: SequenceState, group: int) -> None:
+        """Puts a sequence of a group into another, in front; its own may not be in flight."""
+        assert sequence.group not in self.busy
+        self.groups[sequence.group].remove(sequence)
+        sequence.group = group
+        self.groups[group].insert(0, sequence)
 
     def _youngest_idle(self) -> SequenceState | None:
         return next((s for s in reversed(self.running) if not s.in_flight), None)

@@ -108,6 +108,7 @@ class MultiprocessExecutor:
         self._all_ranks = [rank for group in ranks for rank in group]
         self._leaders = {group[0]: number for number, group in enumerate(ranks)}
         self.num_prefill_stages = len(self._stages[self.phases[-1]])
+        self.num_decode_stages = len(self._stages[self.phases[0]])
         self.num_generations = 0
         self.on_reference: Callable[[ReferenceRan], None] = lambda ran: None
         self._failed_starts, self._began = 0, time.monotonic()

@@ -290,6 +290,7 @@ class Engine:
             counters=self._counters,
             clock=self._clock,
             num_prefill_stages=self._executor.num_prefill_stages,
+            num_decode_stages=self._executor.num_decode_stages,
             whole_prompts=self._spec.is_encoder_decoder,
             pass_tokens=pass_limit(schedule, self._executor.kv_budget),
         )

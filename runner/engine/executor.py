@@ -57,6 +57,7 @@ class Executor(Protocol):
     phases: tuple[str, ...]
     """The kinds of stages there are, as in `Stage.phase`; those that decode come first."""
     num_prefill_stages: int
+    num_decode_stages: int
     kv_budget: KVBudget | None
     """The smallest KV cache budget that a device measured; None where none was measured."""
     async_scheduling: bool
@@ -110,7 +111,7 @@ class SingleDevice:
     """What the executors of one model on one device in this process have in common."""
 
     phases: tuple[str, ...] = ("",)
-    num_prefill_stages = 1
+    num_prefill_stages = num_decode_stages = 1
 
     def __init__(
         self, runner: ModelRunner, timeline: TimelineFile | None = None, kv_budget: KVBudget | None = None

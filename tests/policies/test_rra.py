@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
-from exeplan.core.schedule import Schedule
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Schedule, Stage
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
 from exeplan.workload.workload import Workload
+
+from ..simulator.machine import CLUSTER
 
 PROMPT, SHORT, LONG = 64, 2, 30
 COIN = Workload.of("coin", inputs=[PROMPT, PROMPT], outputs=[SHORT, LONG], weights=[1, 1])
@@ -42,3 +45,18 @@ def test_the_replay_takes_the_cycles_that_its_requests_make(cost: CostModel) -> 
     lengths = [cycle_seconds(cost, longs) for longs in (0, 1, 2, 1)]
     assert [run.requests[number].start for number in (0, 2, 4, 6)] == pytest.approx(np.cumsum([0.0, *lengths[:3]]))
     assert run.passes[-1].end == pytest.approx(sum(lengths))
+
+
+def test_a_group_decodes_before_the_prefills_of_the_others_are_through(profile: Profile) -> None:
+    stages = tuple(Stage(devices=(i,), layers=(3 * i, 3 * i + 3)) for i in range(2))
+    schedule = Schedule("rra", {"prefill_batch": 4, "decode_steps": 3, "micro_batches": 2})
+    run = replay(
+        schedule,
+        CostModel(profile, stages, CLUSTER),
+        input_tokens=np.full(4, PROMPT),
+        output_tokens=np.full(4, LONG),
+        num_blocks=100,
+    )
+    first, second, decode = run.passes[:3]
+    assert (first.num_prefill, second.num_prefill, decode.num_decode) == (2, 2, 2)
+    assert first.end <= decode.start < second.end

@@ -148,33 +148,44 @@ def rra(
     stage_seconds: StageSeconds,
     first_token_from_prefill: bool,
 ) -> Replayed:
-    """Cycles of one prefill phase, a drain, and `decode_steps` decode iterations of groups dealt anew.
+    """Cycles of one prefill phase and `decode_steps` decode iterations of groups dealt anew.
 
-    Prefill micro-batches are balanced by tokens, and the one with most tokens enters first. Requests are dealt in the
-    order in which they were prefilled. When no request waits, the last cycle runs to the end.
+    Prefill micro-batches are balanced by tokens, and the one with most tokens enters first. Residents are dealt in the
+    order in which they were prefilled, when all are back; then those of this phase fill up the groups, which are of
+    nearly equal size: the first ones the first group. A group enters when all its requests are back, and no group
+    before the one ahead of it. When no request waits, the last cycle runs to the end.
     """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     line = Pipeline(range(num_stages), stage_seconds, first_token_from_prefill, passes)
     waiting, residents, begin = deque(requests), list[Request](), 0.0
-    while waiting or residents:
-        drained = begin
-        for part in balanced(take(waiting, prefill_batch), micro_batches):
-            drained = line.run(begin, prefills=whole(part))
-            residents += part
+    while waiting or unfinished(residents):
+        parts = balanced(take(waiting, prefill_batch), micro_batches)
+        for part in parts:
+            line.run(begin, prefills=whole(part))
+        fresh = [request for part in parts for request in part]
+        now = max([line.free[line.entrance], *(request.back for request in residents)])
         residents = unfinished(residents)
-        groups = deal(residents, micro_batches)
-        back = [max([drained, *(request.back for request in group)]) for group in groups]
-        begin = drained
+        while True:
+            # Until the first group enters they are dealt again: those that their prefill has finished have left.
+            fresh = [request for request in fresh if not request.done or request.back > now]
+            groups = filled(residents, fresh, micro_batches)
+            first = next((group for group in groups if group), [])
+            if all(request.back <= now for request in first):
+                break
+            now = min(request.back for request in fresh if request.back > now)
+        residents, begin = residents + fresh, now
         for step in count(1):
             if not any(groups) or (waiting and step > decode_steps):
                 break
             for g, group in enumerate(groups):
                 if group:
-                    back[g] = line.run(back[g], decodes=group)
+                    # That a group has no more requests is known when it is back.
+                    now = max([now, *(request.back for request in group)])
                     groups[g] = unfinished(group)
-                    if not groups[g] and step < decode_steps:
-                        begin = max(begin, back[g])  # Only now is it known that this group has no more iterations.
-        residents = unfinished(residents)
+                    if groups[g]:
+                        line.run(now, decodes=groups[g])
+                        now = line.free[line.entrance]
+                    begin = now
     return replayed(requests, passes)
 
 
@@ -222,22 +233,37 @@ def chunked(
     if slots[0] > max_num_batched_tokens:
         raise ValueError(f"{max_num_batched_tokens} tokens a pass, but {slots[0]} rows may decode in one")
     waiting, groups, back = deque(requests), [list[Request]() for _ in slots], [0.0] * len(slots)
+
+    def enters(g: int, now: float) -> bool:
+        """Whether the group has something to run."""
+        group, held = groups[g], [(len(group), at > now) for group, at in zip(groups, back, strict=True)]
+        places = joins(g, held, slots=slots, joining=len(waiting), num_stages=num_stages)
+        decodes = [request for request in group if request.decoding]
+        unspent = max_num_batched_tokens - len(decodes) - sum(r.prompt - r.prefilled for r in group)
+        taken = list[Request]()
+        while waiting and len(taken) < places and unspent > 0:  # A slot is taken with the first token.
+            if taken and not first_token_from_prefill and waiting[0].prompt > unspent:
+                break
+            taken += take(waiting, 1)
+            group.append(taken[-1])
+            unspent -= taken[-1].prompt
+        if group:
+            cut = chunks(group, max_num_batched_tokens - len(decodes))
+            prefills = cut if first_token_from_prefill else whole(taken)
+            back[g] = line.run(now, prefills=prefills, decodes=decodes)
+        return bool(group)
+
+    turns, now = list(range(len(slots))), 0.0
     while waiting or any(groups):
-        for g, group in enumerate(groups):
-            decodes = [request for request in group if request.decoding]
-            unspent = max_num_batched_tokens - len(decodes) - sum(r.prompt - r.prefilled for r in group)
-            taken = list[Request]()
-            while waiting and len(group) < slots[g] and unspent > 0:  # A slot is taken with the first token.
-                if taken and not first_token_from_prefill and waiting[0].prompt > unspent:
-                    break
-                taken += take(waiting, 1)
-                group.append(taken[-1])
-                unspent -= taken[-1].prompt
-            if group:
-                cut = chunks(group, max_num_batched_tokens - len(decodes))
-                prefills = cut if first_token_from_prefill else whole(taken)
-                back[g] = line.run(back[g], prefills=prefills, decodes=decodes)
-                groups[g] = unfinished(group)
+        groups = [unfinished(group) if at <= now else group for group, at in zip(groups, back, strict=True)]
+        even_out(groups, [at > now for at in back], slots=slots, joining=len(waiting), num_stages=num_stages)
+        entered = next((g for g in turns if back[g] <= now and enters(g, now)), None)
+        if entered is None:
+            now = min([at for at in back if at > now], default=now)
+            continue
+        turns.remove(entered)
+        turns.append(entered)
+        now = line.free[line.entrance]
     return replayed(requests, passes)
 
 
@@ -266,7 +292,7 @@ def waa(
     waiting, handed = deque(requests), list[tuple[float, Request]]()
     departures = list[float]()  # When requests stopped to count towards the limit, rising.
     slots = shares(decode_batch, micro_batches)
-    groups, back = [list[Request]() for _ in slots], [0.0] * len(slots)
+    groups, back, turns, now = [list[Request]() for _ in slots], [0.0] * len(slots), list(range(len(slots))), 0.0
 
     def prefill_time() -> float | None:
         must_have_left = len(requests) - len(waiting) + min(prefill_batch, len(waiting)) - limit
@@ -274,38 +300,49 @@ def waa(
             return None
         return max(first.free[first.entrance], departures[must_have_left - 1] if must_have_left > 0 else 0.0)
 
-    def decode_turn() -> tuple[float, float, int] | None:
-        """(when, since when the group is back, group): the earliest that can enter, then the longest waiting."""
-        earliest_ready = min((ready for ready, _ in handed), default=None)
-        turns = list[tuple[float, float, int]]()
-        for g, group in enumerate(groups):
-            work = 0.0 if group else earliest_ready if slots[g] else None
-            if work is not None:
-                turns.append((max(back[g], second.free[second.entrance], work), back[g], g))
-        return min(turns, default=None)
-
-    while True:
-        prefill_at, turn = prefill_time(), decode_turn()
-        if turn is not None and (prefill_at is None or turn[0] <= prefill_at):
-            now, _, g = turn
-            taken = [entry for entry in handed if entry[0] <= now][: slots[g] - len(groups[g])]
-            handed = [entry for entry in handed if entry not in taken]
-            for _, request in taken:
+    def decodes() -> bool:
+        """Whether a group enters now: of those that have something to run the one that was here longest ago."""
+        here = [request for ready, request in handed if ready <= now]
+        flying = [at > now for at in back]
+        even_out(groups, flying, slots=slots, joining=len(here), num_stages=num_decode_stages)
+        for g in [g for g in turns if not flying[g]]:
+            held = [(len(group), flies) for group, flies in zip(groups, flying, strict=True)]
+            for request in here[: joins(g, held, slots=slots, joining=len(here), num_stages=num_decode_stages)]:
+                handed.remove(next(entry for entry in handed if entry[1] is request))
                 insort(departures, now)
                 groups[g].append(request)
-            back[g] = second.run(now, decodes=groups[g])
-            groups[g] = unfinished(groups[g])
-        elif prefill_at is not None:
-            batch = take(waiting, prefill_batch)
-            left = first.run(prefill_at, prefills=whole(batch))
-            going_on = unfinished(batch)
-            for _ in range(len(batch) - len(going_on)):
-                insort(departures, left)
-            if going_on:
-                ready = left + kv_transfer([request.prompt for request in going_on])
-                handed += [(ready, request) for request in going_on]
-        else:
+            if groups[g]:
+                back[g] = second.run(now, decodes=groups[g])
+                turns.remove(g)
+                turns.append(g)
+                return True
+        return False
+
+    def prefills() -> bool:
+        """Whether a batch enters the stages that prefill now."""
+        at = prefill_time()
+        if at is None or at > now:
+            return False
+        batch = take(waiting, prefill_batch)
+        left = first.run(now, prefills=whole(batch))
+        going_on = unfinished(batch)
+        for _ in range(len(batch) - len(going_on)):
+            insort(departures, left)
+        if going_on:
+            ready = left + kv_transfer([request.prompt for request in going_on])
+            handed.extend((ready, request) for request in going_on)
+        return True
+
+    while True:
+        for g, at in enumerate(back):
+            if at <= now:
+                groups[g] = unfinished(groups[g])
+        if (second.free[second.entrance] <= now and decodes()) or prefills():
+            continue
+        times = [second.free[second.entrance], *back, *(ready for ready, _ in handed), prefill_time() or 0.0]
+        if not any(at > now for at in times):
             return replayed(requests, passes)
+        now = min(at for at in times if at > now)
 
 
 def backlog(inputs: Sequence[int], outputs: Sequence[int]) -> list[Request]:
@@ -343,6 +380,56 @@ def chunks(group: list[Request], budget: int) -> list[tuple[Request, int]]:
     return found
 
 
+def joins(g: int, held: list[tuple[int, bool]], *, slots: list[int], joining: int, num_stages: int) -> int:
+    """How many join a group where requests are dealt one by one to the smallest group, of equal ones to this one.
+
+    Dealt to the first groups only: as many as hold all requests, and one a stage at least. `held` are the sizes of the
+    groups and whether they are in flight, which counts as a half more, rounded down. Where all slots will be taken
+    each has its own.
+    """
+    sizes = [size for size, _ in held]
+    if sum(sizes) + joining >= sum(slots):
+        return slots[g] - sizes[g]
+    used = needed(sum(sizes) + joining, slots, num_stages)
+    hands = [size + size // 2 * flying for size, flying in held]
+    dealt = 0
+    for _ in range(joining if g < used else 0):
+        if sizes[g] + dealt == slots[g]:
+            break
+        smallest = min(range(used), key=lambda other: (hands[other], other != g))
+        hands[smallest] += 1
+        dealt += smallest == g
+    return dealt
+
+
+def needed(total: int, slots: list[int], num_stages: int) -> int:
+    """The first groups that have room for so many requests, and one a stage at least."""
+    used = min(num_stages, len(slots))
+    while used < len(slots) and sum(slots[:used]) < total:
+        used += 1
+    return used
+
+
+def even_out(
+    groups: list[list[Request]], flying: list[bool], *, slots: list[int], joining: int, num_stages: int
+) -> None:
+    """Groups that are back give the requests they have had longest to the smallest, those that are not needed all.
+
+    Groups that are needed give only if nothing joins, and while one is larger by a half and two. A group may not give a
+    request that it prefills. Those that are given come first in their group. If all slots will be taken none is given.
+    """
+    total = sum(map(len, groups)) + joining
+    if total >= sum(slots):
+        return
+    used = needed(total, slots, num_stages)
+    for g, group in enumerate(groups):
+        while not flying[g] and group and group[0].decoding:
+            smallest = min(groups[:used], key=len)
+            if g < used and (joining or len(group) < len(smallest) + len(smallest) // 2 + 2):
+                break
+            smallest.insert(0, group.pop(0))
+
+
 def shares(count: int, parts: int) -> list[int]:
     """Nearly equal shares, larger ones first: 5 in 3 parts are 2, 2, 1."""
     return [count // parts + (part < count % parts) for part in range(parts)]
@@ -368,6 +455,13 @@ def balanced(requests: list[Request], parts: int) -> list[list[Request]]:
 
 def prompt_tokens(requests: list[Request]) -> int:
     return sum(request.prompt for request in requests)
+
+
+def filled(dealt: list[Request], in_order: list[Request], parts: int) -> list[list[Request]]:
+    """Hands of nearly equal count: some are dealt in turn, then the others fill up one hand after the other."""
+    queue, hands = deque(in_order), deal(dealt, parts)
+    sizes = shares(len(dealt) + len(in_order), parts)
+    return [hand + take(queue, size - len(hand)) for hand, size in zip(hands, sizes, strict=True)]
 
 
 def deal(requests: list[Request], parts: int) -> list[list[Request]]:

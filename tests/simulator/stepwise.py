@@ -47,6 +47,7 @@ def stepwise(
         schedule,
         num_blocks,
         num_prefill_stages=len(cost.prefill_stages),
+        num_decode_stages=len(cost.decode_stages),
         whole_prompts=cost.spec.is_encoder_decoder,
     )
     requests = [

@@ -64,7 +64,7 @@ def test_static_pads_no_row_beyond_its_own_length() -> None:
     assert [one.decodes for one in found.passes] == [[], [3, 7], [4, 8], [4, 9]]
 
 
-def test_rra_drains_before_decoding_but_not_before_prefilling() -> None:
+def test_rra_decodes_what_is_back_and_prefills_right_behind_it() -> None:
     found = rra([5, 6], [3, 2], prefill_batch=1, decode_steps=1, micro_batches=1, **unit)
     # Prefill 0-2, decode 2-4, the next prefill right behind it 3-5, decodes 5-7.
     assert begins(found) == [0, 2, 3, 5]
@@ -74,16 +74,17 @@ def test_rra_drains_before_decoding_but_not_before_prefilling() -> None:
 
 def test_rra_skips_an_empty_group() -> None:
     found = rra([5] * 4, [3, 2, 2, 2], prefill_batch=2, decode_steps=2, micro_batches=2, **unit)
-    # Prefills at 0 and 1, groups at 3 and 4; the first again at 5; the second is found empty at 6: next cycle.
-    assert begins(found) == [0, 1, 3, 4, 5, 6, 7, 9, 10]
-    assert found.requests == [(0, [2, 5, 7]), (1, [3, 6]), (6, [8, 11]), (7, [9, 12])]
+    # Prefills at 0 and 1, each group when its own is back, at 2 and 3; the first again at 4; the second is found empty
+    # at 5: next cycle.
+    assert begins(found) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert found.requests == [(0, [2, 4, 6]), (1, [3, 5]), (5, [7, 9]), (6, [8, 10])]
 
 
 def test_rra_deals_its_residents_anew_each_cycle() -> None:
-    found = rra([5] * 4, [2, 9, 2, 9], prefill_batch=4, decode_steps=1, micro_batches=2, **unit)
-    first, second = found.passes[2:4], found.passes[4:6]
-    assert [len(one.decodes) for one in first] == [2, 2]
-    assert [len(one.decodes) for one in second] == [1, 1]  # Both survivors were in one group.
+    found = rra([5] * 6, [2, 9, 2, 9, 9, 9], prefill_batch=4, decode_steps=1, micro_batches=2, **unit)
+    first, second = found.passes[2:4], found.passes[6:8]
+    assert [one.decodes for one in first] == [[5, 5], [5, 5]]
+    assert [one.decodes for one in second] == [[6, 5], [6, 5]]  # Both survivors were in one group.
 
 
 def test_orca_refills_a_group_when_it_is_back() -> None:

@@ -1,0 +1,63 @@
+"""Admissions spread over the groups of a pipeline, so that its stages work at the same time at any load.
+
+Requests that join are shared out so that the groups become as even as they can, among as few groups as hold all of
+them, but no fewer than there are stages to keep busy: fewer groups leave stages idle, and more groups than stages make
+passes small, which costs where a pass takes as long with few rows as with many. With every slot taken that is a group's
+share of the slots. A group in flight counts half as large again, so that fewer requests wait for it to come back.
+
+Where nothing waits, a group that is back gives rows to the smallest group while it is more than half as large again;
+one of those that are not needed any more gives all of them.
+
+Not here: which requests are admitted.
+"""
+
+from exeplan.core.control_variables import slot_share
+from exeplan.policies.interface import Queue
+
+
+def num_joining(queue: Queue, slots: int, *, reserve: bool = False) -> int:
+    """Waiting requests that fit into `slots` slots in all and into the KV cache; not counted for a single group."""
+    return len(queue.admissible(slots - len(queue.running), reserve=reserve)) if len(queue.groups) > 1 else 0
+
+
+def free_places(queue: Queue, number: int, *, slots: int, joining: int) -> int:
+    """How many requests may join a group now, of `joining` in all that could; all groups together have `slots`."""
+    sizes = [len(group) for group in queue.groups]
+    own = max(slot_share(slots, len(sizes), number) - sizes[number], 0)
+    total = sum(sizes) + joining
+    if own == 0 or len(sizes) == 1 or total >= slots:
+        return own
+    used = groups_for(total, slots=slots, groups=len(sizes), stages=queue.num_decode_stages)
+    if number >= used:
+        return 0
+    others = [
+        size + (size // 2 if other in queue.busy else 0) for other, size in enumerate(sizes[:used]) if other != number
+    ]
+    places, left = 0, joining
+    # One more joins this group only if what is left then could make all others as large as the group is now.
+    while places < own and sum(max(sizes[number] + places - size, 0) for size in others) < left:
+        places, left = places + 1, left - 1
+    return places
+
+
+def even_out(queue: Queue, *, slots: int, joining: int) -> None:
+    """Moves rows of groups that are not in flight; of a group whose prompt has been cut, only others."""
+    total = sum(map(len, queue.groups)) + joining
+    if len(queue.groups) == 1 or total >= slots:
+        return
+    used = groups_for(total, slots=slots, groups=len(queue.groups), stages=queue.num_decode_stages)
+    for number, rows in enumerate(queue.groups):
+        while number not in queue.busy and rows and not rows[0].num_computed_tokens:
+            smallest = min(range(used), key=lambda other: len(queue.groups[other]))
+            enough = len(queue.groups[smallest]) * 3 // 2 + 1
+            if number < used and (joining or len(rows) <= enough):
+                break
+            queue.move_to_group(rows[0], smallest)
+
+
+def groups_for(total: int, *, slots: int, groups: int, stages: int) -> int:
+    """Groups that take requests when there are `total`, at most `slots`."""
+    used = min(stages, groups)
+    while sum(slot_share(slots, groups, number) for number in range(used)) < total:
+        used += 1
+    return used

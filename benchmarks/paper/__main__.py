@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
-from benchmarks.paper import memory, orca, real, tcb
+from benchmarks.paper import memory, orca, real, tcb, today
 from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
@@ -35,6 +35,7 @@ _TABLES: dict[str, Callable[[Settings], Part]] = {
     "drift": paper_drift.part,
     **orca.parts(),
     "tcb": tcb.part,
+    "today": today.part,
 }
 _ORDER = (*FIGURES, *_TABLES, "search")
 """Figures 6 to 8 take minutes, the others seconds."""
@@ -80,7 +81,7 @@ def _write(name: str, part: Part) -> None:
     command = " ".join(["python", "-m", "benchmarks.paper", *words])
     parts[name] = {"command": command, **json.loads(json_line(part.as_json())), "markdown": part.markdown()}
     parts = {name: parts[name] for name in _ORDER if name in parts}
-    write_record("paper", {"parts": parts})
+    write_record("paper", {"today": parts["today"]["rows"] if "today" in parts else [], "parts": parts})
     text = "\n".join(part["markdown"] for part in parts.values())
     (RECORDS / "paper.md").write_text(f"# The papers' evaluations, predicted by exeplan\n\n{text}")
 

@@ -39,8 +39,14 @@ def _command() -> str:
 
 
 def _commit() -> str:
-    answer = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
+    """Called dirty where files other than records have changes: a record may be written part by part."""
+    head = _git("describe", "--always")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benchmarks/records")
+    return f"{head}{'-dirty' if changed else ''}" if head else "unknown"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cpu() -> str:

@@ -11,13 +11,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
-from benchmarks.paper import memory, orca, real, tcb
+from benchmarks.paper import memory, orca, real, tcb, today
 from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
@@ -35,6 +35,7 @@ _TABLES: dict[str, Callable[[Settings], Part]] = {
     "drift": paper_drift.part,
     **orca.parts(),
     "tcb": tcb.part,
+    "today": today.part,
 }
 _ORDER = (*FIGURES, *_TABLES, "search")
 """Figures 6 to 8 take minutes, the others seconds."""
@@ -52,32 +53,35 @@ def main() -> None:
         parser.error(f"no part '{unknown[0]}'; there are {', '.join(_ORDER)}")
     settings = Settings(profiles=args.profiles, traces=args.traces, policies=tuple(args.policies), quick=args.quick)
     began = time.perf_counter()
-    found = _run(set(args.parts) or set(_ORDER), settings)
-    for part in found.values():
-        print(part.markdown())
-    _write(found)
+    for name, part in _made(set(args.parts) or set(_ORDER), settings):
+        print(part.markdown(), flush=True)
+        _write(name, part)
     print(f"{time.perf_counter() - began:.0f} s; record: {RECORDS / 'paper.json'} and paper.md")
 
 
-def _run(names: set[str], settings: Settings) -> dict[str, Part]:
+def _made(names: set[str], settings: Settings) -> Iterator[tuple[str, Part]]:
+    """Quick ones first."""
+    for name, make in _TABLES.items():
+        if name in names:
+            yield name, make(settings)
     figures = [name for name in FIGURES if name in names or "search" in names]
     rows = paper_figures.rows(figures, settings) if figures else {}
-    parts = {name: paper_figures.part(name, rows[name]) for name in figures if name in names}
-    parts |= {name: make(settings) for name, make in _TABLES.items() if name in names}
+    for name in figures:
+        if name in names:
+            yield name, paper_figures.part(name, rows[name])
     if "search" in names:
-        parts["search"] = search_time([row for of_figure in rows.values() for row in of_figure])
-    return parts
+        yield "search", search_time([row for of_figure in rows.values() for row in of_figure])
 
 
-def _write(found: dict[str, Part]) -> None:
+def _write(name: str, part: Part) -> None:
     """Parts of an earlier run stay."""
     path = RECORDS / "paper.json"
     parts = json.loads(path.read_text())["parts"] if path.exists() else {}
-    command = " ".join(["python", *sys.argv])
-    for name, part in found.items():
-        parts[name] = {"command": command, **json.loads(json_line(part.as_json())), "markdown": part.markdown()}
+    words = ("PATH" if Path(word).is_absolute() else word for word in sys.argv[1:])
+    command = " ".join(["python", "-m", "benchmarks.paper", *words])
+    parts[name] = {"command": command, **json.loads(json_line(part.as_json())), "markdown": part.markdown()}
     parts = {name: parts[name] for name in _ORDER if name in parts}
-    write_record("paper", {"parts": parts})
+    write_record("paper", {"today": parts["today"]["rows"] if "today" in parts else [], "parts": parts})
     text = "\n".join(part["markdown"] for part in parts.values())
     (RECORDS / "paper.md").write_text(f"# The papers' evaluations, predicted by exeplan\n\n{text}")
 

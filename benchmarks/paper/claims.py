@@ -53,6 +53,9 @@ class Part:
     curves: Sequence[dict[str, Any]] = ()
     """What a picture is drawn from, where the rows are not."""
 
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.header) for row in self.rows), f"{self.title}: a row does not fit the header"
+
     def markdown(self) -> str:
         blocks = [f"## {self.title}", *self.notes, markdown_table(self.header, [[*map(show, r)] for r in self.rows])]
         if self.claims:

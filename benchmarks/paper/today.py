@@ -1,23 +1,18 @@
 """What ExeGPT's idea is worth today: RRA and WAA against chunked prefill and ORCA, each on its best placement.
 
-    python -m benchmarks.paper.today [--quick]
-
 Datasheets of three deployments, four length laws, and bounds on an output of the 99th-percentile length: three and
-twelve times what a request of that length takes alone, and for one of them none. Every policy is planned alone, on
-any placement and in any number of replicas, and counts with the throughput of its replay under a backlog. Lengths
-beyond a model's context are scaled to it. Writes records/today.json.
+twelve times what a request of that length takes alone, and for one of them none. Every policy is planned alone, on any
+placement and in any number of replicas, and counts with the throughput of its replay under a backlog. Lengths beyond a
+model's context are scaled to it. The better of RRA and WAA is compared with the better of the others.
 """
 
-import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
-from typing import Any
 
-from benchmarks.lib.record import write_record
-from benchmarks.paper.setting import DTYPE
+from benchmarks.paper.claims import Part
+from benchmarks.paper.setting import DTYPE, Settings
 from benchmarks.paper.systems import on_whole_machines
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
@@ -28,7 +23,6 @@ from exeplan.errors import Infeasible
 from exeplan.planner.load_problem import fitted
 from exeplan.planner.optimize import optimize
 from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload
 
@@ -39,7 +33,6 @@ _DEPLOYMENTS = {
     ("gpt3-39b", "a40", 16): (3.0, 12.0),
 }
 """Model, cluster and GPUs: slacks of the bounds."""
-_LARGE = {("llama-3.1-70b", "h100", 8): (3.0, 12.0)}
 _LAWS = ("alpaca", "wmt17-ende", "azure-2023-conv", "azure-2023-code")
 
 
@@ -68,36 +61,31 @@ class Cell:
         ours, others = self.best(EXEGPT), self.best(OTHERS)
         return ours[1] / others[1] if ours and others else None
 
-    def row(self) -> dict[str, Any]:
+    @property
+    def case(self) -> str:
+        bound = f"{self.slack:g} x alone" if self.slack < inf else "no bound"
+        return f"{self.deployment}, {self.law}, {bound}"
+
+    def row(self) -> tuple[object, ...]:
         ours = self.best(EXEGPT)
         plan = self.plans[ours[0]] if ours else None
-        return {
-            "case": f"{self.deployment}, {self.law}, {self.slack:g} x alone",
-            "bound s": round(self.bound, 3) if self.bound < inf else "none",
-            **{policy: self.rate(policy) for policy in (*EXEGPT, *OTHERS)},
-            "over the others": self.ratio,
-            "ExeGPT's plan": f"{plan.num_replicas} x {plan.schedule}" if plan else "none keeps the bound",
-            "ExeGPT's policy": ours[0] if ours else None,
-            "slack": self.slack if self.slack < inf else "none",
-            "law": self.law,
-        }
+        rates = (self.rate(policy) for policy in _POLICIES)
+        return self.case, self.bound, *rates, self.ratio, plan and f"{plan.num_replicas} x {plan.schedule}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="OPT-13B only")
-    parser.add_argument("--large", action="store_true", help="Llama-3.1-70B on eight H100, too: minutes")
-    args = parser.parse_args()
-    began, cells = time.process_time(), []
-    for (model, cluster, gpus), slacks in (_DEPLOYMENTS | (_LARGE if args.large else {})).items():
-        for law in _LAWS if not args.quick or model == "opt-13b" else ():
-            for cell in compared(model, cluster, gpus, law, slacks):
-                cells.append(cell)
-                print(*cell.row().values(), sep=" | ", flush=True)
-    summary = summarized(cells)
-    print(table(("", ""), [(key, str(value)) for key, value in summary.items()]))
-    record = {**summary, "CPU seconds": round(time.process_time() - began), "rows": [cell.row() for cell in cells]}
-    print(f"record: {write_record('today', record)}")
+def part(settings: Settings) -> Part:
+    """Quick: the smallest model only."""
+    cells = []
+    for (model, cluster, gpus), slacks in list(_DEPLOYMENTS.items())[: 1 if settings.quick else None]:
+        for law in _LAWS:
+            cells += compared(model, cluster, gpus, law, slacks)
+            print(*cells[-1].row(), sep=" | ", flush=True)
+    return Part(
+        title="What RRA and WAA are worth today, requests/s",
+        header=("case", "bound s", *_POLICIES, "over the others", "ExeGPT's plan"),
+        rows=[cell.row() for cell in cells],
+        notes=(summarized(cells), (__doc__ or "").partition("\n\n")[2].strip().replace("\n", " ")),
+    )
 
 
 def compared(model: str, cluster_name: str, gpus: int, law: str, slacks: Sequence[float]) -> list[Cell]:
@@ -125,25 +113,16 @@ def _plan(problem: Problem, policy: str, seconds: float) -> Plan | None:
         return None
 
 
-def summarized(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Cells that ExeGPT's policies win, by more than 2 %, and by how much they win and lose."""
+def summarized(cells: Sequence[Cell]) -> str:
+    """How many cells ExeGPT's policies win, by more than 2 %, and by how much they win and lose."""
     rated = [(cell.ratio, cell) for cell in cells if cell.ratio]
-    best, worst = max(rated, key=lambda pair: pair[0]), min(rated, key=lambda pair: pair[0])
-    return {
-        "cells": len(cells),
-        "won by more than 2 %": sum(ratio > 1.02 for ratio, _ in rated),
-        "won by WAA by more than 2 %": sum(
-            ratio > 1.02 and cell.best(EXEGPT)[0] == "waa-c" for ratio, cell in rated if cell.best(EXEGPT)
-        ),
-        "within 2 %": sum(abs(ratio - 1) <= 0.02 for ratio, _ in rated),
-        "lost by more than 2 %": sum(ratio < 0.98 for ratio, _ in rated) + len(cells) - len(rated),
-        "median ratio": median(ratio for ratio, _ in rated),
-        "largest ratio": best[0],
-        "largest ratio in": best[1].row()["case"],
-        "smallest ratio": worst[0],
-        "smallest ratio in": worst[1].row()["case"],
-    }
-
-
-if __name__ == "__main__":
-    main()
+    (most, best), (least, worst) = (pick(rated, key=lambda pair: pair[0]) for pick in (max, min))
+    won = [cell.best(EXEGPT) for ratio, cell in rated if ratio > 1.02]
+    by_waa = sum(found is not None and found[0] == "waa-c" for found in won)
+    even = sum(0.98 <= ratio <= 1.02 for ratio, _ in rated)
+    return (
+        f"RRA or WAA serves over 2 % more than the better of ORCA and chunked prefill in {len(won)} of {len(cells)} "
+        f"cases, {by_waa} of these by WAA; {even} are even, {len(cells) - len(won) - even} lost. The ratio is "
+        f"{median(ratio for ratio, _ in rated):.2f} in the median, {most:.2f} at most ({best.case}) and {least:.2f} at "
+        f"least ({worst.case})."
+    )

@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.lib.intervals import of_median, wilson
 from benchmarks.lib.record import RECORDS
+from benchmarks.paper.claims import CLAIM_HEADER, Claim
 
 Record = Mapping[str, Any]
 
@@ -306,12 +307,122 @@ def trace_bounds(record: Record) -> str:
     return f"{share_of(kept, len(found))} kept their bound and the slowest took {1 + most:.2f} times its bound"
 
 
-def paper_gain(part: str) -> Callable[[Record], str]:
+def if_made(part: str, text: Callable[[Record], str], *, block: bool = False) -> Callable[[Record], str]:
+    """The text of a part; where the record has none, the command that makes it, as a block or a phrase."""
+    missing = f"no record yet, `python -m benchmarks.paper {part}` makes it" + "\n" * block
+    return lambda record: text(record) if part in record["parts"] else missing
+
+
+def _claimed(record: Record, part: str, what: str) -> Mapping[str, Any]:
+    """The first claim of a part whose description begins like this."""
+    return next(claim for claim in record["parts"][part]["claims"] if claim["what"].startswith(what))
+
+
+def paper_gains(part: str) -> Callable[[Record], str]:
+    """Mean and largest gain over both FasterTransformers, next to the paper's."""
+
     def made(record: Record) -> str:
-        claim = next(claim for claim in record["parts"][part]["claims"] if claim["what"] == "mean gain over FT")
-        return f"{claim['ours']:.2f} times (the paper: {claim['paper']:.1f})"
+        packed, padded, largest = (
+            _claimed(record, part, what) for what in ("mean gain over FT", "mean gain over FT, padded", "largest gain")
+        )
+        return (
+            f"{times(packed['ours'])} what FasterTransformer does that packs prompts, {times(padded['ours'])} what one "
+            f"does that pads them (the paper: {packed['paper']:.1f}); at most {times(largest['ours'])} (the paper: "
+            f"{largest['paper']:.1f})"
+        )
 
     return made
+
+
+def paper_against(part: str) -> Callable[[Record], str]:
+    """Against the better of `orca` and `chunked` on the same kernels."""
+
+    def made(record: Record) -> str:
+        mean_gain, compared, won = (
+            _claimed(record, part, what)["ours"]
+            for what in ("mean gain over the better", "cells compared", "cells won")
+        )
+        return f"{times(mean_gain)} in the mean, with {won} of {compared} cells won and {compared - won} lost"
+
+    return made
+
+
+def paper_claims(part: str) -> Callable[[Record], str]:
+    """The paper's figures of a part next to ours, and why they differ."""
+
+    def made(record: Record) -> str:
+        claims = record["parts"][part]["claims"]
+        keys = ("what", "paper", "ours", "reason")
+        table = rows(CLAIM_HEADER, [Claim(**{key: claim[key] for key in keys}).cells() for claim in claims])
+        picture = _PICTURES.get(part)
+        return f"{table}\n\n![Drawn from the record](pictures/{picture}.png)" if picture else table
+
+    return made
+
+
+_PICTURES = {
+    **{part: f"paper-{part}" for part in ("fig6", "fig7", "fig8", "fig10", "orca10")},
+    "drift": "paper-fig11",
+}
+"""By part what `python -m docs.make_pictures` draws of it."""
+PAPER_PARTS = (
+    *("fig6", "fig7", "fig8", "fig9", "fig10", "table4", "table5", "table6", "table7", "drift", "search"),
+    *("orca8", "orca9", "orca10", "tcb"),
+)
+"""Of benchmarks/paper, in the order of its record."""
+
+
+def today_summary(record: Record) -> str:
+    text: str = record["parts"]["today"]["notes"][0]
+    return text
+
+
+def today_cases(record: Record) -> str:
+    """Requests/s of every policy; - where none of its schedules keeps the bound."""
+    policies = ("rra", "waa-c", "orca", "chunked")
+    header = ("deployment, lengths, bound", "bound", *(f"`{policy}`" for policy in policies), "ExeGPT over the others")
+    return rows(
+        header,
+        [
+            (
+                row["case"],
+                "none" if row["bound s"] == "inf" else secs(row["bound s"]),
+                *("-" if row[policy] is None else f"{row[policy]:.3g}" for policy in policies),
+                "-" if row["over the others"] is None else times(row["over the others"]),
+            )
+            for row in record["parts"]["today"]["rows"]
+        ],
+    )
+
+
+def today_measured(record: Record) -> str:
+    """`rra` over the better of `orca` and `chunked`, planned and measured on the engine, by length law and bound."""
+    by_case: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    for row in record["rows"]:
+        by_case.setdefault((row["workload"], row["bound"]), {}).setdefault(row["policy"], []).append(row)
+    found = []
+    for (law, bound), policies in by_case.items():
+        ratios = [_rra_over_others(policies, key) for key in ("planned", "sustained")]
+        found.append((law, f"{bound} s", *map(times, ratios)))
+    return rows(("lengths", "bound", "predicted", "measured"), found)
+
+
+def _rra_over_others(policies: Mapping[str, Sequence[Record]], key: str) -> float:
+    """Medians of the rounds."""
+    rate = {policy: median(float(row[key]) for row in found) for policy, found in policies.items()}
+    return rate["rra"] / max(rate["orca"], rate["chunked"])
+
+
+def waa_measured(record: Record) -> str:
+    """`waa-c` on one worker for each phase over `orca` with tensor parallelism, replayed and measured."""
+    one = {
+        name: next(row for row in record["rows"] if row["case"].startswith(name)) for name in ("1+1 waa", "TP 2 orca")
+    }
+    replayed, measured = (
+        [float(median(run[kind]["throughput"] for run in row["runs"])) for row in one.values()]
+        for kind in ("replay", "measured_at_profile_speed")
+    )
+    return f"{times(replayed[0] / replayed[1])} by replay and {times(measured[0] / measured[1])} measured"
 
 
 def paper_stage_times(record: Record) -> str:
@@ -568,11 +679,18 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-replay-speed-10m": {"cost": long_replay},
     "closed-form": {"errors": closed_form_errors},
     "planner-risk": {"left-out": risk_left_out, "traces": risk_traces},
-    "fidelity-demo": _ONE_DEVICE,
+    "fidelity-demo": {**_ONE_DEVICE, "rra": today_measured},
     "fidelity-demo-unseen": _ONE_DEVICE,
-    "fidelity-workers-demo": {"errors": two_workers},
+    "fidelity-workers-demo": {"errors": two_workers, "waa": waa_measured},
     "traces-demo": {"ratios": trace_ratios, "bounds": trace_bounds},
-    "paper": {"figure-6": paper_gain("fig6"), "figure-8": paper_gain("fig8"), "stage-times": paper_stage_times},
+    "paper": {
+        **{f"{part}-gains": if_made(part, paper_gains(part)) for part in ("fig6", "fig8")},
+        **{f"{part}-against": if_made(part, paper_against(part)) for part in ("fig6", "fig8")},
+        **{part: if_made(part, paper_claims(part), block=True) for part in PAPER_PARTS},
+        "today-summary": if_made("today", today_summary),
+        "today": if_made("today", today_cases, block=True),
+        "stage-times": paper_stage_times,
+    },
     "silicon": {"errors": silicon_errors, "picks": silicon_picks},
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},

@@ -1,9 +1,9 @@
 """The pictures of the documentation, each from the code or a record of this tree.
 
-    python -m docs.make_pictures [rooms predicted frontier timeline page]
+    python -m docs.make_pictures [rooms predicted frontier timeline page paper-fig6 ...]
 
-`rooms` reads the imports, `predicted` reads `benchmarks/records`, `frontier` and `timeline` plan from a datasheet,
-`page` serves the demo model for a minute and needs Chromium. Writes docs/pictures/*.png.
+`rooms` reads the imports, `predicted` and `paper-*` read `benchmarks/records`, `frontier` and `timeline` plan from a
+datasheet, `page` serves the demo model for a minute and needs Chromium. Writes docs/pictures/*.png.
 """
 
 import argparse
@@ -16,9 +16,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from docs.paper_pictures import draw_bars, draw_drift, draw_orca
 from docs.rooms import ORDER, arrows, room_of
 
 ROOT = Path(__file__).parents[1]
@@ -194,6 +196,12 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
     "frontier": draw_frontier,
     "timeline": draw_timeline,
     "page": draw_page,
+    "paper-fig6": partial(draw_bars, "fig6", columns=3),
+    "paper-fig7": partial(draw_bars, "fig7", columns=3),
+    "paper-fig8": partial(draw_bars, "fig8", columns=3),
+    "paper-fig10": partial(draw_bars, "fig10", columns=3),
+    "paper-fig11": draw_drift,
+    "paper-orca10": draw_orca,
 }
 
 if __name__ == "__main__":

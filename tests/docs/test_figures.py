@@ -36,6 +36,7 @@ ALLOWED = {
         "more than 1.5 times as long": "a limit",
         "256 KiB of the kernel, 64 KiB of the server and 16,384 tokens": "limits",
         "reads nothing for 30 s": "a limit",
+        "for its turn, at most 10 s": "a limit",
         "at most 4,096": "a limit",
         "TLS 1.2 and newer; a handshake has 10 s": "a version and a limit",
     },

@@ -3,9 +3,9 @@
     python -m benchmarks.service.memory [--requests 5000] [--at-once 32]
 
 Serves the demo model (random weights), with so many requests at once. Prompts have 1 to 100 tokens, outputs 1 to 16,
-both drawn evenly; every fourth answer is streamed, every tenth prompt is text. Memory is the proportional set size
-(PSS), which divides what processes share; `forks` and `rforks` are what engine and readers are forked by. Writes
-records/memory.json; with another number of requests, records/memory-REQUESTS.json.
+both drawn evenly; every fourth answer is streamed, every tenth prompt is text. Memory is anonymous, what
+processes share by a fork divided among them (`Pss_Anon` of Linux); `forks` and `rforks` are what engine and readers are
+forked by. Writes records/memory.json; with another number of requests, records/memory-REQUESTS.json.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def _row(server: Server, answered: int, seconds: float) -> dict[str, Any]:
     held = dict.fromkeys(_KINDS, 0.0)
     for pid in (server.process.pid, *descendants(server.process.pid)):
         kind = "front end" if pid == server.process.pid else _kind(pid)
-        size = _pss_mib(pid)
+        size = _anonymous_mib(pid)
         held["all"] += size
         held[kind] = held.get(kind, 0.0) + size
     return {"answered": answered, "s": round(seconds, 1), **{kind: round(size, 1) for kind, size in held.items()}}
@@ -87,9 +87,9 @@ def _kind(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("exeplan-")
 
 
-def _pss_mib(pid: int) -> float:
+def _anonymous_mib(pid: int) -> float:
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    found = re.search(r"^Pss_Anon:\s+(\d+) kB", text, re.MULTILINE)
     assert found
     return int(found.group(1)) / 1024
 

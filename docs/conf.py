@@ -24,6 +24,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement))|workload\..*\.(Deadlines|Trace))",
+        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement)|sparse_layers\..*)"
+        r"|workload\..*\.(Deadlines|Trace))",
     ),
 ]

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from exeplan.core.batch import SequenceState
-from exeplan.runner.compute.prompt_logprobs import PromptPart
 from exeplan.runner.compute.sampling import SampledToken, SamplingParams
 from exeplan.runner.compute.structures import Matcher
 from exeplan.runner.engine.text_stream import TextStream
 from exeplan.runner.ipc.messages import PromptLogprobs
 from exeplan.scheduling.fair_queue import ClientSequence
+
+if TYPE_CHECKING:
+    from exeplan.runner.compute.prompt_logprobs import PromptPart
 
 MAX_CRASHES = 2
 """A request that was running at this many crashes, of workers or of a whole engine, is not tried again: it may be the
@@ -81,7 +83,7 @@ class RequestState(ClientSequence):
     arrival: float
     matcher: Matcher | None = None
     """Its place in its grammar, in the process that samples; None until its first token."""
-    prompt_parts: list[PromptPart] = field(default_factory=list)
+    prompt_parts: "list[PromptPart]" = field(default_factory=list)
     """Log-probabilities of its prompt as far as it is computed, in the process that samples."""
     start: float | None = None
     """When its first prefill started."""

@@ -4,6 +4,7 @@ import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,8 +100,10 @@ class Stages:
             for number, (encoder, decoder) in enumerate(cuts)
         ]
         self.spec = self.runners[0].spec
+        self.prompt_parts: dict[str, Any] = {}  # Of encoder-decoder models there are none.
 
-    def forward(self, batch: Batch, token_ids) -> torch.Tensor:
+    def forward(self, batch: Batch, token_ids, *, reported) -> torch.Tensor:
+        assert not reported
         hidden = None
         for runner in self.runners:
             assert hidden is None or len(hidden) == runner.num_tokens(batch)

@@ -156,9 +156,10 @@ def test_sigterm_waits_for_a_template_no_longer_than_for_any_other_request(launc
 
 def test_a_reader_ends_by_itself_when_the_server_is_gone(launch, directory):
     with launch(directory=directory, replan="off") as server, ThreadPoolExecutor(1) as pool:
-        family = readers(server)
+        family = set(readers(server))
         endless = pool.submit(chat, server, ENDLESS)
-        eventually(lambda: any(state(pid) == b"R" for pid in family))
+        eventually(lambda: any(state(pid) == b"R" for pid in readers(server)))
+        family |= set(readers(server))
         server.process.kill()
         assert endless.exception(PATIENCE) is not None
         eventually(lambda: not any(map(is_alive, family)))

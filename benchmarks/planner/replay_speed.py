@@ -137,7 +137,7 @@ def _measured(policy: str, stages: int, count: int) -> dict[str, object]:
     run = replay(schedule, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=BLOCKS, record_passes=False)
     estimate = summarize(run.requests, p99_output=workload.output_quantile(0.99))
     seconds, wall = time.process_time() - began, time.perf_counter() - clock
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = _highest_resident_bytes()
     return {
         "schedule": str(schedule),
         "stages": stages,
@@ -174,6 +174,12 @@ def cost_model(stages: int, *, separate: bool) -> CostModel:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _highest_resident_bytes() -> int:
+    """Of this program: `ru_maxrss` may be that of the one that started it."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -146,8 +146,13 @@ def _device_work(cost: CostModel, number: int, tokens: _Tokens, *, last: bool) -
     apart, bytes_each = spec.is_encoder_decoder, DTYPE_BYTES[cost.profile.dtype]
     layers, encoders = stage.layers[1] - stage.layers[0], stage.encoder_layers[1] - stage.encoder_layers[0]
     new, pairs = (tokens.rows, tokens.context) if apart else (tokens.rows + tokens.prompts, tokens.pairs)
-    kept = (tokens.context + new) * layer_kv_bytes_per_token(spec, cost.profile.cache_dtype)
-    flops = layers * (2 * layer_parameters_used(spec) * new + 4 * width * pairs)
+    copies = stage.tensor_parallel_size / min(stage.tensor_parallel_size, spec.num_kv_shares)
+    kept = copies * (tokens.context + new) * layer_kv_bytes_per_token(spec, cost.profile.cache_dtype)
+    attention: float = 4 * width * pairs
+    if spec.latent:
+        prompts = 2 * spec.num_heads * (spec.head_dim + spec.latent.value_dim) * tokens.squares / 2
+        attention = 2 * spec.num_heads * spec.latent.absorbed * tokens.context + prompts
+    flops = layers * (2 * layer_parameters_used(spec) * new + attention)
     size = layers * (layer_parameters_read(spec, new) * bytes_each + kept) if new else 0.0
     if encoders and tokens.prompts:
         weights = layer_parameters_used(spec, encoder=True)

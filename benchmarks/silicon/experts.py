@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.lib.record import write_record
 from benchmarks.silicon.engines import DEVICES, predict, shipped_setting
 from benchmarks.silicon.left_out import deployment_name
-from benchmarks.silicon.rows import Pair, Row, errors, read_rows
+from benchmarks.silicon.rows import Pair, Prediction, Row, errors, read_rows
 from exeplan.api import datasheet_profile
 from exeplan.core.schedule import Stage
 from exeplan.planner.tables import table
@@ -50,12 +50,9 @@ def main() -> None:
     print(f"record: {write_record('silicon-experts', record)}")
 
 
-def _predicted(data: Path, row: Row, kv_dtype: str) -> object:
-    return predict(data, row, shipped_setting(row.engine), _cost(row.system, row.model, row.dtype, kv_dtype, *_on(row)))
-
-
-def _on(row: Row) -> tuple[int, str]:
-    return row.tensor_parallel_size, row.engine
+def _predicted(data: Path, row: Row, kv_dtype: str) -> Prediction:
+    cost = _cost(row.system, row.model, row.dtype, kv_dtype, row.tensor_parallel_size, row.engine)
+    return predict(data, row, shipped_setting(row.engine), cost)
 
 
 @cache

@@ -61,6 +61,11 @@ class LatentAttention:
         """Values that a token keeps in a layer: as many on every device of a tensor-parallel group."""
         return self.kv_rank + self.rope_dim
 
+    @property
+    def absorbed(self) -> int:
+        """Multiplications of one head for a query and one cached token, its projections of keys and values absorbed."""
+        return self.kept + self.kv_rank
+
     def parameters(self, hidden: int, heads: int) -> int:
         """Of all projections of one attention."""
         queries = heads * (self.nope_dim + self.rope_dim)

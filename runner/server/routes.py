@@ -62,7 +62,7 @@ async def _routing_error(request: Request, error: HTTPException) -> Response:
 
 class Room:
     """ASGI middleware: what needs a place where there is none is refused before its body is read, and before routing:
-    there may be many such requests, and each costs the others half as much here."""
+    there may be many such requests, and each takes time from the others."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self._service = app, service

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from exeplan.core.cluster import Cluster, Link
+from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
+from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.simulator.breakdown import KINDS, break_down
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay
+from exeplan.simulator.run import Run
 
 WIRE = Link(bytes_per_second=1e9, latency=1e-5)
 CLUSTER = Cluster(
@@ -89,3 +92,25 @@ def test_the_roofline_says_prefill_computes_and_decode_reads(profile: Profile) -
     # Per weight read, a prefill of 4 prompts of 32 tokens does 128 tokens' work, a decode iteration that of 4 rows.
     assert prefill.flops_share / prefill.bandwidth_share > 10 * decode.flops_share / decode.bandwidth_share
     assert prefill.share + decode.share == pytest.approx(1 - found.mean["idle"], abs=0.02)
+
+
+def test_latent_attention_is_counted_as_it_is_computed_and_its_copies_are_read() -> None:
+    """Long contexts, so that the attention is most of the work, of few requests."""
+    spec, sheet = load_model_spec("deepseek-v2-lite"), load_datasheet("h100-80gb")
+    profile = profile_from_datasheet(spec, sheet, dtype="bfloat16")
+    inputs, outputs = np.full(64, 16_000), np.full(64, 100)
+    orca = Schedule("orca", {"max_num_seqs": 64})
+
+    def run(cost: CostModel) -> Run:
+        return replay(orca, cost, input_tokens=inputs, output_tokens=outputs, num_blocks=80_000)
+
+    shares = {}
+    for size in (1, 2):
+        cost = CostModel(profile, (Stage(devices=tuple(range(size)), layers=(0, spec.num_layers)),))
+        shares[size] = break_down(cost, run).phases["decode"]
+    assert 0.5 < shares[1].bandwidth_share < 1
+    # Of one token, 16 heads multiply 576 and 512 values; 1,152 bytes are read.
+    intensity = 2 * 16 * (576 + 512) / (2 * 576)
+    ratio = shares[1].flops_share * sheet.bfloat16_flops / (shares[1].bandwidth_share * sheet.memory_bandwidth)
+    assert 0.5 * intensity < ratio < intensity  # Products, which read more for what they compute, are a part.
+    assert shares[2].bandwidth_share > 0.8 * shares[1].bandwidth_share  # Two devices read the same vectors.

@@ -5,10 +5,10 @@ as they come and wait in the job that they belong to, so a slow HTTP client dela
 
 An engine that has loaded its model and then ends, is stopped, or makes no progress in time is killed and replaced. The
 next one gets all jobs again with the tokens that they have, so that none is lost or repeated; what waits goes on
-waiting. A request that was running at `MAX_CRASHES` such ends is given up, as `Engine.restart` does after crashes of
-workers; so is one that the engine was just adding, and then only that one. Engines that end one after another before
-they ran a batch are a failure. So is the end of one with workers on several hosts: these end with it, and torchrun
-starts no others.
+waiting, and what comes meanwhile waits as well unless loading takes long. A request that was running at `MAX_CRASHES`
+such ends is given up, as `Engine.restart` does after crashes of workers; so is one that the engine was just adding, and
+then only that one. Engines that end one after another before they ran a batch are a failure. So is the end of one with
+workers on several hosts: these end with it, and torchrun starts no others.
 
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).
@@ -17,6 +17,7 @@ Not here: the sequences of one request (`job.py`), the process and its connectio
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ LOAD_SECONDS = 600.0
 MAX_FAILED_STARTS = 3
 """Engines in a row that ended early and without having run a batch; after that no other is started."""
 LONG_LIFE_SECONDS = 10.0
+SHORT_LOAD_SECONDS = 3.0
+"""New requests wait for an engine that is restarted if it last loaded within that time; else they are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,8 @@ class EngineClient:
         self._failed_starts = 0
         self._began = self._progress = time.monotonic()
         """When the engine was ready, and when it last had run an iteration."""
+        self._load_seconds = math.inf
+        """How long the engine took to load once it was forked; infinite before it has."""
         self._asked: _Question | None = None
         """The question that waits for its answer; there is one at a time."""
         self._asking = asyncio.Lock()
@@ -171,6 +176,7 @@ class EngineClient:
             link = self._link = await EngineLink.open(self._forks)
         except OSError as error:
             raise EngineError(str(error)) from None
+        started = time.monotonic()
         link.send(self._setup)
         event = await self._until_loaded(link)
         if not isinstance(event, EngineReady):
@@ -179,6 +185,7 @@ class EngineClient:
         self.num_blocks, self.loading, self._up = event.num_blocks, None, True
         self.stats = Stats(num_blocks=self.num_blocks, free_blocks=self.num_blocks)
         self._began = self._progress = time.monotonic()
+        self._load_seconds = self._began - started
 
     async def _until_loaded(self, link: EngineLink) -> EngineReady | SetupRefused | EngineBroken:
         """How loading ended. Raises EngineError where the process ended before that, or sent something else."""
@@ -204,6 +211,11 @@ class EngineClient:
     def unready(self) -> str | None:
         """What it does before it takes commands for the first time; None from then on."""
         return f"not ready: {self.loading}" if self._supervising is None else None
+
+    @property
+    def long_pause(self) -> str | None:
+        """`pause` where what is restarted is expected to take long; None where a new request may wait for it."""
+        return self.pause if self._load_seconds > SHORT_LOAD_SECONDS else None
 
     @property
     def guarded(self) -> bool:

@@ -101,7 +101,15 @@ class ReplicaSet:
     @property
     def pause(self) -> str | None:
         """Why nothing runs: every replica that has not failed is paused."""
-        pauses = [client.pause for client in self._clients if not client.failure]
+        return self._common([client.pause for client in self._clients if not client.failure])
+
+    @property
+    def long_pause(self) -> str | None:
+        """Why nothing will run for long: so it is in every replica that has not failed."""
+        return self._common([client.long_pause for client in self._clients if not client.failure])
+
+    @staticmethod
+    def _common(pauses: Sequence[str | None]) -> str | None:
         return pauses[0] if pauses and all(pauses) else None
 
     @property

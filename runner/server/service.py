@@ -88,10 +88,15 @@ class Service:
 
     @property
     def down(self) -> str | None:
-        """Why no request can be answered now; None when one can."""
+        """Why nothing can run now; None when it can."""
+        return self.closed or self.engine.pause
+
+    @property
+    def closed(self) -> str | None:
+        """Why new requests are refused now; None where they are not: also while they wait for a short restart."""
         engine = self.engine
         return engine.failure or (
-            "the server is shutting down" if self._draining.is_set() else engine.pause or engine.unready
+            "the server is shutting down" if self._draining.is_set() else engine.long_pause or engine.unready
         )
 
     @property
@@ -167,9 +172,9 @@ class Service:
         return RETRY_LOADING if self.engine.loading else self.admission.retry_after(self.engine.num_waiting)
 
     def check_up(self) -> None:
-        """Raises RequestError 503 while no request can be answered."""
-        if self.down:
-            raise self._unavailable(self.down)
+        """Raises RequestError 503 while new requests are refused."""
+        if self.closed:
+            raise self._unavailable(self.closed)
 
     def check_loaded(self) -> None:
         """Raises RequestError 503 until the model has been loaded once."""
@@ -188,8 +193,8 @@ class Service:
 
         Requests that are being read count as waiting. In a full queue a client below its share of it may go on.
         """
-        if self.down:
-            return self._unavailable(self.down)
+        if self.closed:
+            return self._unavailable(self.closed)
         if refusal := self.clients.refusal(client):
             return self._counted(refusal, client)
         waiting, most = self.engine.num_waiting + self.clients.num_reading, self.admission.max_queue

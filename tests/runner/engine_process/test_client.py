@@ -139,6 +139,21 @@ def test_jobs_of_a_replica_that_has_failed_go_on_on_the_others_until_none_is_lef
     asyncio.run(run())
 
 
+def test_requests_wait_for_a_restart_only_if_loading_was_short(monkeypatch) -> None:
+    async def run() -> None:
+        engine = await EngineClient.start(setup())
+        try:
+            engine.pause = "restarted"
+            monkeypatch.setattr("exeplan.runner.engine_process.client.SHORT_LOAD_SECONDS", PATIENCE)
+            assert engine.long_pause is None
+            monkeypatch.setattr("exeplan.runner.engine_process.client.SHORT_LOAD_SECONDS", 0.0)
+            assert engine.long_pause == "restarted"
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
 async def tokens(job: Job, events: Sequence[Event]) -> list[int]:
     """All tokens of a job, with those of events that have been taken."""
     found = list(events)

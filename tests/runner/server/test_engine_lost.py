@@ -68,12 +68,14 @@ def test_a_stream_has_every_token_once(recovering):
     assert all(choice["text"].endswith(rest) for choice, rest in zip(whole, found, strict=True))
 
 
-def test_an_idle_engine_that_is_stopped_or_killed_is_replaced(recovering):
+def test_an_idle_engine_that_is_stopped_or_killed_is_replaced_and_what_comes_meanwhile_waits(recovering):
     for number in (signal.SIGSTOP, signal.SIGKILL):
         before = recovering.engine_pid
         os.kill(before, number)
-        eventually(lambda before=before: replaced(recovering, before))
+        if number == signal.SIGKILL:
+            eventually(lambda: recovering.call("/ready").status == 503)
         assert recovering.complete(BRIEF).status == 200
+        assert replaced(recovering, before)
 
 
 def test_a_request_that_meets_a_second_crash_ends_with_a_clear_error_and_the_others_are_answered(recovering):

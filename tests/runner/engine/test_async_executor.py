@@ -99,7 +99,7 @@ def is_clean(engine: Engine, runner: ModelRunner) -> bool:
 
 
 @every_policy
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1000), aborts=st.dictionaries(st.integers(0, 40), st.integers(0, 8), max_size=6))
 def test_outputs_equal_those_without_async_scheduling_and_aborts_do_not_change_other_requests(
     runner, paged, schedule, seed, aborts

@@ -110,7 +110,7 @@ def text(outputs: list) -> str:
 
 @every_policy
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_another_engine_goes_on_where_one_has_ended(shared_runner, schedule, data):
     """Greedily and by a seed; with penalties, of which the output is a part; up to the same stop string."""
     stop = data.draw(st.sampled_from([(), ("e",), ("th", "xy")]))

@@ -93,13 +93,13 @@ def test_a_worker_that_is_stopped_is_detected_and_an_engine_that_dies_takes_its_
     with launch(ORCA, TWO_STAGES, log=log) as server:
         before = server.worker_pids
         wait = answers(server, BODIES[:3])
-        eventually(lambda: server.metric("num_requests_running") == 3)
+        eventually(lambda: server.metric("num_requests_running") > 0)
         os.kill(before[1], signal.SIGSTOP)
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))
         before = [server.engine_pid, *server.worker_pids]
         wait = answers(server, BODIES[:3])
-        eventually(lambda: server.metric("num_requests_running") == 3)
+        eventually(lambda: server.metric("num_requests_running") > 0)
         os.kill(server.engine_pid, signal.SIGKILL)
         assert [tokens(reply) for reply in wait()] == undisturbed[:3]
         assert not any(map(is_alive, before))

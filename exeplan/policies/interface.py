@@ -77,7 +77,7 @@ class Clock(Protocol):
         """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included."""
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
-        """To move the keys and values of `num_tokens` tokens from the stages that prefill to those that decode."""
+        """From the end of a prefill until the keys and values of `num_tokens` tokens are at the stages that decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

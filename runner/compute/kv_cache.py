@@ -125,6 +125,20 @@ class KVCache:
             return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
         self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
 
+    def store_layers(self, first: int, slot_N: NDArray[np.int64], kv_LNMD: Tensor) -> None:
+        """Writes keys and values of N tokens into their slots of several layers at once, from layer `first` on.
+
+        They may be in another device's memory. A token whose slot is negative is not written.
+        """
+        tables_L2RD = self._tables[first : first + len(kv_LNMD)]
+        if self._kernels:
+            kv_LNMD = kv_LNMD.to(self.device, non_blocking=True)
+            return self._kernels.scatter_slots(kv_LNMD, to_device(slot_N, self.device), tables_L2RD)
+        if len(kept_N := np.flatnonzero(slot_N >= 0)) < len(slot_N):
+            slot_N, kv_LNMD = slot_N[kept_N], kv_LNMD[:, torch.from_numpy(kept_N)]
+        rows = self.store_rows(slot_N)
+        tables_L2RD.flatten(1, 2).index_copy_(1, rows, kv_LNMD.reshape(len(kv_LNMD), -1, kv_LNMD.shape[-1]))
+
     def read(self, request_id: str, out_L2KNB: Tensor) -> None:
         """Copies the first N keys and values of a sequence to another tensor, as bytes B of a head."""
         for run, piece in self._pieces(request_id, out_L2KNB):

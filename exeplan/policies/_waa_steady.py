@@ -15,7 +15,8 @@ the variance of both; the density of such a diffusion is proportional to exp(int
 
 Where prefills are the slower side, a batch of B_E goes through many decode iterations before the next one comes: rows
 come in pulses, and a token sees more of them than the mean over time. With n iterations between two batches they are
-those of the survival comb, as in `rra.py`, and n is such that these take as long as a prefill.
+those of the survival comb, as in `rra.py`, and n is such that these take as long as a prefill. Where the transfers of
+several batches overlap they come by chance instead.
 
 Residents are spread evenly over all groups. With free slots nothing holds a batch of prefills up: its place is free
 again when its keys and values have been transferred, and a request that is ready waits half a round in the mean until
@@ -71,7 +72,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     first_tokens = 1.0 if clock.first_token_from_prefill else 0.0
     latency = partial(_latency, flow, round_, last, first_tokens)
     every = batch / flow.throughput
-    if batch >= _PULSE * flow.residents and every >= round_:
+    if batch >= _PULSE * flow.residents and every >= max(round_, transfer):
         pulses = _pulses(decodes, law, batch, every)
         residents = flow.throughput * float(law.survival @ np.resize(pulses, len(law.survival)))  # Little's law.
         flow = replace(flow, residents=min(residents, decodes.slots))

@@ -5,6 +5,11 @@ them, but no fewer than there are stages to keep busy: fewer groups leave stages
 passes small, which costs where a pass takes as long with few rows as with many. With every slot taken that is a group's
 share of the slots. A group in flight counts half as large again, so that fewer requests wait for it to come back.
 
+Where stages only decode (`alike`), requests are shared out among all groups, those in flight as they are: passes differ
+in their rows alone, so that the largest group sets the pace of all, which costs every token, and the wait only the
+first one. As few groups as hold all would take longer with one more request than the rate of prefills allows, and less
+with one fewer: residents would hover around each such number.
+
 Where nothing waits, a group that is back gives rows to the smallest group while it is more than half as large again;
 one of those that are not needed any more gives all of them.
 
@@ -20,18 +25,23 @@ def num_joining(queue: Queue, slots: int, *, reserve: bool = False) -> int:
     return len(queue.admissible(slots - len(queue.running), reserve=reserve)) if len(queue.groups) > 1 else 0
 
 
-def free_places(queue: Queue, number: int, *, slots: int, joining: int) -> int:
-    """How many requests may join a group now, of `joining` in all that could; all groups together have `slots`."""
+def free_places(queue: Queue, number: int, *, slots: int, joining: int, alike: bool = False) -> int:
+    """How many requests may join a group now, of `joining` in all that could; all groups together have `slots`.
+
+    `alike`: among all groups, and one in flight counts as it is.
+    """
     sizes = [len(group) for group in queue.groups]
     own = max(slot_share(slots, len(sizes), number) - sizes[number], 0)
     total = sum(sizes) + joining
     if own == 0 or len(sizes) == 1 or total >= slots:
         return own
-    used = groups_for(total, slots=slots, groups=len(sizes), stages=queue.num_decode_stages)
+    used = len(sizes) if alike else groups_for(total, slots=slots, groups=len(sizes), stages=queue.num_decode_stages)
     if number >= used:
         return 0
     others = [
-        size + (size // 2 if other in queue.busy else 0) for other, size in enumerate(sizes[:used]) if other != number
+        size + (size // 2 if other in queue.busy and not alike else 0)
+        for other, size in enumerate(sizes[:used])
+        if other != number
     ]
     places, left = 0, joining
     # One more joins this group only if what is left then could make all others as large as the group is now.
@@ -40,12 +50,13 @@ def free_places(queue: Queue, number: int, *, slots: int, joining: int) -> int:
     return places
 
 
-def even_out(queue: Queue, *, slots: int, joining: int) -> None:
+def even_out(queue: Queue, *, slots: int, joining: int, alike: bool = False) -> None:
     """Moves rows of groups that are not in flight; of a group whose prompt has been cut, only others."""
     total = sum(map(len, queue.groups)) + joining
     if len(queue.groups) == 1 or total >= slots:
         return
-    used = groups_for(total, slots=slots, groups=len(queue.groups), stages=queue.num_decode_stages)
+    count = len(queue.groups)
+    used = count if alike else groups_for(total, slots=slots, groups=count, stages=queue.num_decode_stages)
     for number, rows in enumerate(queue.groups):
         while number not in queue.busy and rows and not rows[0].num_computed_tokens:
             smallest = min(range(used), key=lambda other: len(queue.groups[other]))

@@ -71,23 +71,24 @@ def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: GroupGate
 
     A place is free `delay` seconds after its batch has left the last stage, or when the gate opens after that.
     """
-    free, back = [0.0] * len(batches[0]), [0.0] * places
+    opens_after = gate.opens_after if gate else None
+    stages = range(1, len(batches[0]))
+    free, back, place = [0.0] * len(batches[0]), [0.0] * places, 0
     began = now = inside = outside = 0.0
-    for number, seconds in enumerate((*batches[-_WARM_UP:], *batches)):
-        if number == _WARM_UP:
-            began, inside, outside = now, 0.0, 0.0
-        place = number % places
-        entered = now = back[place]
-        for stage, duration in enumerate(seconds):
-            if free[stage] > now:
-                now = free[stage]
-            if stage == 0:
-                entered = now
-            now += duration
-            free[stage] = now
-        back[place] = returned = now + delay if gate is None else gate.opens_after(now + delay)
-        inside += now - entered
-        outside += returned - now
+    for some in (batches[-_WARM_UP:], batches):
+        began, inside, outside = now, 0.0, 0.0
+        for seconds in some:
+            entered = back[place] if back[place] > free[0] else free[0]
+            now = free[0] = entered + seconds[0]
+            for stage in stages:
+                if free[stage] > now:
+                    now = free[stage]
+                now += seconds[stage]
+                free[stage] = now
+            back[place] = returned = now + delay if opens_after is None else opens_after(now + delay)
+            inside += now - entered
+            outside += returned - now
+            place = place + 1 if place + 1 < places else 0
     return Circulation(len(batches) / (now - began), inside / len(batches), outside / len(batches))
 
 

@@ -36,11 +36,6 @@ class GroupGate:
     gap: float
     openings: int
 
-    def opens_after(self, time: float) -> float:
-        since = time % self.round
-        number = -(-since // self.gap)
-        return time - since + (number * self.gap if number < self.openings else self.round)
-
 
 class Circulation(NamedTuple):
     """Mean rate and times of the batches."""
@@ -71,7 +66,7 @@ def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: GroupGate
 
     A place is free `delay` seconds after its batch has left the last stage, or when the gate opens after that.
     """
-    opens_after = gate.opens_after if gate else None
+    round_, gap, openings = (gate.round, gate.gap, gate.openings) if gate else (0.0, 0.0, 0)
     stages = range(1, len(batches[0]))
     free, back, place = [0.0] * len(batches[0]), [0.0] * places, 0
     began = now = inside = outside = 0.0
@@ -85,7 +80,12 @@ def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: GroupGate
                     now = free[stage]
                 now += seconds[stage]
                 free[stage] = now
-            back[place] = returned = now + delay if opens_after is None else opens_after(now + delay)
+            returned = now + delay
+            if gate is not None:
+                since = returned % round_
+                number = -(-since // gap)
+                returned = returned - since + (number * gap if number < openings else round_)
+            back[place] = returned
             inside += now - entered
             outside += returned - now
             place = place + 1 if place + 1 < places else 0

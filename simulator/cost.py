@@ -49,6 +49,7 @@ class CostModel(PlacementTimings):
         self._host_seconds = cache(self._host_seconds_of)
         self._all_reduce_seconds = {key: _of_one(curve) for key, curve in self.all_reduces.items()}
         self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
+        self._distinct_kinds = list({id(kind): kind for kind in self.kinds}.values())
         self._kinds_of = {phase: self.of_phase(phase) for phase in {kind.phase for kind in self.kinds}}
 
     def seconds(self, cycle: Cycle) -> Floats:
@@ -56,8 +57,8 @@ class CostModel(PlacementTimings):
         passes = Passes(cycle)
         host = host_seconds(self, passes)
         works = {size: PassSeconds(self, size, passes) for size in self.shards}
-        by_kind = {kind: host + works[kind.size].stage_seconds(kind) for kind in set(self.kinds)}
-        return np.stack([by_kind[kind] for kind in self.kinds])
+        by_kind = {id(kind): host + works[kind.size].stage_seconds(kind) for kind in self._distinct_kinds}
+        return np.array([by_kind[id(kind)] for kind in self.kinds])
 
     def batch_seconds(self, batch: Batch) -> float:
         """One real batch through all stages that run it."""

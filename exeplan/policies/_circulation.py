@@ -52,22 +52,22 @@ class Prefills:
 
 def circulate(batches: Seconds, places: int, delay: float = 0.0) -> Circulation:
     """The batches one after the other, over and over; a place is free `delay` seconds after its batch has left."""
-    free, back = [0.0] * len(batches[0]), [0.0] * places
+    stages = range(1, len(batches[0]))
+    free, back, place = [0.0] * len(batches[0]), [0.0] * places, 0
     began = now = inside = 0.0
-    for number, seconds in enumerate((*batches[-_WARM_UP:], *batches)):
-        if number == _WARM_UP:
-            began, inside = now, 0.0
-        place = number % places
-        entered = now = back[place]
-        for stage, duration in enumerate(seconds):
-            if free[stage] > now:
-                now = free[stage]
-            if stage == 0:
-                entered = now
-            now += duration
-            free[stage] = now
-        back[place] = now + delay
-        inside += now - entered
+    for some in (batches[-_WARM_UP:], batches):
+        began, inside = now, 0.0
+        for seconds in some:
+            entered = back[place] if back[place] > free[0] else free[0]
+            now = free[0] = entered + seconds[0]
+            for stage in stages:
+                if free[stage] > now:
+                    now = free[stage]
+                now += seconds[stage]
+                free[stage] = now
+            back[place] = now + delay
+            inside += now - entered
+            place = place + 1 if place + 1 < places else 0
     return Circulation(len(batches) / (now - began), inside / len(batches))
 
 

@@ -16,6 +16,8 @@ one of those that are not needed any more gives all of them.
 Not here: which requests are admitted.
 """
 
+from functools import lru_cache
+
 from exeplan.core.control_variables import slot_share
 from exeplan.policies.interface import Queue
 
@@ -30,43 +32,59 @@ def free_places(queue: Queue, number: int, *, slots: int, joining: int, alike: b
 
     `alike`: among all groups, and one in flight counts as it is.
     """
-    sizes = [len(group) for group in queue.groups]
-    own = max(slot_share(slots, len(sizes), number) - sizes[number], 0)
-    total = sum(sizes) + joining
-    if own == 0 or len(sizes) == 1 or total >= slots:
-        return own
-    used = len(sizes) if alike else groups_for(total, slots=slots, groups=len(sizes), stages=queue.num_decode_stages)
-    if number >= used:
+    groups = queue.groups
+    if not joining and len(groups) > 1 and len(queue.running) < slots:
         return 0
-    others = [
-        size + (size // 2 if other in queue.busy and not alike else 0)
-        for other, size in enumerate(sizes[:used])
-        if other != number
-    ]
-    places, left = 0, joining
+    size = len(groups[number])
+    own = max(slot_share(slots, len(groups), number) - size, 0)
+    if own == 0 or len(groups) == 1:
+        return own
+    total = sum(map(len, groups)) + joining
+    if total >= slots:
+        return own
+    used = len(groups) if alike else groups_for(total, slots, len(groups), queue.num_decode_stages)
+    if not joining or number >= used:
+        return 0
+    others = [len(rows) for rows in groups[:used]]
+    if not alike:
+        others = [size * 3 // 2 if other in queue.busy else size for other, size in enumerate(others)]
+    del others[number]
     # One more joins this group only if what is left then could make all others as large as the group is now.
-    while places < own and sum(max(sizes[number] + places - size, 0) for size in others) < left:
-        places, left = places + 1, left - 1
+    places, lacking = 0, sum([size - other for other in others if other < size])
+    while places < own and lacking < joining - places:
+        lacking += sum([other <= size + places for other in others])
+        places += 1
     return places
 
 
 def even_out(queue: Queue, *, slots: int, joining: int, alike: bool = False) -> None:
     """Moves rows of groups that are not in flight; of a group whose prompt has been cut, only others."""
-    total = sum(map(len, queue.groups)) + joining
-    if len(queue.groups) == 1 or total >= slots:
+    sizes = [len(rows) for rows in queue.groups]
+    total = sum(sizes) + joining
+    if len(sizes) == 1 or total >= slots:
         return
-    count = len(queue.groups)
-    used = count if alike else groups_for(total, slots=slots, groups=count, stages=queue.num_decode_stages)
+    used = len(sizes) if alike else groups_for(total, slots, len(sizes), queue.num_decode_stages)
+    least = min(sizes[:used])
+    if (joining or max(sizes) <= _enough(least)) and not any(sizes[used:]):
+        return
     for number, rows in enumerate(queue.groups):
         while number not in queue.busy and rows and not rows[0].num_computed_tokens:
-            smallest = min(range(used), key=lambda other: len(queue.groups[other]))
-            enough = len(queue.groups[smallest]) * 3 // 2 + 1
-            if number < used and (joining or len(rows) <= enough):
+            if number < used and (joining or sizes[number] <= _enough(least)):
                 break
+            smallest = sizes.index(least, 0, used)
             queue.move_to_group(rows[0], smallest)
+            sizes[number] -= 1
+            sizes[smallest] += 1
+            least = min(sizes[:used])
 
 
-def groups_for(total: int, *, slots: int, groups: int, stages: int) -> int:
+def _enough(least: int) -> int:
+    """The size up to which a group keeps its rows."""
+    return least * 3 // 2 + 1
+
+
+@lru_cache(maxsize=1 << 16)  # Asked for with every pass.
+def groups_for(total: int, slots: int, groups: int, stages: int) -> int:
     """Groups that take requests when there are `total`, at most `slots`."""
     used = min(stages, groups)
     while sum(slot_share(slots, groups, number) for number in range(used)) < total:

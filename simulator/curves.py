@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 
@@ -131,13 +132,7 @@ def curve_of(rows: Iterable[Measurement], axis: str) -> Curve:
     for row in rows:
         points[getattr(row, axis)].append(row.seconds)
     x = sorted(points)
-    return Curve(np.array(x, dtype=float), np.array([_median(points[at]) for at in x]))
-
-
-def _median(values: list[float]) -> float:
-    """Of the few values of a point, without numpy's overhead."""
-    rising, half = sorted(values), len(values) // 2
-    return rising[half] if len(rising) % 2 else (rising[half - 1] + rising[half]) / 2
+    return Curve(np.array(x, dtype=float), np.array([median(points[at]) for at in x]))
 
 
 def surface_of(rows: Iterable[Measurement], axis: str) -> Surface:

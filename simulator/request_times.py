@@ -20,7 +20,6 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
-from exeplan.core.quantiles import poisson_quantiles
 from exeplan.core.request_times import RequestTimes
 from exeplan.core.schedule import Estimate
 from exeplan.policies import load_policy
@@ -244,7 +243,9 @@ def _pace(point: SteadyState, one: float, mean: Floats, later: Floats, met: Floa
 
 def _number(chance: Floats, expected: Floats | float) -> Floats:
     """The quantiles of Poisson variables."""
-    return poisson_quantiles(chance, np.maximum(expected, 1e-9))
+    from scipy.special import pdtrik  # Importing it takes as long as a small search.
+
+    return np.maximum(np.ceil(pdtrik(chance, np.maximum(expected, 1e-9))), 0.0)
 
 
 def _widening(point: SteadyState) -> float:

@@ -37,7 +37,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
-from exeplan.core.quantiles import student_quantile
 from exeplan.core.schedule import Figure
 from exeplan.core.token_times import TokenTimes, small
 from exeplan.units import show_seconds
@@ -543,4 +542,6 @@ def _of_independent(share: float, number: int) -> float:
 
 def _student(freedom: float) -> float:
     """Deviations on each side of an interval."""
-    return student_quantile(freedom, (1 + CONFIDENCE) / 2)
+    from scipy.special import stdtrit  # Importing it takes as long as a search on one device.
+
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))

@@ -19,12 +19,13 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from exeplan.core.quantiles import student_quantile
 from exeplan.errors import InputError
 from exeplan.files import read_json_value
 
 QUANTITIES = ("latency", "ttft", "tpot")
 """Quantities with an error law. Every bound on whole requests is on `latency`."""
+_NORMAL = 1e9
+"""Degrees of freedom at which Student's law is the normal one."""
 
 
 class ErrorPair(TypedDict):
@@ -50,10 +51,12 @@ class ErrorLaw:
 
     def margin(self, risk: float) -> float:
         """What to add to a prediction, relative; never below 0."""
+        from scipy.special import stdtrit
+
         share = check_risk(risk)
-        student = student_quantile(self.freedom, 1 - share) * self.spread
+        student = stdtrit(min(self.freedom, _NORMAL), 1 - share) * self.spread
         rank = min(math.ceil((len(self.logs) + 1) * (1 - share)), len(self.logs))
-        return max(0.0, math.expm1(max(float(np.mean(self.logs)) + student, self.logs[rank - 1])))
+        return max(0.0, math.expm1(max(float(np.mean(self.logs)) + float(student), self.logs[rank - 1])))
 
 
 def check_risk(risk: float) -> float:

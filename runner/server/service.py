@@ -10,6 +10,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from exeplan.core.batch import BLOCK_SIZE
@@ -109,7 +110,8 @@ class Service:
         Raises InputError where the model cannot be loaded, EngineError where the engine failed.
         """
         gc.freeze()  # Modules and what they hold: walking through all of it, a collection takes a quarter of a second.
-        await self.engine.until_ready()
+        # The first figure with an interval needs it; importing it then would hold the event loop up for a second.
+        await asyncio.gather(self.engine.until_ready(), asyncio.to_thread(import_module, "scipy.special"))
         gc.collect()
         gc.freeze()
         self.observed.begin()

@@ -66,7 +66,7 @@ def test_says_what_it_serves_in_one_line_without_torch_and_with_all_else_that_it
         assert words in line
     assert "16384 KV tokens" in line
     assert server.url in line
-    assert server.lines[1].endswith("torch=False scipy.special=False frozen=True\n")
+    assert server.lines[1].endswith("torch=False scipy.special=True frozen=True\n")
 
 
 def test_listens_on_loopback_only(server):

@@ -26,7 +26,15 @@ from exeplan.core.model_config import (
     planned_part,
     quantized_dtype,
 )
-from exeplan.core.sparse_layers import Experts, LatentAttention, dense_width, experts_of, latent_of
+from exeplan.core.sparse_layers import (
+    RUN_SPARSE,
+    Experts,
+    LatentAttention,
+    dense_width,
+    experts_of,
+    has_experts,
+    latent_of,
+)
 from exeplan.errors import InputError, shown
 from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
@@ -128,7 +136,12 @@ class ModelSpec:
     @property
     def is_only_planned(self) -> bool:
         """Whether the engine here has no such layers or weights; other engines may."""
-        return bool(self.experts or self.latent or self.weight_dtype or self.is_multimodal)
+        sparse = (self.experts or self.latent) and self.family not in RUN_SPARSE
+        return bool(sparse or self.weight_dtype or self.is_multimodal)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this decoder layer has experts instead of one feed-forward block."""
+        return self.experts is not None and has_experts(self.config, layer, self.name)
 
     def attention_window(self, layer: int) -> int | None:
         """Tokens that a token of this decoder layer attends to, itself included; None for all."""

@@ -23,6 +23,7 @@ BASE = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_att
 NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROTARY = {**BASE, **NO_SPECIAL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
 GPT2 = {**NO_SPECIAL, "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+EXPERTS = {**ROTARY, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 OPT = {**BASE, "eos_token_id": None, "ffn_dim": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64}
 
 
@@ -54,6 +55,13 @@ CASES: dict[str, dict[str, object]] = {
     },
     "mistral": {**ROTARY, "sliding_window": 9},
     "mistral-no-window": {**ROTARY, "sliding_window": None, "head_dim": 32},
+    "mixtral": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral-window": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 72, "decoder_sparse_step": 2},
+    "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True},
+    "qwen3_moe-window-dense-first": {
+        **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5,
+    },
     "opt": {**OPT},
     "opt-post-norm-projected": {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
     "opt-no-bias-gelu": {
@@ -236,7 +244,8 @@ def test_a_tied_head_is_counted_twice_only_where_it_is_packed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "no model family 'mixtral'; there are gpt2, llama, "),
+        ({"model_type": "gemma"}, "no model family 'gemma'; there are gpt2, llama, "),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, "'tiny' of the family llama has experts, which is run only of mixtral, "),
         ({"quantization_config": {"quant_method": "gptq"}}, "'tiny' is quantized by gptq"),
         ({"vision_config": {}}, "'tiny' is multimodal, and only its part for text can be planned; it cannot be run"),
         ({"head_dim": 15}, "rotary positions need an even number of dimensions, not 15"),

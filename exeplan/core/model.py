@@ -143,6 +143,11 @@ class ModelSpec:
         """Whether this decoder layer has experts instead of one feed-forward block."""
         return self.experts is not None and has_experts(self.config, layer, self.name)
 
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some decoder layers have experts and others have none."""
+        return len({self.has_experts(layer) for layer in range(self.num_layers)}) > 1
+
     def attention_window(self, layer: int) -> int | None:
         """Tokens that a token of this decoder layer attends to, itself included; None for all."""
         return attention_window(self.config, self.family, layer)

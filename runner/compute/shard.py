@@ -110,6 +110,13 @@ def inner_range(spec: ModelSpec, group: Group, width: int) -> ShardRange:
     return _share(width, group)
 
 
+def inner_widths(spec: ModelSpec) -> list[int]:
+    """Of all feed-forward blocks that a model's layers have."""
+    dense = spec.experts is None or spec.experts.num_layers < spec.num_layers
+    sparse = (spec.experts.width, spec.experts.shared_width) if spec.experts else ()
+    return [*([spec.intermediate_size] if dense else []), *filter(None, sparse)]
+
+
 def _share(count: int, group: Group) -> ShardRange:
     return ShardRange(count, group.rank * count // group.size, (group.rank + 1) * count // group.size)
 

@@ -149,8 +149,7 @@ def _kv_bytes(device: Device, budget_seconds: float) -> int:
 
 
 def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]:
-    """Bytes of the weights of a layer in the mean, and of one encoder layer (0 where there is none), as the engine holds
-    them."""
+    """Bytes of weights of a layer, the mean of all, and of an encoder layer (0 for none), as the engine holds them."""
     num_layers = spec.num_layers if spec.layers_differ else 1
     smallest = replace(spec, num_layers=num_layers, num_encoder_layers=min(1, spec.num_encoder_layers))
     with torch.inference_mode():

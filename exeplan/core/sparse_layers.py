@@ -123,7 +123,10 @@ def latent_of(config: Mapping[str, Any], name: str) -> LatentAttention | None:
 
 
 def has_experts(config: Mapping[str, Any], layer: int, name: str) -> bool:
-    """Whether that layer of a mixture has them, by the rules of Qwen (`decoder_sparse_step`), DeepSeek (`first_k_dense_replace`) and Llama 4 (`moe_layers`)."""
+    """Whether that layer of a mixture has them.
+
+    By the rules of Qwen (`decoder_sparse_step`), DeepSeek (`first_k_dense_replace`) and Llama 4 (`moe_layers`).
+    """
     if isinstance(listed := config.get("moe_layers"), list):
         return layer in listed
     if isinstance(dense := config.get("mlp_only_layers"), list) and layer in dense:

@@ -2,16 +2,16 @@
 
 Letters: N tokens, E hidden size, X experts, k experts of a token, P rows of all experts' inputs, padding included.
 
-Tokens are sorted by expert, so that each touched expert is one product over adjacent rows; experts to which no token
-goes are not read. Rows of an expert are padded to the bucket that its product takes anyway (`kernels/linear.py`), in
-the one gather that sorts them; each token then sums its k rows by weight. The loop over experts is the host's, so it
+Tokens are sorted by expert, so that each touched expert is one product over the tokens that go to it; experts to which
+none goes are not read. Rows of an expert are padded to the bucket that its product takes anyway (`kernels/linear.py`)
+in the gather of its tokens; each token then sums its k rows by weight. The loop over experts is the host's, so it
 must know the counts: while a CUDA graph is captured, when nothing can be read, every expert computes every token
 instead, with weight 0 where it was not chosen. That reads what a large batch reads anyway, and computes X / k times as
 much.
 
 On a tensor-parallel group every rank has its part of the inner width of all experts, and routes all tokens alike.
-Source: Shazeer et al. 2017; the order of tokens is that of MegaBlocks (Gale et al. 2022). Not here: experts divided over
-ranks, quantized experts.
+Source: Shazeer et al. 2017; the order of tokens is that of MegaBlocks (Gale et al. 2022). Not here: experts divided
+over ranks, quantized experts.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,8 @@ class Routing:
     """The weights of a token's experts add up to 1; otherwise they are their shares of all experts."""
 
 
+_TOKENS = 2048
+"""Tokens that are computed at a time."""
 _PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -63,7 +65,9 @@ def expert_block(
     Raises InputError where the experts cannot be split evenly over the group.
     """
     assert spec.experts is not None
-    router = Router(Linear(weights.take(f"{name}.{names.router}.weight", spec.experts.count, spec.hidden_size)), routing)
+    router = Router(
+        Linear(weights.take(f"{name}.{names.router}.weight", spec.experts.count, spec.hidden_size)), routing
+    )
     experts = [
         _gated_mlp(weights, spec, group, f"{name}.{names.experts}.{number}", names.products, spec.experts.width)
         for number in range(spec.experts.count)
@@ -120,11 +124,19 @@ class Experts:
         return self.of_touched(x_NE, weight_Nk, expert_Nk)
 
     def of_touched(self, x_NE: Tensor, weight_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
-        """`[N, E]`, by one product a touched expert."""
+        """`[N, E]`, by one product a touched expert; some tokens at a time, as each has k rows of outputs."""
+        if len(x_NE) <= _TOKENS:
+            return self._of_some(x_NE, weight_Nk, expert_Nk)
+        parts = zip(x_NE.split(_TOKENS), weight_Nk.split(_TOKENS), expert_Nk.split(_TOKENS), strict=True)
+        return torch.cat([self._of_some(*part) for part in parts])
+
+    def _of_some(self, x_NE: Tensor, weight_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
         group = grouped(expert_Nk, len(self.experts), padded=self.padded)
-        inputs = torch.split_with_sizes(x_NE[group.token_P.to(x_NE.device)], group.rows)
-        out_PE = torch.cat([self.experts[number](part_RE) for number, part_RE in zip(group.experts, inputs, strict=True)])
-        row_Nk = group.row_Nk.to(x_NE.device)
+        token_P, row_Nk = group.tokens.to(x_NE.device), group.places.to(x_NE.device)
+        out_PE = x_NE.new_empty(len(token_P), x_NE.shape[1])
+        parts = zip(token_P.split_with_sizes(group.rows), out_PE.split_with_sizes(group.rows), strict=True)
+        for number, (token_R, out_RE) in zip(group.experts, parts, strict=True):
+            out_RE.copy_(self.experts[number](x_NE.index_select(0, token_R)))
         if out_PE.dtype == torch.float32:
             return F.embedding_bag(row_Nk, out_PE, mode="sum", per_sample_weights=weight_Nk)
         return (out_PE[row_Nk] * weight_Nk[..., None]).sum(1).to(x_NE.dtype)
@@ -145,10 +157,10 @@ class Grouped(NamedTuple):
     """Those to which a token goes, in order."""
     rows: list[int]
     """Of each, padding included; P together."""
-    token_P: Tensor
-    """The token of each row; that of padding is any."""
-    row_Nk: Tensor
-    """The rows of each token."""
+    tokens: Tensor
+    """`[P]`, the token of each row; that of padding is any."""
+    places: Tensor
+    """`[N, k]`, the rows of each token."""
 
 
 def grouped(expert_Nk: Tensor, num_experts: int, *, padded: bool) -> Grouped:
@@ -167,9 +179,7 @@ def grouped(expert_Nk: Tensor, num_experts: int, *, padded: bool) -> Grouped:
     token_P[place_P] = order_P // per_token
     row_P = np.empty(len(chosen_P), dtype=np.int64)
     row_P[order_P] = place_P
-    return Grouped(
-        experts.tolist(), rows, torch.from_numpy(token_P), torch.from_numpy(row_P).view(expert_Nk.shape)
-    )
+    return Grouped(experts.tolist(), rows, torch.from_numpy(token_P), torch.from_numpy(row_P).view(expert_Nk.shape))
 
 
 class GatedBlock:

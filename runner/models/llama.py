@@ -36,6 +36,9 @@ with `qk_norm` self_attn.{q,k}_norm; a layer with experts has those of `Variant.
 Config = Mapping[str, Any]
 Flag = bool | str
 """A constant of the family, or the key of the Hugging Face config that holds it (False where the key is missing)."""
+_MIXTRAL = ExpertNames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", products=("w1", "w3", "w2"))
+_QWEN2_MOE = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+_QWEN3_MOE = ExpertNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +51,12 @@ class Variant:
     qk_norm: bool = False
     """RMSNorm over each query head and each key head, before rotation."""
     mlp_bias: Flag = False
-    experts: ExpertNames = ExpertNames()
+    experts: ExpertNames = _QWEN3_MOE
     """Where a mixture has its experts."""
     normalized_routes: Flag = False
     """The weights of a token's experts add up to 1."""
 
 
-_MIXTRAL = ExpertNames(
-    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", products=("w1", "w3", "w2")
-)
-_QWEN2_MOE = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 VARIANTS = {
     "llama": Variant(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Variant(),
@@ -110,9 +109,7 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int, v
     if not spec.has_experts(index):
         return gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=_flag(variant.mlp_bias, config))
     assert spec.experts is not None
-    routing = Routing(
-        per_token=spec.experts.per_token, normalized=_flag(variant.normalized_routes, config)
-    )
+    routing = Routing(per_token=spec.experts.per_token, normalized=_flag(variant.normalized_routes, config))
     return expert_block(weights, spec, shard.group, name, names=variant.experts, routing=routing)
 
 

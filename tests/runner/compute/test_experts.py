@@ -23,11 +23,11 @@ def test_each_token_has_a_row_of_each_of_its_experts(num_tokens, num_experts, pe
     group = grouped(expert_Nk, num_experts, padded=padded)
     assert group.experts == expert_Nk.unique().tolist()
     owner_P = torch.tensor(group.experts).repeat_interleave(torch.tensor(group.rows))
-    assert torch.equal(owner_P[group.row_Nk], expert_Nk)
-    assert torch.equal(group.token_P[group.row_Nk], torch.arange(num_tokens)[:, None].expand(-1, per_token))
+    assert torch.equal(owner_P[group.places], expert_Nk)
+    assert torch.equal(group.tokens[group.places], torch.arange(num_tokens)[:, None].expand(-1, per_token))
     counts = [(expert_Nk == expert).sum().item() for expert in group.experts]
     assert group.rows == ([row_bucket(count) for count in counts] if padded else counts)
-    assert len(group.token_P) == sum(group.rows)
+    assert len(group.tokens) == sum(group.rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,8 +39,8 @@ def test_both_ways_give_what_each_token_alone_gets(num_tokens, normalized, dtype
     x_NE = torch.randn(num_tokens, 16, dtype=dtype)
     weight_Nk, expert_Nk = block.router(x_NE)
     alone = [
-        sum(weight * block.experts[expert](row[None])[0].float() for weight, expert in zip(weights, chosen, strict=True))
-        for row, weights, chosen in zip(x_NE, weight_Nk, expert_Nk.tolist(), strict=True)
+        sum(weight * block.experts[number](row[None])[0].float() for weight, number in zip(*routes, strict=True))
+        for row, *routes in zip(x_NE, weight_Nk, expert_Nk.tolist(), strict=True)
     ]
     tolerance = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     for way in (block.of_touched, block.of_all):

@@ -245,7 +245,7 @@ def test_a_tied_head_is_counted_twice_only_where_it_is_packed():
     ("change", "message"),
     [
         ({"model_type": "gemma"}, "no model family 'gemma'; there are gpt2, llama, "),
-        ({"num_experts": 8, "num_experts_per_tok": 2}, "'tiny' of the family llama has experts, which is run only of mixtral, "),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, "'tiny' of the family llama has experts, which is run only of "),
         ({"quantization_config": {"quant_method": "gptq"}}, "'tiny' is quantized by gptq"),
         ({"vision_config": {}}, "'tiny' is multimodal, and only its part for text can be planned; it cannot be run"),
         ({"head_dim": 15}, "rotary positions need an even number of dimensions, not 15"),

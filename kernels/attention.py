@@ -124,14 +124,16 @@ class CachedRows:
         num_slots: int,
         like: Tensor,
         biases: Sequence[Tensor] | None = None,
+        shared: bool = False,
     ) -> None:
         """`slot_X` are the slots of all sequences, concatenated, `contexts[b]` of them of sequence b.
 
         Slot s of head k is row `k * num_slots + s` of tables of the dtype and device of `like`. `biases[b]`, `[H, C]`,
-        are added to a sequence's scores.
+        are added to a sequence's scores. `shared`: all heads read one row a token, which is key and value; a product
+        over a copy of them is then faster than samples, which would read it once a head.
         """
-        self.num_heads, self.biases = num_heads, biases
-        self.sampled = like.device.type == "cpu" and like.dtype == torch.float32
+        self.num_heads, self.biases, self.shared = num_heads, biases, shared
+        self.sampled = like.device.type == "cpu" and like.dtype == torch.float32 and not shared
         if not self.sampled:
             heads_K1 = np.arange(num_kv_heads, dtype=np.int64)[:, None] * num_slots
             parts = np.split(slot_X, np.cumsum(contexts)[:-1])
@@ -178,9 +180,9 @@ def _decode_gathered(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: 
         kv_heads, context = rows_KC.shape
         q_KGD = q_HD.reshape(kv_heads, -1, head_dim)
         bias = None if bias_HC is None else bias_HC.reshape(kv_heads, -1, context)
-        outputs.append(
-            F.scaled_dot_product_attention(q_KGD, keys_RD[rows_KC], values_RD[rows_KC], attn_mask=bias, scale=scale)
-        )
+        keys_KCD = keys_RD[rows_KC]
+        values_KCD = keys_KCD if cached.shared else values_RD[rows_KC]
+        outputs.append(F.scaled_dot_product_attention(q_KGD, keys_KCD, values_KCD, attn_mask=bias, scale=scale))
     return torch.stack(outputs).view(-1, heads, head_dim)
 
 

@@ -37,6 +37,11 @@ class Routing:
     per_token: int
     normalized: bool
     """The weights of a token's experts add up to 1; otherwise they are their shares of all experts."""
+    scale: float = 1.0
+    """Of all weights."""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    """Of as many groups of adjacent experts, those with the best expert, from which a token's experts are chosen."""
 
 
 _TOKENS = 2048
@@ -104,10 +109,21 @@ class Router:
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Weights in float32 and indices of each token's experts, `[N, k]` both."""
         share_NX = torch.softmax(self.product(x_NE), -1, dtype=torch.float32)
-        weight_Nk, expert_Nk = share_NX.topk(self.routing.per_token, -1)
-        if self.routing.normalized:
+        routing = self.routing
+        if routing.num_groups > routing.num_chosen_groups:
+            share_NX = _in_best_groups(share_NX, routing)
+        weight_Nk, expert_Nk = share_NX.topk(routing.per_token, -1)
+        if routing.normalized:
             weight_Nk = weight_Nk / weight_Nk.sum(-1, keepdim=True)
-        return weight_Nk, expert_Nk
+        return weight_Nk * routing.scale, expert_Nk
+
+
+def _in_best_groups(share_NX: Tensor, routing: Routing) -> Tensor:
+    """0 for experts of the other groups."""
+    share_NGX = share_NX.unflatten(-1, (routing.num_groups, -1))
+    best_Ng = share_NGX.amax(-1).topk(routing.num_chosen_groups, -1).indices
+    other_NG = torch.ones_like(share_NGX[..., 0], dtype=torch.bool).scatter_(1, best_Ng, False)
+    return share_NGX.masked_fill(other_NG[..., None], 0.0).flatten(1)
 
 
 class Experts:

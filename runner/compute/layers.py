@@ -38,6 +38,20 @@ class PositionBias(Protocol):
         """All distances, as the kernels take them; beyond its ends the bias is constant."""
 
 
+class LatentVectors(Protocol):
+    """How queries meet the latent vectors of tokens; the letters are those of `latent_attention.py`."""
+
+    def split(self, qkv_NF: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def expand(self, kept_CL: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def narrow(self, out_NHQ: Tensor) -> Tensor: ...
+
+    def absorb(self, q_NHQ: Tensor) -> Tensor: ...
+
+    def release(self, out_NHL: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The attention of one layer besides its tensors; heads are those of this rank."""
@@ -53,6 +67,9 @@ class AttentionShape:
     bias: PositionBias | None = None
     cross: bool = False
     """Attends to the encoder's tokens, whose keys and values are already stored."""
+    latent: "LatentVectors | None" = None
+    """Keys and values are made of one vector a token, which is what is stored; `Attend` is then given queries and
+    those vectors, and returns `[N, H * V]`."""
 
 
 Block = Callable[[Tensor], Tensor]

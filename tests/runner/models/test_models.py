@@ -24,6 +24,21 @@ NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROTARY = {**BASE, **NO_SPECIAL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
 GPT2 = {**NO_SPECIAL, "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
 EXPERTS = {**ROTARY, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+DEEPSEEK = {
+    **BASE,
+    **NO_SPECIAL,
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 OPT = {**BASE, "eos_token_id": None, "ffn_dim": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64}
 
 
@@ -55,6 +70,17 @@ CASES: dict[str, dict[str, object]] = {
     },
     "mistral": {**ROTARY, "sliding_window": 9},
     "mistral-no-window": {**ROTARY, "sliding_window": None, "head_dim": 32},
+    "deepseek_v2": {
+        **DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 0.7, "mscale_all_dim": 1.1,
+        },
+    },
+    "deepseek_v2-groups-bias": {
+        **DEEPSEEK, "q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "attention_bias": True, "n_shared_experts": 1, "first_k_dense_replace": 0,
+    },
     "mixtral": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral-window": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 72, "decoder_sparse_step": 2},
@@ -77,6 +103,11 @@ CASES: dict[str, dict[str, object]] = {
 every_case = pytest.mark.parametrize("case", CASES)
 every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
 """Attention by the CPU's fast path, and over blocks as on a GPU."""
+PATHS = [(case, path) for case in CASES for path in (None, REFERENCE) if not (path and case.startswith("deepseek"))]
+every_case_on_its_paths = pytest.mark.parametrize(
+    ("case", "paged_with"), PATHS, ids=[f"{case}-{'paged' if path else 'cpu'}" for case, path in PATHS]
+)
+"""Latent attention runs by the CPU's path only."""
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +190,7 @@ def test_one_request_equals_generate(case, checkpoint):
     assert outputs == [expected]
 
 
-@every_path
-@every_case
+@every_case_on_its_paths
 def test_sixteen_requests_that_join_and_leave_equal_generate(case, paged_with, checkpoint):
     """With fewer blocks than they need, so that some are preempted and recomputed."""
     model, directory = checkpoint(case)
@@ -262,6 +292,12 @@ def test_what_is_not_supported_is_named(change, message):
 
     with pytest.raises(InputError, match=message):
         load()
+
+
+def test_latent_attention_is_not_run_over_blocks():
+    spec = model_spec({"model_type": "deepseek_v2", **CASES["deepseek_v2"]}, name="tiny")
+    with pytest.raises(InputError, match="'tiny' has latent attention, which runs on a CPU only, not over blocks"):
+        ModelRunner(spec, num_blocks=1, dummy_weights=True, paged_with=REFERENCE)
 
 
 def test_an_unknown_dtype_is_named():

@@ -176,6 +176,11 @@ class ModelSpec:
         """Devices of a tensor-parallel group among which keys and values can be divided; more hold copies."""
         return 1 if self.latent else self.num_kv_heads
 
+    @property
+    def num_kv_tables(self) -> int:
+        """Vectors that a token keeps in one layer for each of those shares: a key and a value, or a latent vector."""
+        return 1 if self.latent else 2
+
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""
         return self.num_layers * self.kv_width * DTYPE_BYTES[dtype]

@@ -120,7 +120,7 @@ class Router:
 
 def _in_best_groups(share_NX: Tensor, routing: Routing) -> Tensor:
     """0 for experts of the other groups."""
-    share_NGX = share_NX.unflatten(-1, (routing.num_groups, -1))
+    share_NGX = share_NX.view(len(share_NX), routing.num_groups, -1)
     best_Ng = share_NGX.amax(-1).topk(routing.num_chosen_groups, -1).indices
     other_NG = torch.ones_like(share_NGX[..., 0], dtype=torch.bool).scatter_(1, best_Ng, False)
     return share_NGX.masked_fill(other_NG[..., None], 0.0).flatten(1)
@@ -143,8 +143,8 @@ class Experts:
         """`[N, E]`, by one product a touched expert; some tokens at a time, as each has k rows of outputs."""
         if len(x_NE) <= _TOKENS:
             return self._of_some(x_NE, weight_Nk, expert_Nk)
-        parts = zip(x_NE.split(_TOKENS), weight_Nk.split(_TOKENS), expert_Nk.split(_TOKENS), strict=True)
-        return torch.cat([self._of_some(*part) for part in parts])
+        parts = [slice(start, start + _TOKENS) for start in range(0, len(x_NE), _TOKENS)]
+        return torch.cat([self._of_some(x_NE[part], weight_Nk[part], expert_Nk[part]) for part in parts])
 
     def _of_some(self, x_NE: Tensor, weight_Nk: Tensor, expert_Nk: Tensor) -> Tensor:
         group = grouped(expert_Nk, len(self.experts), padded=self.padded)

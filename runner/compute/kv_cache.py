@@ -26,7 +26,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.to_device import to_device
-from exeplan.runner.compute.shard import Shard, head_ranges, whole
+from exeplan.runner.compute.shard import Shard, kv_range, whole
 from exeplan.units import show_bytes
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int32)
@@ -66,10 +66,10 @@ class KVCache:
         """
         shard, self._kernels = shard or whole(spec), kernels
         self.num_blocks = num_blocks
-        self.num_kv_heads = 1 if spec.latent else len(head_ranges(spec, shard.group)[1])
+        self.num_kv_heads = len(kv_range(spec, shard.group))
         self.num_slots = num_blocks * BLOCK_SIZE
-        tables, width = (1, spec.latent.kept) if spec.latent else (2, spec.head_dim)
-        shape = (shard.num_layers, tables, self.num_kv_heads * self.num_slots, width)
+        width = spec.latent.kept if spec.latent else spec.head_dim
+        shape = (shard.num_layers, spec.num_kv_tables, self.num_kv_heads * self.num_slots, width)
         try:
             self._tables = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError:

@@ -164,5 +164,5 @@ def _rotated(
     within = torch.arange(width, device=weights.device)
     last = within[-sizes.rope_dim :]
     order = torch.cat([within[: -sizes.rope_dim], last[::2], last[1::2]])
-    moved = [part.unflatten(0, (heads, width))[:, order].flatten(0, 1) for part in found]
+    moved = [part.view(heads, width, *part.shape[1:])[:, order].flatten(0, 1) for part in found]
     return moved[0], moved[1] if bias else None

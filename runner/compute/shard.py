@@ -103,6 +103,11 @@ def head_ranges(spec: ModelSpec, group: Group) -> tuple[ShardRange, ShardRange]:
     return _share(heads, group), ShardRange(kv_heads, first, last)
 
 
+def kv_range(spec: ModelSpec, group: Group) -> ShardRange:
+    """What this rank caches of a token: its key/value heads, or the latent vector, which every rank has whole."""
+    return ShardRange(1, 0, 1) if spec.latent else head_ranges(spec, group)[1]
+
+
 def inner_range(spec: ModelSpec, group: Group, width: int) -> ShardRange:
     """This rank's part of the inner width of a feed-forward block. Raises InputError when it does not divide evenly."""
     fitting = [n for n in range(1, group.size + 1) if width % n == 0]

@@ -33,8 +33,14 @@ class Model:
             raise InputError(f"'{spec.name}' is of the family deepseek_v2 and its config has no kv_lora_rank")
         head = EMBEDDING if spec.config.get("tie_word_embeddings", False) else HEAD
         self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
-        kinds = {"dtype": weights.dtype, "device": weights.device, "kernels": weights.kernels}
-        self.angles = Rotary(spec, dim=spec.latent.rope_dim, theta=_THETA, **kinds)
+        self.angles = Rotary(
+            spec,
+            dtype=weights.dtype,
+            device=weights.device,
+            kernels=weights.kernels,
+            dim=spec.latent.rope_dim,
+            theta=_THETA,
+        )
         self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
         if shard.last:
             self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6))

@@ -1,7 +1,8 @@
-"""Mixtures of experts and latent attention give transformers' tokens and prompt log-probabilities under every policy."""
+"""Mixtures of experts and latent attention give the tokens and the prompt log-probabilities of transformers."""
 
 import functools
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,14 +12,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
-from exeplan.core.schedule import Schedule
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Schedule, Stage
+from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute import experts
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
+from exeplan.runner.compute.shard import Shard
 from exeplan.runner.engine.async_executor import AsyncExecutor
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import Executor, InProcessExecutor
+from exeplan.runner.engine.kv_regions import KVRegion, shard_view
+from exeplan.runner.engine.requests import RequestState
+from exeplan.runner.engine_process.build import engine_setup
 
 from .test_models import CASES, VOCAB, generate, prompt
 
@@ -113,3 +120,40 @@ def test_padding_to_a_row_bucket_touches_no_expert_of_its_own(family, rows, chec
     for group, expert_Nk in zip(groups, routes, strict=True):
         assert len(expert_Nk) > rows
         assert group.experts == expert_Nk[:rows].unique().tolist()
+
+
+def test_latent_vectors_of_a_request_move_to_another_cache_by_layers(checkpoint):
+    """As regions of host memory, which each shard reads and writes in part: the next logits stay the same."""
+    spec = load_model_spec(str(checkpoint("deepseek_v2")[1]))
+    old, new = (ModelRunner(spec, num_blocks=8) for _ in range(2))
+    ids = {"a": prompt(21, seed=1)}
+    row = SequenceState(request_id="a", num_prompt_tokens=20, max_output_tokens=2, num_blocks=2)
+    old.forward(Batch(prefill=(row,)), ids)
+    region = KVRegion(cast(RequestState, row), 0, 20, 20)
+    memory = torch.zeros(20 * spec.kv_bytes_per_token("float32"), dtype=torch.uint8)
+    new.residents.place(Batch(decode=(row,)))
+    for layers in ((0, 1), (1, 2)):
+        view = shard_view(memory, region, spec, Shard(layers=layers), 4 * spec.kv_width)
+        view.copy_(read(old, spec.num_layers)[slice(*layers)])
+    new.cache.write("a", shard_view(memory, region, spec, Shard(layers=(0, 2)), 4 * spec.kv_width))
+    row.num_output_tokens = 1
+    for runner in (old, new):
+        runner.assume_cached((row,))
+    assert torch.equal(*(runner.forward(Batch(decode=(row,)), ids) for runner in (old, new)))
+
+
+def read(runner: ModelRunner, num_layers: int) -> torch.Tensor:
+    tokens = torch.empty((num_layers, 1, 1, 20, 4 * runner.spec.kv_width), dtype=torch.uint8)
+    runner.cache.read("a", tokens)
+    return tokens
+
+
+def test_latent_attention_is_not_divided_into_prefill_and_decode_stages(checkpoint):
+    directory = str(checkpoint("deepseek_v2")[1])
+    apart = tuple(Stage(devices=(n,), layers=(0, 2), phase=phase) for n, phase in enumerate(("prefill", "decode")))
+    schedule = Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 4})
+    plan = Plan(model=directory, schedule=schedule, placement=apart, kv_cache_tokens=256)
+    with pytest.raises(
+        InputError, match="has latent attention, which prefills and decodes on the same devices; policy"
+    ):
+        engine_setup(plan, load_model_spec(directory))

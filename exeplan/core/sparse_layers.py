@@ -13,7 +13,7 @@ from typing import Any
 
 from exeplan.errors import InputError, shown
 
-RUN_SPARSE = ("deepseek_v2", "mixtral", "qwen2_moe", "qwen3_moe")
+RUN_SPARSE = ("deepseek_v2", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families of such layers that the engine runs (`runner/models`)."""
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")

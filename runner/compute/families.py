@@ -19,6 +19,9 @@ from exeplan.runner.compute.layers import Model
 from exeplan.runner.compute.precision import activation_dtype
 from exeplan.runner.compute.shard import Shard, whole
 
+CPU_ONLY = {"deepseek_v2": "latent attention", "gpt_oss": "attention with sinks"}
+"""Families whose attention the kernels over blocks have not, as a GPU needs them."""
+
 
 def load_model(
     spec: ModelSpec,

@@ -21,7 +21,7 @@ from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.checkpoint import OnRead
 from exeplan.runner.compute.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
-from exeplan.runner.compute.families import load_model
+from exeplan.runner.compute.families import CPU_ONLY, load_model
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
@@ -67,8 +67,8 @@ class ModelRunner:
         self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
         if paged_with is None and self.device.type == "cuda":
             paged_with = kernels_for(self.device, self.activation)
-        if spec.latent and paged_with is not None:
-            raise InputError(f"'{spec.name}' has latent attention, which runs on a CPU only, not over blocks")
+        if paged_with is not None and (kind := CPU_ONLY.get(spec.family)):
+            raise InputError(f"'{spec.name}' has {kind}, which runs on a CPU only, not over blocks")
         self.kernels = paged_with
         """None where attention takes the CPU's fast path."""
         self._prepacked = prepacks(self.device, self.activation)

@@ -92,7 +92,7 @@ class PackedRows:
         tokens = self._slot_tokens
         q, k, v = (x_NHD.view(-1, tokens, *x_NHD.shape[1:]) for x_NHD in (q_NHD, k_NKD, v_NKD))
         mask_STT = self._mask(shape.window, qkv_NMD.dtype)
-        out_STHD = slot_attention(q, k, v, mask_STT, scale=shape.scale, bias_HX=bias_HX)
+        out_STHD = slot_attention(q, k, v, mask_STT, scale=shape.scale, bias_HX=bias_HX, sink_H=shape.sinks)
         return out_STHD.reshape(self.num_tokens, -1)
 
     def _attend_latent(self, shape: AttentionShape, latent: LatentVectors, qkv_NF: Tensor) -> Tensor:

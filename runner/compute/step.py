@@ -127,7 +127,7 @@ class Step:
             bias_HX[:, k.shape[1] :] = -torch.inf  # Keys after their query.
             out = full_attention(q, k, v, scale=shape.scale, bias_HX=bias_HX)
         else:
-            out = prefill_attention(q, k, v, scale=shape.scale, window=shape.window)
+            out = prefill_attention(q, k, v, scale=shape.scale, window=shape.window, sink_H=shape.sinks)
         return out.reshape(len(qkv_TMD), -1)
 
     def _attend_latent_span(
@@ -169,7 +169,7 @@ class Step:
                 biases=None if shape.bias is None else _last_biases(shape.bias, contexts),
                 shared=shape.latent is not None,
             )
-        return decode_attention(q_BHD, keys_RD, values_RD, self._cached[kind], scale=shape.scale)
+        return decode_attention(q_BHD, keys_RD, values_RD, self._cached[kind], scale=shape.scale, sink_H=shape.sinks)
 
     def _not_padding(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of the flat batch that are real tokens."""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
-from exeplan.core.model import load_model_spec
+from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
@@ -30,7 +30,7 @@ from exeplan.runner.engine_process.build import engine_setup
 from .test_models import CASES, VOCAB, generate, prompt
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-SPARSE = ("deepseek_v2", *MIXTURES)
+SPARSE = ("deepseek_v2", "gpt_oss", *MIXTURES)
 SCHEDULES = {
     "chunked": Schedule("chunked", {"max_num_seqs": 4, "max_num_batched_tokens": 16}),
     "concat": Schedule("concat", {"max_num_seqs": 8, "rows": 2, "row_tokens": 128, "slot_tokens": 64}),
@@ -66,7 +66,7 @@ def test_equals_transformers_in_a_mixed_load(family, policy, checkpoint):
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_equals_transformers_with_captured_decodes(family, checkpoint):
-    """On the kernels' references, as a GPU runs them; no weights but those of an even number of rows are packed."""
+    """On the kernels' references, as a GPU runs them."""
     model, directory = checkpoint(family)
     runner = ModelRunner(load_model_spec(str(directory)), num_blocks=32, paged_with=REFERENCE)
     runner.capture(4)
@@ -97,6 +97,26 @@ def expected(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """Log-probabilities of all tokens of a prompt but the first."""
     rows = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return rows.gather(1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_bfloat16_stays_close_to_float32(family):
+    """With all experts chosen: otherwise rounding may send a token to another expert, as in any implementation."""
+    count = next(
+        CASES[family][name]
+        for name in ("num_local_experts", "num_experts", "n_routed_experts")
+        if name in CASES[family]
+    )
+    config = {**CASES[family], "model_type": family, "num_experts_per_tok": count}
+    spec = model_spec(config, name="tiny")
+    runners = [ModelRunner(spec, dtype=kind, num_blocks=4, dummy_weights=True) for kind in ("float32", "bfloat16")]
+    ids = {"a": prompt(20, seed=3)}
+    for done in range(3):
+        row = SequenceState(request_id="a", num_prompt_tokens=17, max_output_tokens=3, num_output_tokens=done)
+        row.num_blocks = num_blocks_for(row.num_tokens)
+        batch = Batch(decode=(row,)) if done else Batch(prefill=(row,))
+        expected, logits = (runner.forward(batch, ids) for runner in runners)
+        assert torch.nn.functional.cosine_similarity(logits, expected).min() > 0.99
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -14,7 +14,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute import model_runner
-from exeplan.runner.compute.families import family_names
+from exeplan.runner.compute.families import CPU_ONLY, family_names
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.scheduling.scheduler import Scheduler
 
@@ -81,6 +81,13 @@ CASES: dict[str, dict[str, object]] = {
         **DEEPSEEK, "q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
         "routed_scaling_factor": 2.5, "attention_bias": True, "n_shared_experts": 1, "first_k_dense_replace": 0,
     },
+    "gpt_oss": {
+        **ROTARY, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 32,
+        },
+    },
     "mixtral": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral-window": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 72, "decoder_sparse_step": 2},
@@ -103,11 +110,11 @@ CASES: dict[str, dict[str, object]] = {
 every_case = pytest.mark.parametrize("case", CASES)
 every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
 """Attention by the CPU's fast path, and over blocks as on a GPU."""
-PATHS = [(case, path) for case in CASES for path in (None, REFERENCE) if not (path and case.startswith("deepseek"))]
+PATHS = [(case, path) for case in CASES for path in (None, REFERENCE) if not (path and case.split("-")[0] in CPU_ONLY)]
 every_case_on_its_paths = pytest.mark.parametrize(
     ("case", "paged_with"), PATHS, ids=[f"{case}-{'paged' if path else 'cpu'}" for case, path in PATHS]
 )
-"""Latent attention runs by the CPU's path only."""
+"""Some families run by the CPU's path only."""
 
 
 @pytest.fixture(scope="module")
@@ -294,9 +301,10 @@ def test_what_is_not_supported_is_named(change, message):
         load()
 
 
-def test_latent_attention_is_not_run_over_blocks():
-    spec = model_spec({"model_type": "deepseek_v2", **CASES["deepseek_v2"]}, name="tiny")
-    with pytest.raises(InputError, match="'tiny' has latent attention, which runs on a CPU only, not over blocks"):
+@pytest.mark.parametrize("family", CPU_ONLY)
+def test_attention_without_kernels_is_not_run_over_blocks(family):
+    spec = model_spec({"model_type": family, **CASES[family]}, name="tiny")
+    with pytest.raises(InputError, match=f"'tiny' has {CPU_ONLY[family]}, which runs on a CPU only, not over blocks"):
         ModelRunner(spec, num_blocks=1, dummy_weights=True, paged_with=REFERENCE)
 
 

@@ -344,7 +344,7 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
     if spec.experts:
         yield (
             f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
-            f"{spec.experts.per_token} of {spec.experts.count} experts; all experts are taken to be as likely"
+            f"{spec.experts.per_token} of {spec.experts.count} experts; a datasheet takes all experts to be as likely"
         )
     if spec.weight_dtype:
         yield f"the weights of '{spec.name}' are in {spec.weight_dtype}, and are planned so by datasheet"

@@ -14,9 +14,11 @@ from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec, model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
+from exeplan.core.sparse_layers import RUN_SPARSE
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute import experts
+from exeplan.runner.compute.families import CPU_ONLY, family_names
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.compute.shard import Shard
@@ -55,6 +57,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
         return model, directory
 
     return make
+
+
+def test_families_that_run_are_those_of_the_engine():
+    assert set(RUN_SPARSE) == set(SPARSE) <= set(family_names())
+    assert set(CPU_ONLY) <= set(RUN_SPARSE)
 
 
 @pytest.mark.parametrize("policy", SCHEDULES)

@@ -3,8 +3,8 @@
 Source: ExeGPT (ASPLOS 2024) section 4.1: through (pinned) host memory, layer by layer, so that neither device waits for
 the other. A prefilling worker keeps no cache: what a layer would store is what it sends. A thread sends it, a few
 layers in one piece (`exeplan/core/handover.py`), while the next layers compute. A thread of each decoding worker
-receives the pieces and stores them in the blocks that the rows were granted when their prefill began, while the worker
-decodes others. The scheduler limits how many requests may be in transfer or waiting.
+receives the pieces and stores them in the rows' blocks, while the worker decodes others; what comes in a pass, before
+the rows have blocks, waits in host memory. The scheduler limits how many requests may be in transfer or waiting.
 
 All ends process the pieces of a batch in one order: by the stage that prefills, then layers, sender, receiver. So no
 two of them wait for each other. Between two CPU workers of one host pieces go through shared memory.
@@ -18,7 +18,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,14 +227,23 @@ class Sender:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Expected:
+class Expected(NamedTuple):
     """A batch that will be sent."""
 
     number: int
     num_tokens: int
-    slots: NDArray[np.int64] | None
-    """Where its tokens go in the cache; negative for one that goes nowhere. None for an encoder's output."""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A batch on its way into the cache."""
+
+    slots: NDArray[np.int64] | None = None
+    """Where its tokens go; negative for one that goes nowhere. None until the rows have blocks."""
+    held: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Pieces that have come before that, by their first layer."""
+    complete: bool = False
+    """Whether all have come."""
 
 
 class Receiver:
@@ -250,9 +259,10 @@ class Receiver:
         self._device = runner.device
         self._stream = _stream(self._device)
         self._expected: queue.SimpleQueue[Expected] = queue.SimpleQueue()
-        self._arriving: dict[int, Expected] = {}
+        self._arriving: dict[int, _Arriving] = {}
+        """Batches that have not been received, or have no slots."""
         self._lock = threading.Lock()
-        """For the slots of arriving batches: a row that leaves frees them."""
+        """For these: a row that leaves frees its slots."""
         self.received: dict[int, Tensor] = {}
         """By the number of the batch: an encoder's output `[N, E]`."""
 
@@ -260,8 +270,21 @@ class Receiver:
         _in_thread(lambda: self._run(on_received), failed, "kv-transfer")
 
     def expect(self, batch: Expected) -> None:
-        self._arriving[batch.number] = batch
+        """Receives a batch behind those before; any thread may call it. What comes waits in host memory for slots."""
+        if not self._spec.is_encoder_decoder:
+            self._arriving[batch.number] = _Arriving()
         self._expected.put(batch)
+
+    def grant(self, number: int, slots: NDArray[np.int64]) -> None:
+        """Where the tokens of an expected batch go. Stores what has come of them, and what comes from now on."""
+        with self._lock:
+            batch = self._arriving[number]
+            batch.slots, held = slots, batch.held
+            for layer, kv_LNMD in held:
+                self._runner.cache.store_layers(layer, slots, kv_LNMD)
+            batch.held = []
+            if batch.complete:
+                del self._arriving[number]
 
     def drop(self, number: int, first: int, last: int) -> None:
         """Tokens `first` to `last` of a batch go nowhere from now on: their slots may be given to others."""
@@ -281,7 +304,6 @@ class Receiver:
                 self.received[batch.number] = self._encoded(batch.num_tokens)
             else:
                 self._layers(batch)
-            del self._arriving[batch.number]
             on_received(batch.number)
 
     def _encoded(self, num_tokens: int) -> Tensor:
@@ -296,9 +318,14 @@ class Receiver:
             for layers in piece_layers(self._spec, stage, batch.num_tokens, self._dtype):
                 first, last = _shared_layers(layers, ours[0].layers)
                 if first < last:
-                    self._store(batch, first, self._piece(ours, last - first, batch.num_tokens))
+                    self._store(batch.number, first, self._piece(ours, last - first, batch.num_tokens))
         if self._stream is not None:
             self._stream.synchronize()
+        with self._lock:
+            arrived = self._arriving[batch.number]
+            arrived.complete = True
+            if arrived.slots is not None:
+                del self._arriving[batch.number]
 
     def _piece(self, ours: Sequence[Transfer], num_layers: int, num_tokens: int) -> Tensor:
         """Some layers of a batch, `[L, N, 2K, D]`, of all heads of this worker."""
@@ -312,11 +339,15 @@ class Receiver:
             whole[:, :, chosen + [heads + index for index in chosen]] = self._wire.receive(part, transfer.sender)
         return whole
 
-    def _store(self, batch: Expected, layer: int, kv_LNMD: Tensor) -> None:
-        """Into the cache, from layer `layer` of the model on: one copy and one launch."""
-        assert batch.slots is not None
+    def _store(self, number: int, layer: int, kv_LNMD: Tensor) -> None:
+        """Into the cache, from layer `layer` of the model on, with one copy and one launch; or holds it."""
+        layer -= self._stage.layers[0]
         with self._lock, torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            self._runner.cache.store_layers(layer - self._stage.layers[0], batch.slots, kv_LNMD)
+            batch = self._arriving[number]
+            if batch.slots is None:
+                batch.held.append((layer, kv_LNMD))
+            else:
+                self._runner.cache.store_layers(layer, batch.slots, kv_LNMD)
 
     def _empty(self, *shape: int) -> Tensor:
         """A GPU copies from pinned memory without the CPU."""

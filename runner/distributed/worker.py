@@ -1,8 +1,9 @@
 """Worker: one device, one process, one shard of the model.
 
-A thread takes the engine's commands as they come, so that none waits for a kernel; the main thread runs the batches in
-that order: hidden states from the stage before, the shard's layers, hidden states to the next stage, or sampling on the
-last one. When the engine's end of the connection closes, for whatever reason, this process ends at once.
+A thread takes the engine's commands as they come, so that none waits for a kernel, and keys and values are received
+from the moment they are announced; the main thread runs the batches in that order: hidden states from the stage before,
+the shard's layers, hidden states to the next stage, or sampling on the last one. When the engine's end of the
+connection closes, for whatever reason, this process ends at once.
 Any error ends it, too: a worker that went on after a failed send or receive would leave the others waiting. The engine
 then restarts all of them.
 """
@@ -81,14 +82,14 @@ _LOADING_PAUSE = 0.2
 def main(connection: socket.socket) -> NoReturn:
     """Runs until the engine is gone or something fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is handled by the engine.
-    commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
-    reports = Reports(connection)
+    commands, reports = Commands(), Reports(connection)
     threading.Thread(target=_read, args=(connection, commands, reports), daemon=True).start()
     try:
         setup = commands.get()
         if not isinstance(setup, WorkerSetup):
             raise _out_of_order(setup)
         worker = Worker(setup, reports)
+        commands.on_expect = worker.expect
         reports.send(WorkerReady(capacity=worker.capacity))
         while True:
             worker.take(commands.get())
@@ -98,7 +99,24 @@ def main(connection: socket.socket) -> NoReturn:
         reports.fail(error)
 
 
-def _read(connection: socket.socket, commands: "queue.SimpleQueue[WorkerCommand]", reports: "Reports") -> None:
+class Commands:
+    """What an engine sends, in order; `on_expect` is called with what is to be received as soon as it has come."""
+
+    def __init__(self) -> None:
+        self.on_expect: Callable[[ExpectKV], None] = lambda command: None
+        self._queue: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
+
+    def put(self, command: WorkerCommand) -> None:
+        if isinstance(command, ExpectKV):
+            self.on_expect(command)
+        self._queue.put(command)
+
+    def get(self) -> WorkerCommand:
+        """The next one, waiting for it."""
+        return self._queue.get()
+
+
+def _read(connection: socket.socket, commands: Commands, reports: "Reports") -> None:
     try:
         while (command := WORKER_COMMANDS.read(connection.recv)) is not None:
             commands.put(command)
@@ -335,18 +353,30 @@ class Worker:
         encoded_NE = self._links.receive_encoded(sum(num_encoder_tokens(row) for row in rows))
         self._runner.take_encoded(rows, encoded_NE)
 
-    def _expect(self, command: ExpectKV) -> None:
-        """Other stages have begun to prefill a batch, whose keys and values will be sent here."""
+    def expect(self, command: ExpectKV) -> None:
+        """Other stages have begun to prefill a batch, whose keys and values will be sent here: receives them from now
+        on, in any thread, before the command's turn."""
         assert self._receiver is not None
-        encodes, first, slots = self._spec.is_encoder_decoder, 0, [np.zeros(0, dtype=np.int64)]
+        rows = map(Mirror().add, command.new)
+        self._receiver.expect(Expected(command.number, sum(map(self._num_received, rows))))
+
+    def _expect(self, command: ExpectKV) -> None:
+        """Gives the rows of such a batch their blocks."""
+        assert self._receiver is not None
+        first, slots = 0, [np.zeros(0, dtype=np.int64)]
         for row in map(self._mirror.add, command.new):
-            last = first + (num_encoder_tokens(row) if encodes else row.num_tokens)
+            last = first + self._num_received(row)
             self._incoming[row.request_id] = _Part(command.number, first, last)
             first = last
-            if not encodes:
+            if not self._spec.is_encoder_decoder:
                 self._grant(row, num_blocks_for(row.num_tokens))
                 slots.append(self._runner.cache.slots(row.request_id, 0, row.num_tokens))
-        self._receiver.expect(Expected(command.number, first, None if encodes else np.concatenate(slots)))
+        if not self._spec.is_encoder_decoder:
+            self._receiver.grant(command.number, np.concatenate(slots))
+
+    def _num_received(self, row: RequestState) -> int:
+        """Tokens of a row that are received."""
+        return num_encoder_tokens(row) if self._spec.is_encoder_decoder else row.num_tokens
 
     def _grant(self, row: RequestState, num_blocks: int) -> None:
         longest = num_blocks_for(row.num_prompt_tokens + row.max_output_tokens)

@@ -63,9 +63,13 @@ class Split:
         receiver.start(self.received.put, self.failures.put)
         self.receivers.append((stage, heads, cache, receiver))
 
-    def expect(self, number, slots):
+    def expect(self, number):
         for _, _, _, receiver in self.receivers:
-            receiver.expect(Expected(number, len(slots), slots.copy()))
+            receiver.expect(Expected(number, TOKENS))
+
+    def grant(self, number, slots):
+        for _, _, _, receiver in self.receivers:
+            receiver.grant(number, slots.copy())
 
     def compute(self, kv_LNMD):
         """A pass: each stage's layers on all its ranks at once."""
@@ -105,10 +109,14 @@ def test_every_rank_that_decodes_gets_its_layers_and_heads(prefill, decode):
     split = Split(prefill, decode)
     slots = np.random.default_rng(0).permutation(TOKENS + 16)[:TOKENS]
     kv_LNMD = torch.randn(SPEC.num_layers, TOKENS, 2 * SPEC.num_kv_heads, SPEC.head_dim)
-    for number in (1, 2):
-        split.expect(number, slots)
+    for number, late in ((1, False), (2, True)):
+        split.expect(number)
+        if not late:
+            split.grant(number, slots)
         split.compute(number * kv_LNMD)
         split.wait()
+        if late:  # The worker was in a pass, and the rows had no blocks yet.
+            split.grant(number, slots)
         for stage, heads, cache, _ in split.receivers:
             expected = torch.stack([of_heads(kv_NMD, heads) for kv_NMD in kv_LNMD[slice(*stage.layers)]])
             assert torch.equal(stored(cache, heads, slots), number * expected)
@@ -118,7 +126,8 @@ def test_pieces_arrive_before_the_pass_has_ended_and_what_is_dropped_meanwhile_i
     split = Split([1], [1])
     ((_, heads, sender),), ((_, _, cache, receiver),) = split.senders, split.receivers
     kv_LNMD, slots = torch.ones(SPEC.num_layers, TOKENS, 2 * SPEC.num_kv_heads, SPEC.head_dim), np.arange(TOKENS)
-    split.expect(1, slots)
+    split.expect(1)
+    split.grant(1, slots)
     first = threading.Thread(target=lambda: [sender.put_layer(0, kv_LNMD[0]), sender.put_layer(1, kv_LNMD[1])])
     first.start()
     first.join()

@@ -230,7 +230,7 @@ class Policy(Protocol):
     """Batches run to completion, so that their choice matters under deadlines: without deadlines `auto` leaves the
     policy out, because others serve more at every bound."""
     SPLIT_BY: str
-    """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
+    """How many GPUs prefill where stages are separate: in proportion to `time`, or so that `memory` is even."""
 
     def check(self, schedule: Schedule) -> None:
         """Raises InputError unless the schedule has exactly this policy's control variables, in range."""

@@ -7,8 +7,8 @@ prefill apart 1+1, 1+3 and 2+2) of OPT-13B on A40s, Llama-3.1-70B on H100s or Qw
 tasks S and T, wide ones as of ShareGPT, or heavy-tailed ones, and random control variables. Its capacity is what it
 serves of a backlog, by replay. Requests then come at 0.5 to 0.95 of that, as a Poisson stream and, in every fourth
 case, in bursts (gaps with four times the variance). Replays of several seeds go on until the median request latency has
-a 95 % interval (Student's) of 2 % and p95 of ttft one of 10 %, or for four times --seeds; the gaps of each are scaled to
-the planned rate. Near the capacity p99 of ttft has an interval of 10 to 60 % even then, which a point's `half width`
+a 95 % interval (Student's) of 2 % and p95 of ttft one of 10 %, or for four times --seeds; the gaps of each are scaled
+to the planned rate. Near the capacity p99 of ttft has an interval of 10 to 60 % even then, which a point's `half width`
 says: an error within it is the replay's as well.
 
 For orca, chunked, rra and waa-c every fourth case is run by `event_simulation.py`, too, with the same requests.

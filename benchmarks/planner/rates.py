@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from benchmarks.lib.record import write_record
 from benchmarks.planner.event_simulation import SIMULATED, simulate
@@ -34,7 +35,6 @@ from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
 from exeplan.core.metrics import summarize
 from exeplan.core.model import load_model_spec
-from exeplan.core.quantiles import student_quantile
 from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
 from exeplan.errors import Infeasible
 from exeplan.planner.problem import Problem, make_problem
@@ -154,7 +154,7 @@ def half_width(runs: list[Estimate], name: str) -> float:
     if len(runs) < 2:
         return math.inf
     spread = float(np.std([_value(run, name) for run in runs], ddof=1))
-    return student_quantile(len(runs) - 1.0, 0.975) * spread / len(runs) ** 0.5
+    return float(stdtrit(len(runs) - 1, 0.975)) * spread / len(runs) ** 0.5
 
 
 def stream(problem: Problem, arrivals: Arrivals, *, count: int, seed: int) -> tuple[Any, Any, Any]:

@@ -24,6 +24,7 @@ from exeplan.planner.replicas import (
 )
 from exeplan.planner.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
 from exeplan.planner.search_space import search_variants
+from exeplan.policies import load_policy
 from exeplan.search.search import Result
 
 Key = tuple[int, str]
@@ -188,12 +189,23 @@ def candidates(
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
-        futures = [pool.submit(_shared_candidates, policy, method) for policy in policies]
-        _follow(futures, told, progress)
-        done = [future.result() for future in futures]
+        futures = {policy: pool.submit(_shared_candidates, policy, method) for policy in _largest_first(policies)}
+        _follow([*futures.values()], told, progress)
+        done = [futures[policy].result() for policy in policies]
     for _, new in done:
         known |= new
     return {key: one for of_policy, _ in done for key, one in of_policy.items()}
+
+
+def _largest_first(policies: Sequence[str]) -> list[str]:
+    """Those with the most variants first, so that no worker is left alone with a long search: stages that prefill are
+    split off in several ways, and variables that are enumerated have many values."""
+
+    def size(policy: str) -> tuple[bool, int]:
+        module = load_policy(policy)
+        return module.SEPARATE_STAGES, len(module.enumerated(num_stages=2))
+
+    return sorted(policies, key=size, reverse=True)
 
 
 def _follow(futures: Sequence[Future[Any]], told: "SimpleQueue[Message]", progress: SearchProgress | None) -> None:

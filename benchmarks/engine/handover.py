@@ -3,7 +3,7 @@
     python -m benchmarks.engine.handover [--rounds 3]
 
 The demo model with random weights, waa-c with one worker that prefills and one that decodes, all requests at once: 80
-of 200 to 600 tokens in and 6 to 18 out, and 400 of 4 to 40 in and 20 to 100 out, one a prefill. The time is from the
+of 200 to 600 tokens in and 6 to 18 out, and 400 of 4 to 40 in and 10 to 60 out, one a prefill. The time is from the
 report of a prefill to that of its handover, as the engine learns of them; rows are those of a decode pass, over the
 middle half of the passes; CPU seconds are those of the engine's process and its workers from the first request to the
 last token. Writes nothing.
@@ -54,7 +54,7 @@ class Case:
 
 CASES = (
     Case(num_requests=80, inputs=(200, 600), outputs=(6, 18), prefill_batch=4, decode_batch=32),
-    Case(num_requests=400, inputs=(4, 40), outputs=(20, 100), prefill_batch=1, decode_batch=72),
+    Case(num_requests=400, inputs=(4, 40), outputs=(10, 60), prefill_batch=1, decode_batch=72),
 )
 
 

@@ -3,6 +3,7 @@
 Not here: which of them is planned, which their replays decide (`optimize.py`).
 """
 
+import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -31,6 +32,9 @@ Key = tuple[int, str]
 """The number of GPUs of a pipeline, and its policy."""
 _TELL_SECONDS = 0.2
 """Between two looks at what the workers tell."""
+_OF_POINTS = 0.8
+"""How the time of a search rises with the steps of bisections along all knobs, about: a second knob is not bisected for
+every value of the first."""
 _ROUNDING = 1e-9
 Found = tuple[float, tuple[Result, Placement] | None]
 """The throughput that a search was told to beat, and what it found."""
@@ -189,7 +193,8 @@ def candidates(
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
-        futures = {policy: pool.submit(_shared_candidates, policy, method) for policy in _largest_first(policies)}
+        order = _largest_first(problem, policies)
+        futures = {policy: pool.submit(_shared_candidates, policy, method) for policy in order}
         _follow([*futures.values()], told, progress)
         done = [futures[policy].result() for policy in policies]
     for _, new in done:
@@ -197,13 +202,15 @@ def candidates(
     return {key: one for of_policy, _ in done for key, one in of_policy.items()}
 
 
-def _largest_first(policies: Sequence[str]) -> list[str]:
-    """Those with the most variants first, so that no worker is left alone with a long search: stages that prefill are
-    split off in several ways, and variables that are enumerated have many values."""
+def _largest_first(problem: Problem, policies: Sequence[str]) -> list[str]:
+    """By what their searches are likely to take, so that no worker is left alone with a long one: stages that prefill
+    are split off in several ways, enumerated variables are tried one by one, knobs by bisection."""
 
-    def size(policy: str) -> tuple[bool, int]:
+    def size(policy: str) -> tuple[bool, float]:
         module = load_policy(policy)
-        return module.SEPARATE_STAGES, len(module.enumerated(num_stages=2))
+        knobs = module.knobs(problem.workload, problem.max_seqs)
+        points = math.prod(len(knob.values).bit_length() for knob in knobs)
+        return module.SEPARATE_STAGES, len(module.enumerated(num_stages=2)) * points**_OF_POINTS
 
     return sorted(policies, key=size, reverse=True)
 

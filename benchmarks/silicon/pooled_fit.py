@@ -18,11 +18,10 @@ from exeplan.core.pooled_effects import LEVELS, Effects, Evidence, PlacementName
 from exeplan.profiler.calibration.law import CalibrationLaw, Observation, evidence_of
 from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
-STRENGTHS = ((0.003, 0.05), (0.003, 0.15), (0.03, 0.1))
-"""Standard deviations of a shared effect that are tried: of level, and of the first token's."""
-_DEPLOYMENT, _PLACEMENT = (0.08, 0.16), (0.04, 0.08)
-_SUMS = 0.3
-"""Of a factor on sums over GPUs, at any strength: the datasheets' are NCCL's, and engines have kernels of their own."""
+Strength = tuple[float, float, float]
+STRENGTHS: tuple[Strength, ...] = ((0.003, 0.012, 0.05), (0.003, 0.012, 0.15), (0.003, 0.1, 0.1), (0.03, 0.1, 0.1))
+"""Standard deviations of a shared effect that are tried: of level, of sums over GPUs, and of the first token's."""
+_DEPLOYMENT, _PLACEMENT = (0.08, 0.32, 0.16), (0.04, 0.16, 0.08)
 _FREEDOM, _PRIOR_COUNT, _ITERATIONS = 4.0, 4.0, 12
 _NOISE = (0.25, 0.06)
 _OWN = ("deployment", "placement")
@@ -37,7 +36,7 @@ class Sample:
     observation: Observation
 
 
-def fitted_law(samples: Sequence[Sample], strength: tuple[float, float], constants: EngineConstants) -> CalibrationLaw:
+def fitted_law(samples: Sequence[Sample], strength: Strength, constants: EngineConstants) -> CalibrationLaw:
     """Of runs, at this strength of pooling."""
     groups: dict[PlacementName, list[int]] = defaultdict(list)
     for number, sample in enumerate(samples):
@@ -60,13 +59,13 @@ def fitted_law(samples: Sequence[Sample], strength: tuple[float, float], constan
     )
 
 
-def _deviations(level: str, strength: tuple[float, float]) -> tuple[float, float]:
+def _deviations(level: str, strength: Strength) -> Strength:
     return {"deployment": _DEPLOYMENT, "placement": _PLACEMENT}.get(level, strength)
 
 
-def _stated(passes: float, first: float) -> Floats:
+def _stated(passes: float, sums: float, first: float) -> Floats:
     """By theta: a slope moves a pass of e^2 times the rows twice as far, and prompts are a part of a pass."""
-    return np.array([passes, 0.6 * passes, 2 * passes, _SUMS, first, 0.5 * first])
+    return np.array([passes, 0.6 * passes, 2 * passes, sums, first, 0.5 * first])
 
 
 def _evidence(

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.record import write_record
-from benchmarks.silicon.pooled_fit import STRENGTHS, Sample, fitted_law
+from benchmarks.silicon.pooled_fit import STRENGTHS, Sample, Strength, fitted_law
 from benchmarks.silicon.rows import Row, read_rows
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
@@ -113,11 +113,11 @@ def _name(row: Row) -> PlacementName:
     )
 
 
-def chosen_strength(samples: Sequence[Sample]) -> tuple[float, float]:
+def chosen_strength(samples: Sequence[Sample]) -> Strength:
     """The strength of pooling with which deployments left out in turn err least, relative to the targets."""
     deployments = sorted({sample.name.deployment for sample in samples})
 
-    def score(strength: tuple[float, float]) -> float:
+    def score(strength: Strength) -> float:
         errors = []
         for left in deployments:
             law = fitted_law([s for s in samples if s.name.deployment != left], strength, CONSTANTS)

@@ -1,6 +1,6 @@
 """Serving runs of deployments that nothing has seen, and with three of their own rows: corrected by partial pooling.
 
-    python -m benchmarks.silicon.pooling --data FOLDER [--rows FILE...] [--write FILE]
+    python -m benchmarks.silicon.pooling --data FOLDER [--rows FILE...] [--write FILE] [--keep FILE]
 
 FOLDER holds `end_to_end_dense_h100.csv.gz` and `end_to_end_moe_h100_h200.csv.gz` as AIConfigurator publishes them;
 --rows names other files of that form, whose runs are judged too. Every run is predicted from the device's datasheet and
@@ -15,10 +15,11 @@ corrected profile; with three, what a replay would say is taken to move as far a
 """
 
 import argparse
+import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from exeplan.core.pooled_effects import LEVELS, PlacementName
 from exeplan.core.profile import Profile
 from exeplan.files import write_text
 from exeplan.planner.tables import table
-from exeplan.profiler.calibration.law import CalibrationLaw, evidence_of, observation, placement_name
+from exeplan.profiler.calibration.law import CalibrationLaw, Observation, evidence_of, observation, placement_name
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, with_engine
@@ -65,10 +66,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder of measured runs")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], metavar="FILE", help="other measured runs")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the law of all runs as YAML")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep what the replays said there, or take it again")
     args = parser.parse_args()
     rows = [row for path in (*(args.data / name for name in _FILES), *args.rows) for row in read_rows(path)[0]]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        samples = list(pool.map(sample_of, [row for row in rows if row.tensor_parallel_size <= _HOST], chunksize=4))
+        samples = _samples([row for row in rows if row.tensor_parallel_size <= _HOST], args.keep, pool)
         deployments = sorted({sample.name.deployment for sample in samples})
         found = list(pool.map(partial(_judged, samples), deployments))
     print(table(_COLUMNS, [tuple(_cells(one)) for one in found]))
@@ -85,10 +87,21 @@ def main() -> None:
 _KINDS = ("uncorrected", "none of its rows", "three of its rows")
 
 
-def sample_of(row: Row) -> Sample:
+def _samples(rows: Sequence[Row], keep: Path | None, pool: Executor) -> list[Sample]:
+    if keep and keep.is_file():
+        kept = json.loads(keep.read_text())
+        found = [Observation(np.array(one["logs"]), np.array(one["sensitivities"])) for one in kept]
+    else:
+        found = list(pool.map(_observed, rows, chunksize=4))
+    if keep:
+        kept = [{"logs": one.logs.tolist(), "sensitivities": one.sensitivities.tolist()} for one in found]
+        keep.write_text(json.dumps(kept))
+    return [Sample(row, _name(row), one) for row, one in zip(rows, found, strict=True)]
+
+
+def _observed(row: Row) -> Observation:
     """Predicted and compared; three more replays say what moves it."""
-    profile = _profile(row.model, row.device, row.dtype, row.tensor_parallel_size, row.engine)
-    return Sample(row, _name(row), observation(profile, row))
+    return observation(_profile_of(row), row)
 
 
 @cache

@@ -442,6 +442,22 @@ def silicon_picks(record: Record) -> str:
     return f"{share_of(broken, int(pick[2]))}, keeping {pick[5]} of the best throughput"
 
 
+def pooling_medians(record: Record) -> str:
+    """A line for each kind of prediction, with its protocol."""
+    words = {
+        "uncorrected": "datasheet and one set of constants, nothing fitted",
+        "none of its rows": "the deployment left out whole",
+        "three of its rows": "the deployment left out but for three of its runs",
+    }
+    lines = ["| predicted with | TTFT | TPOT | end to end |", "|---|---|---|---|"]
+    for kind, errors in record["medians"].items():
+        cells = " | ".join(f"{100 * errors[name]:.1f} %" for name in ("ttft", "tpot", "e2e"))
+        lines.append(
+            f"| {words[kind]} ({sum(bool(one[kind]) for one in record['deployments'])} deployments) | {cells} |"
+        )
+    return "\n".join(lines)
+
+
 def a100_errors(stack: str) -> Callable[[Record], str]:
     def made(record: Record) -> str:
         row = next(
@@ -692,6 +708,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
         "stage-times": paper_stage_times,
     },
     "silicon": {"errors": silicon_errors, "picks": silicon_picks},
+    "silicon-pooling": {"medians": pooling_medians},
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "kills": {

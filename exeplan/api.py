@@ -32,6 +32,7 @@ from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.risk import load_errors, parse_risk
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution, solve
+from exeplan.profiler.calibration.calibrate import with_shipped_engine
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.progress import SILENT, Told
@@ -123,7 +124,8 @@ def datasheet_profile(
     """A profile without a device: times from a roofline of its datasheet (`plans/devices`, or a YAML file).
 
     `cluster` gives the links, `constants` replaces constants of the datasheet, such as {"gemm_efficiency": 0.6}, and
-    `engine` (`plans/engines`, or a YAML file) adds what a serving engine takes besides its kernels.
+    `engine` (`plans/engines`, or a YAML file) adds what a serving engine takes besides its kernels; times of a shipped
+    one are corrected by measured serving runs (`plans/calibration`).
     """
     sheet = load_datasheet(fspath(device), {key: str(value) for key, value in (constants or {}).items()})
     if cluster is not None:
@@ -133,7 +135,10 @@ def datasheet_profile(
         dtype = spec.weight_dtype or ("bfloat16" if sheet.kind == "cuda" else "float32")
     sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
     profile = profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
-    return profile if engine is None else with_engine(profile, load_engine(fspath(engine)))
+    if engine is None:
+        return profile
+    name = fspath(engine)
+    return with_shipped_engine(profile, name) or with_engine(profile, load_engine(name))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

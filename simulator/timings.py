@@ -12,6 +12,7 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.profile import Measurement, Profile
 from exeplan.errors import InputError
+from exeplan.simulator.corrected_rows import corrected_rows, prefill_factor_of
 from exeplan.simulator.curves import Curve, curve_of, surface_of
 from exeplan.workload.length_law import LengthLaw
 
@@ -55,7 +56,7 @@ class Timings:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.rows = _times(profile.measurements, profile.calibration)
+        self.rows = _times(corrected_rows(profile), profile.calibration)
         overheads = [m for m in self.rows if m.op == "overhead"]
         self.overhead = curve_of([m for m in overheads if m.phase != "prefill"], "num_seqs")
         self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
@@ -69,7 +70,7 @@ class Timings:
 
     def _shard(self, size: int, multi_device: bool = False) -> Shard:
         slower = self.slowdown(size) if multi_device else 1.0
-        return Shard(_times(self.rows, slower), size, prefill_factor=self.profile.prefill_calibration)
+        return Shard(_times(self.rows, slower), size, prefill_factor=prefill_factor_of(self.profile))
 
     def slowdown(self, size: int) -> float:
         """A device's time in a plan for several, over that in a process alone; 1 where it was not measured."""

@@ -1,11 +1,5 @@
-"""Three engines as exeplan sees them: which tables time their kernels, which policy admits their requests.
-
-    trtllm    chunked, whole prompts (the pass has room for them), one a pass; slots reserved at full length
-    vllm      chunked, prompts cut by the tokens of a pass
-    sglang    rra with decode_steps=1: prompts first, 8192 tokens a pass, while decodes pause; vLLM's kernel tables
-
-The tables' generator launches vLLM and TensorRT-LLM with concurrency + input + 1500 tokens a pass.
-"""
+"""Three engines with the tables that time their kernels, SGLang with vLLM's; how they admit requests says
+`exeplan/profiler/calibration/predict.py`."""
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -13,43 +7,24 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.silicon.rows import Prediction, Row
+from benchmarks.silicon.rows import DEVICES, Prediction, Row
 from exeplan.arrays import Floats
-from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Schedule, Stage
+from exeplan.core.schedule import Stage
 from exeplan.policies.interface import Cycle
+from exeplan.profiler.calibration.predict import OPTIONS, EngineOptions, replayed, replayed_means
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.profiler.importing import import_profile
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.memory import kv_capacity_tokens
-from exeplan.simulator.replay import replay
 from exeplan.simulator.run import Run
 from exeplan.workload.laws import fixed
 
 ENGINES = ("trtllm", "vllm", "sglang")
 _TABLES = {"trtllm": "trtllm", "vllm": "vllm", "sglang": "vllm"}
-DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100-80gb"}
-_SPARE_TOKENS = 1500
-_SGLANG_TOKENS = 8192
-_REQUESTS, _FEW_REQUESTS = 10, 3
-"""Requests of a client: as in the measurements, and enough for every kind of pass."""
-_SEED = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options of an engine and its clients that are no kernel times: chosen from a few values, not fitted."""
-
-    max_num_prefills: int | None = None
-    """Prompts of a pass at most."""
-    think_seconds: float = 0.01
-    """Between an answer and the next request, as the engine sees it: the client's and the front end's."""
-    reserved: float = 1.0
-    """Share of the answer for which room in the KV cache must be free when a request is admitted."""
-    idle_slots: int = 0
-    """Requests fewer than there are clients that the engine was launched to serve at once."""
+_FEW_REQUESTS = 3
+"""Requests of a client: enough for every kind of pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +35,16 @@ class Setting:
     options: EngineOptions
 
 
-_CONDUCT = {
-    "trtllm": EngineOptions(max_num_prefills=1, think_seconds=0.025),
-    "vllm": EngineOptions(max_num_prefills=2, reserved=0.5),
-    "sglang": EngineOptions(reserved=0.5),
-}
 _START = {"layer": 5e-6, "row": 15e-6, "all_reduce_skew": 3e-6, "uncaptured_layer": 0.3e-3, "prefill_factor": 1.05}
 
 
 def start_setting(engine: str) -> Setting:
     """Where the fit begins: the same constants for every engine."""
-    return Setting(EngineConstants(name=engine, memory_share=0.83, **_START), _CONDUCT[engine])
+    return Setting(EngineConstants(name=engine, memory_share=0.83, **_START), OPTIONS[engine])
 
 
 def shipped_setting(engine: str) -> Setting:
-    return Setting(load_engine(engine), _CONDUCT[engine])
+    return Setting(load_engine(engine), OPTIONS[engine])
 
 
 def has_tables(data: Path, row: Row) -> bool:
@@ -86,27 +56,7 @@ def has_tables(data: Path, row: Row) -> bool:
 
 def predict(data: Path, row: Row, setting: Setting, cost: CostModel | None = None) -> Prediction:
     """Means over all requests of a replay, timed by this cost model or by the engine's tables and constants."""
-    run = _replayed(cost or _cost(data, row, setting.constants), row, setting, _REQUESTS)
-    first = run.requests.first_tokens - run.requests.arrivals
-    rest = run.requests.last_tokens - run.requests.first_tokens
-    return Prediction(float(np.mean(first)), float(np.mean(rest)) / max(row.output_tokens - 1, 1))
-
-
-def _replayed(cost: CostModel, row: Row, setting: Setting, requests_per_client: int) -> Run:
-    room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
-    admitted = row.input_tokens + setting.options.reserved * row.output_tokens
-    slots = max(1, min(row.concurrency - setting.options.idle_slots, int(room / admitted)))
-    count = row.concurrency * requests_per_client
-    return replay(
-        _schedule(row, setting.options, slots),
-        cost,
-        input_tokens=np.full(count, row.input_tokens),
-        output_tokens=np.full(count, row.output_tokens),
-        num_blocks=int(max(room, row.input_tokens + row.output_tokens)) // BLOCK_SIZE + slots,
-        concurrency=row.concurrency,
-        think_seconds=setting.options.think_seconds,
-        seed=_SEED,
-    )
+    return replayed_means(replayed(cost or _cost(data, row, setting.constants), row, setting.options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +75,7 @@ class PassCosts:
 
 def pass_costs(data: Path, row: Row, setting: Setting) -> PassCosts:
     """Of a replay of the row; a pass's context is taken for the mean one of its rows."""
-    run = _replayed(_cost(data, row, setting.constants), row, setting, _FEW_REQUESTS)
+    run = replayed(_cost(data, row, setting.constants), row, setting.options, _FEW_REQUESTS)
     sizes = np.stack([run.passes.num_prefill, run.passes.num_decode, run.passes.num_new_tokens], axis=1)
     found, kind = np.unique(sizes, axis=0, return_inverse=True)
     prefill, decode, tokens = found.T.astype(float)
@@ -164,16 +114,6 @@ def is_crowded(data: Path, row: Row, setting: Setting, memory_share: float) -> b
     cost = _cost(data, row, constants)
     room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
     return room < row.concurrency * (row.input_tokens + row.output_tokens)
-
-
-def _schedule(row: Row, options: EngineOptions, slots: int) -> Schedule:
-    if row.engine == "sglang":
-        return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": _SGLANG_TOKENS})
-    tokens = row.concurrency + row.input_tokens + _SPARE_TOKENS
-    variables = {"max_num_seqs": slots, "max_num_batched_tokens": tokens}
-    if options.max_num_prefills:
-        variables["max_num_prefills"] = options.max_num_prefills
-    return Schedule("chunked", variables)
 
 
 def _cost(data: Path, row: Row, constants: EngineConstants) -> CostModel:

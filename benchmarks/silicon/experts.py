@@ -23,6 +23,7 @@ from benchmarks.silicon.rows import Pair, Prediction, Row, errors, read_rows
 from exeplan.api import datasheet_profile
 from exeplan.core.schedule import Stage
 from exeplan.planner.tables import table
+from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.simulator.cost import CostModel
 
 _HOST = 8
@@ -57,9 +58,8 @@ def _predicted(data: Path, row: Row, kv_dtype: str) -> Prediction:
 
 @cache
 def _cost(system: str, model: str, dtype: str, kv_dtype: str, size: int, engine: str) -> CostModel:
-    profile = datasheet_profile(
-        model, DEVICES[system], dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=(size,), engine=engine
-    )
+    kernels = datasheet_profile(model, DEVICES[system], dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=(size,))
+    profile = with_engine(kernels, load_engine(engine))
     return CostModel(profile, (Stage(devices=tuple(range(size)), layers=(0, profile.model.num_layers)),))
 
 

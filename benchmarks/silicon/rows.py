@@ -16,6 +16,7 @@ import numpy as np
 
 from exeplan.files import shipped_names
 from exeplan.planner.risk import error_law
+from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 
 _TIGHT = 1.0001
 _GRID = 12
@@ -25,29 +26,20 @@ _LEAST_CANDIDATES = 3
 _DTYPES = {"": "bfloat16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "bfloat16"}
 _DTYPES |= {"fp8": "fp8", "fp8_block": "fp8"}
 
+DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100-80gb"}
+_RANDOM = {(1024, 1024), (1024, 8192), (8192, 1024)}
+"""Prompt and answer of the runs whose lengths are drawn, from 80 % of these on, so that requests do not end together:
+the three shapes of SemiAnalysis' InferenceMAX, which has these runs (--random-range-ratio 0.8)."""
 _SHAPES = {"deepseek-r1": "deepseek-v3"}
 """Models that have the sizes of a shipped one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(ServingRun):
     """One measured configuration; `model` is a shipped name, `system` the folder of the operator tables."""
 
-    engine: str
-    version: str
-    model: str
-    dtype: str
     system: str
-    input_tokens: int
-    output_tokens: int
-    concurrency: int
-    tensor_parallel_size: int
-    ttft: float
-    tpot: float
-
-    @property
-    def e2e(self) -> float:
-        return self.ttft + self.tpot * (self.output_tokens - 1)
+    device: str = ""
 
     @property
     def half(self) -> int:
@@ -64,15 +56,6 @@ class Row:
         return self.concurrency * self.output_tokens / e2e / self.tensor_parallel_size
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    ttft: float
-    tpot: float
-
-    def e2e(self, row: Row) -> float:
-        return self.ttft + self.tpot * (row.output_tokens - 1)
-
-
 def read_rows(path: Path) -> tuple[list[Row], int]:
     """All rows that exeplan has a model and a dtype for, on one stage that does everything, and how many others there
     are."""
@@ -84,7 +67,7 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
 
 def _is_plain(line: dict[str, str]) -> bool:
     alike = float(line["pp_size"] or 0) == float(line.get("attention_dp_size") or 1) == 1
-    return line["mode"] == "agg" and alike and line["precision"] in _DTYPES
+    return line["mode"] == "agg" and line["system"] in DEVICES and alike and line["precision"] in _DTYPES
 
 
 def _model(path: str) -> str | None:
@@ -95,14 +78,17 @@ def _model(path: str) -> str | None:
 
 
 def _row(model: str, line: dict[str, str]) -> Row:
+    lengths = int(float(line["isl"])), int(float(line["osl"]))
     return Row(
         engine=line["backend"],
         version=line["backend_version"],
         model=model,
         dtype=_DTYPES[line["precision"]],
         system=line["system"],
-        input_tokens=int(float(line["isl"])),
-        output_tokens=int(float(line["osl"])),
+        device=DEVICES[line["system"]],
+        input_tokens=lengths[0],
+        output_tokens=lengths[1],
+        least_share=0.8 if lengths in _RANDOM else 1.0,
         concurrency=int(float(line["batch_size"])),
         tensor_parallel_size=int(float(line["tp_size"])),
         ttft=float(line["silicon_ttft_ms"]) / 1e3,

@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from exeplan.core.correction import Correction, correction_from
 from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_reference, model_reference_from, model_spec
 from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
@@ -141,6 +142,8 @@ class Profile:
     """What the machine's speed is told by; () where it was not watched."""
     speed_spread: float = 0.0
     """How far the machine's speed moved meanwhile, from slow to fast, half of it and relative (`machine_speed.py`)."""
+    correction: Correction | None = None
+    """How the times change by what measured serving runs said of them; the rows are those before it."""
     source: str = "measured"
     """`measured`, or where the times come from: `datasheet a100-80gb`, `imported vidur`."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -167,10 +170,12 @@ class Profile:
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         body += [self.kv_dtype] if self.kv_dtype else []
         body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
+        body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
 _OPTIONAL = ("prefill_calibration", "calibration_error", "speed_spread")
+_OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 
@@ -191,6 +196,7 @@ def save_profile(profile: Profile, path: Path) -> None:
         **{name: getattr(profile, name) for name in _OPTIONAL if getattr(profile, name) != _PROFILE_DEFAULTS[name]},
         **({"reference_passes": [asdict(one) for one in profile.reference_passes]} if profile.reference_passes else {}),
         **({"kv_dtype": profile.kv_dtype} if profile.kv_dtype else {}),
+        **({"correction": asdict(profile.correction)} if profile.correction else {}),
         "device": asdict(profile.device),
         "versions": dict(profile.versions),
     }
@@ -214,11 +220,8 @@ def load_profile(path: Path) -> Profile:
             device=Device(**body["device"]),
             measurements=rows,
             reference_passes=tuple(ReferencePass(**one) for one in body.get("reference_passes", ())),
-            **{
-                f.name: body[f.name]
-                for f in fields(Profile)
-                if f.name not in ("model", "device", "measurements", "reference", "reference_passes") and f.name in body
-            },
+            correction=correction_from(body["correction"], path) if body.get("correction") else None,
+            **{f.name: body[f.name] for f in fields(Profile) if f.name not in _OBJECTS and f.name in body},
         )
     except KeyError as error:
         raise InputError(f"{path} is not a whole profile: it lacks {error}") from None

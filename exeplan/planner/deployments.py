@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from exeplan.core.correction import Correction
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
@@ -142,6 +143,27 @@ def deployment_law(
         freedom=total**2 / sum(part**2 / n for part, n in parts) if total else math.inf,
         count=sum(d.errors[quantity].count for d in others) + sum(e.count for e in own),
         source=_said(new, others, sum(e.count for e in own), len(families.get(new.family, ()))),
+    )
+
+
+def correction_law(correction: Correction, quantity: str) -> ErrorLaw:
+    """The law of a new error of predictions that are corrected already. A time to the first token is corrected here
+    alone, as it has a part in front of the engine that no pass takes.
+
+    Raises InputError where no run was of its engine or device, so that nothing says how far it may be off.
+    """
+    if not (correction.own_runs or {"engine", "device"} & set(correction.shared)) or quantity not in correction.spreads:
+        raise InputError(
+            f"nothing comparable was measured that says how far a {quantity} may be off; run `exeplan calibrate` with "
+            "runs of your own, or leave --risk out"
+        )
+    own = f"{correction.own_runs} runs of this deployment" if correction.own_runs else "no run of this deployment"
+    return ErrorLaw(
+        logs=(correction.first if quantity == "ttft" else 0.0,),
+        spread=correction.spreads[quantity],
+        freedom=max(1.0, correction.deployments - 1.0),
+        count=correction.own_runs + correction.other_runs,
+        source=f"deployment: errors of {correction.deployments} that were measured, after correction; {own}",
     )
 
 

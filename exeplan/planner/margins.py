@@ -4,7 +4,8 @@
                  samples of requests; fresh replays of the winner are not biased by its selection
     lengths      the trace is a sample of what will come (`sampling_error.py`)
     profile      the times in the profile are measured (`profile_error`)
-    deployment   replay -> measurement: errors of measured deployments, and of this one (`deployments.py`)
+    deployment   replay -> measurement: errors of measured deployments, and of this one (`deployments.py`); of a profile
+                 that is corrected by measured runs, what its correction leaves unknown
 
 The parts are independent and are compounded: their centres are added, their spreads are added in squares. Several
 bounds share the risk equally, so that all hold together with it.
@@ -30,7 +31,7 @@ import numpy as np
 from exeplan.core.bounds import Bound, quantities, values_of
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
-from exeplan.planner.deployments import deployment_law, deployment_of, shipped_deployments
+from exeplan.planner.deployments import correction_law, deployment_law, deployment_of, shipped_deployments
 from exeplan.planner.problem import Problem
 from exeplan.planner.ranking import MOST_SEEDS
 from exeplan.planner.replays import replay_estimate
@@ -57,6 +58,8 @@ class Risk:
     def _law(self, problem: Problem, quantity: str) -> ErrorLaw:
         size = max(stage.tensor_parallel_size for stage in problem.cost.placement)
         own = self.own.get(quantity)
+        if own is None and problem.profile.correction is not None:
+            return correction_law(problem.profile.correction, quantity)
         here = deployment_of(problem.profile, size)
         return deployment_law(here, quantity, shipped_deployments(), own_logs=own.logs if own else ())
 

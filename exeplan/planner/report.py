@@ -109,6 +109,7 @@ def remarks(optimum: Optimum, problem: Problem) -> list[str]:
     return [
         *([] if problem.profile.complete else [unfinished]),
         *_speed_of(problem.profile),
+        *([problem.profile.correction.said] if problem.profile.correction else []),
         *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
         *optimum.unproven,
     ]

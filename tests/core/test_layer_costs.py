@@ -22,6 +22,7 @@ SHIPPED = {
     "flan-t5-xxl": 11.1e9,
     "deepseek-v2-lite": 15.7e9,
     "deepseek-v3": 671e9,
+    "minimax-m2": 229e9,
     "gpt3-39b": 39e9,
     "gpt3-101b": 101e9,
     "gpt3-175b": 175e9,

@@ -1,0 +1,104 @@
+"""A profile corrected by serving runs that were measured, its own and those of other deployments.
+
+A profile of a datasheet with an engine shares the effects of the shipped runs (`law.py`), which were predicted like it;
+one that was measured or imported was not, and only its own runs move it.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exeplan.core.correction import Correction
+from exeplan.core.pooled_effects import Evidence, PlacementName
+from exeplan.core.profile import Profile
+from exeplan.errors import InputError
+from exeplan.profiler.calibration.law import (
+    CalibrationLaw,
+    Observation,
+    evidence_of,
+    observation,
+    placement_name,
+    shipped_law,
+)
+from exeplan.profiler.calibration.predict import predict_run
+from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
+from exeplan.profiler.datasheets.engine_constants import with_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """The profile, and each run with its predictions before and after."""
+
+    profile: Profile
+    runs: tuple[tuple[ServingRun, Prediction, Prediction], ...]
+
+
+def with_shipped_engine(profile: Profile, engine: str) -> Profile | None:
+    """A datasheet's profile as that engine's runs take it, corrected by the measured ones; None for an engine of which
+    none was measured."""
+    law = shipped_law()
+    if engine not in law.engines or profile.model.is_encoder_decoder:
+        return None
+    based = with_engine(profile, replace(law.constants, name=engine))
+    return replace(based, correction=_correction(based, engine, law, ()))
+
+
+def calibrate(profile: Profile, runs: Sequence[ServingRun]) -> Calibrated:
+    """The profile with the correction that these runs, and the shipped ones where they are comparable, say.
+
+    Raises InputError for no runs, for runs of several engines, and for what the profile is not of.
+    """
+    engine = _engine_of(profile, runs)
+    law = shipped_law()
+    if not _is_shared(profile):
+        law = replace(law, evidence=())
+    groups: dict[int, list[Observation]] = defaultdict(list)
+    for run in runs:
+        groups[run.tensor_parallel_size].append(observation(profile, run))
+    own = [_own_evidence(profile, engine, size, found, law) for size, found in groups.items()]
+    corrected = replace(profile, correction=_correction(profile, engine, law, own))
+    return Calibrated(corrected, tuple((run, predict_run(profile, run), predict_run(corrected, run)) for run in runs))
+
+
+def _correction(profile: Profile, engine: str, law: CalibrationLaw, own: Sequence[Evidence]) -> Correction:
+    return law.correction(_name(profile, engine, min(profile.tensor_parallel_sizes)), own)
+
+
+def _own_evidence(
+    profile: Profile, engine: str, size: int, found: Sequence[Observation], law: CalibrationLaw
+) -> Evidence:
+    return evidence_of(_name(profile, engine, size), found, np.tile(1 / law.noise**2, (len(found), 1)))
+
+
+def _name(profile: Profile, engine: str, size: int) -> PlacementName:
+    return placement_name(
+        profile.model, engine=engine, device=profile.device.name, dtype=profile.dtype, tensor_parallel_size=size
+    )
+
+
+def _is_shared(profile: Profile) -> bool:
+    """Whether it was predicted as the shipped runs were."""
+    return profile.source.startswith("datasheet") and " with " in profile.source
+
+
+def _engine_of(profile: Profile, runs: Sequence[ServingRun]) -> str:
+    if not runs:
+        raise InputError("no measured run: the file has no row")
+    engines = sorted({run.engine for run in runs})
+    if len(engines) > 1:
+        raise InputError(f"the runs are of {', '.join(engines)}; calibrate one profile for each engine")
+    if (of := profile.source.partition(" with ")[2]) and of != engines[0]:
+        raise InputError(f"the profile is '{profile.source}', the runs are of {engines[0]}")
+    for run in runs:
+        for what, theirs, ours in (
+            ("device", run.device, profile.device.name),
+            ("dtype", run.dtype, profile.dtype),
+        ):
+            if theirs != ours:
+                raise InputError(f"a run is of {what} {theirs}, the profile of {ours}")
+        if run.tensor_parallel_size not in profile.tensor_parallel_sizes:
+            there = ", ".join(map(str, profile.tensor_parallel_sizes))
+            raise InputError(f"a run has tensor_parallel_size {run.tensor_parallel_size}, the profile has {there}")
+    return engines[0]

@@ -1,0 +1,166 @@
+"""CalibrationLaw: what measured serving runs say of an engine's runs that are predicted from a datasheet.
+
+`plans/calibration/serving.yaml` holds the constants of an engine before any correction, the spread of a single run, the
+variances of the effects by level, and for each measured placement the number of its runs and their evidence
+(`exeplan/core/pooled_effects.py`). Written by `benchmarks/silicon/pooling.py`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exeplan.arrays import Floats
+from exeplan.core.correction import THETA, Correction
+from exeplan.core.model import ModelSpec
+from exeplan.core.pooled_effects import LEVELS, Evidence, PlacementName, Spread, theta_of
+from exeplan.core.profile import Profile
+from exeplan.files import read_yaml, shipped
+from exeplan.profiler.calibration.predict import predicted_by_passes, with_theta
+from exeplan.profiler.calibration.serving_run import ServingRun
+from exeplan.profiler.datasheets.engine_constants import EngineConstants, engine_of
+
+QUANTITIES = ("ttft", "tpot")
+_SHARED = ("engine", "device", "family", "kind", "dtype")
+_STEPS = {"slope": 0.1, "prefill": 0.2, "links": -0.4}
+"""Of the differences by which a run's sensitivities are found."""
+_ANY_SIZE = 0
+_PROMPTS, _SUMS, _FIRST = 0.15, 0.1, 0.1
+"""Shares of a request's time: prompts in its passes, sums over GPUs, before its first token; where a spread is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationLaw:
+    """`spread` is of effects, `noise` [2] the standard deviation of a single run's TTFT and TPOT."""
+
+    constants: EngineConstants
+    noise: Floats
+    spread: Spread
+    evidence: tuple[Evidence, ...]
+
+    @property
+    def engines(self) -> set[str]:
+        return {one.name.engine for one in self.evidence}
+
+    def without(self, deployment: tuple[str, str, str, str]) -> "CalibrationLaw":
+        """As if none of its runs had been measured, at unchanged variances."""
+        return replace(self, evidence=tuple(one for one in self.evidence if one.name.deployment != deployment))
+
+    def correction(self, name: PlacementName, own: Sequence[Evidence] = ()) -> Correction:
+        """Of a placement's deployment on any number of devices, from all evidence and that of its own runs; where those
+        are of one number of devices, of that."""
+        found = [*self.evidence, *own]
+        sizes = {one.name.tensor_parallel_size for one in own}
+        here = replace(name, tensor_parallel_size=sizes.pop() if len(sizes) == 1 else _ANY_SIZE)
+        theta, covariance = theta_of(here, found, self.spread)
+        own_runs = sum(one.num_runs for one in found if one.name.deployment == name.deployment)
+        others = [one for one in found if one.name.deployment != name.deployment]
+        return Correction(
+            **{key: round(float(value), 5) for key, value in zip(THETA, theta, strict=True)},
+            own_runs=own_runs,
+            other_runs=sum(one.num_runs for one in others),
+            deployments=len({one.name.deployment for one in found}),
+            shared=tuple(level for level in _SHARED if any(o.name.key(level) == name.key(level) for o in others)),
+            spreads=_spreads(covariance, self.noise),
+        )
+
+
+def _spreads(covariance: Floats, noise: Floats) -> dict[str, float]:
+    """Of a new run of 16 times e rows."""
+    rows = {"ttft": (1.0, 0.0, 1.0, 0.0, 1.0, 1.0), "tpot": (1.0, 1.0, _PROMPTS, _SUMS, 0.0, 0.0)}
+    rows["latency"] = tuple(_FIRST * t + (1 - _FIRST) * d for t, d in zip(rows["ttft"], rows["tpot"], strict=True))
+    runs = {"ttft": noise[0], "tpot": noise[1], "latency": math.hypot(_FIRST * noise[0], (1 - _FIRST) * noise[1])}
+    return {
+        name: round(float(math.sqrt(np.array(row) @ covariance @ np.array(row) + runs[name] ** 2)), 4)
+        for name, row in rows.items()
+    }
+
+
+def placement_name(
+    spec: ModelSpec, *, engine: str, device: str, dtype: str, tensor_parallel_size: int
+) -> PlacementName:
+    """With the family that a model's type begins with, such as qwen3."""
+    return PlacementName(
+        engine=engine,
+        device=device,
+        model=spec.name,
+        dtype=dtype,
+        family=spec.family.split("_")[0],
+        kind="mixture" if spec.experts else "dense",
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A run's logarithms of measured / predicted [2], and what each does when theta moves [2, K]."""
+
+    logs: Floats
+    sensitivities: Floats
+
+
+def observation(profile: Profile, run: ServingRun) -> Observation:
+    """Of a run and the profile that is to be corrected, without any correction that it has."""
+    base = replace(profile, correction=None)
+    found = predicted_by_passes(base, run)
+    columns = {"level": (1.0, 1.0), "first": (1.0, 0.0)}
+    columns["first_slope"] = (math.log(run.concurrency / 16), 0.0)
+    steps = {name: step for name, step in _STEPS.items() if name != "links" or run.tensor_parallel_size > 1}
+    columns["links"] = (0.0, 0.0)
+    for name, step in steps.items():
+        moved = predicted_by_passes(with_theta(base, tuple(step if key == name else 0.0 for key in THETA)), run)
+        columns[name] = math.log(moved.ttft / found.ttft) / step, math.log(moved.tpot / found.tpot) / step
+    logs = np.log([run.ttft / found.ttft, run.tpot / found.tpot])
+    return Observation(logs, np.array([columns[name] for name in THETA]).T)
+
+
+def evidence_of(name: PlacementName, found: Sequence[Observation], precision: Floats) -> Evidence:
+    """Of at least one run of a placement; `precision` [runs, 2]: one over the variances of TTFT and TPOT."""
+    logs, moves = np.stack([one.logs for one in found]), np.stack([one.sensitivities for one in found])
+    return Evidence(
+        name=name,
+        num_runs=len(found),
+        information=np.einsum("nqk,nq,nql->kl", moves, precision, moves),
+        vector=np.einsum("nqk,nq,nq->k", moves, precision, logs),
+    )
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def shipped_law() -> CalibrationLaw:
+    """That of `plans/calibration`."""
+    return read_law(shipped("calibration", "serving"))
+
+
+def read_law(path: Path) -> CalibrationLaw:
+    """The law of a YAML file, as `law_lines` writes it."""
+    body = read_yaml(path)
+    weights = {}
+    for row in body["placements"]:
+        name = _name(row)
+        for level, weight in zip(("deployment", "placement"), row["weights"], strict=True):
+            weights[level, name.key(level)] = float(weight)
+    return CalibrationLaw(
+        constants=engine_of(body["constants"], path),
+        noise=np.array([body["noise"][quantity] for quantity in QUANTITIES]),
+        spread=Spread(variances={level: np.array(body["deviations"][level]) ** 2 for level in LEVELS}, weights=weights),
+        evidence=tuple(map(_evidence, body["placements"])),
+    )
+
+
+def _name(row: Mapping[str, Any]) -> PlacementName:
+    return PlacementName(**{name: row[name] for name in PlacementName.__dataclass_fields__})
+
+
+def _evidence(row: Mapping[str, Any]) -> Evidence:
+    size = len(THETA)
+    upper = np.zeros((size, size))
+    upper[np.triu_indices(size)] = row["information"]
+    information = upper + np.triu(upper, 1).T
+    return Evidence(name=_name(row), num_runs=row["runs"], information=information, vector=np.array(row["vector"]))

@@ -1,0 +1,43 @@
+"""ServingRun: one measured run of a serving engine under a fixed number of clients, and what is predicted for it.
+
+`concurrency` clients send prompts; each sends its next when it has its answer. TTFT is measured from the sending, so
+that waiting counts; TTFT and TPOT are means over all requests. Seconds and tokens.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRun:
+    """`model` is a shipped name or what a profile calls it, `device` a datasheet's name."""
+
+    engine: str
+    version: str = ""
+    model: str
+    dtype: str
+    device: str
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    tensor_parallel_size: int
+    least_share: float = 1.0
+    """Lengths are even between this share of those stated and all of them."""
+    ttft: float
+    tpot: float
+
+    @property
+    def e2e(self) -> float:
+        """Of an answer of the stated length."""
+        return self.ttft + self.tpot * (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Means over all requests, in seconds."""
+
+    ttft: float
+    tpot: float
+
+    def e2e(self, run: ServingRun) -> float:
+        """Of an answer of the length that the run states."""
+        return self.ttft + self.tpot * (run.output_tokens - 1)

@@ -227,6 +227,8 @@ class Worker:
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""
         self._incoming: dict[str, _Part] = {}
         """By request: what is being received, or has been and waits for its first decode."""
+        self._last_incoming = 0
+        """The last batch of these; what was received of later ones waits for their turn."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         if stage.phase:
@@ -363,6 +365,7 @@ class Worker:
     def _expect(self, command: ExpectKV) -> None:
         """Gives the rows of such a batch their blocks."""
         assert self._receiver is not None
+        self._last_incoming = command.number
         first, slots = 0, [np.zeros(0, dtype=np.int64)]
         for row in map(self._mirror.add, command.new):
             last = first + self._num_received(row)
@@ -394,8 +397,9 @@ class Worker:
                 encoded_NE = receiver.received[part.number][part.first : part.last]
                 self._runner.take_encoded((row,), encoded_NE.to(self._runner.device, non_blocking=True))
         awaited = {part.number for part in self._incoming.values()}
-        for number in [number for number in receiver.received if number not in awaited]:
-            del receiver.received[number]
+        for number in list(receiver.received):
+            if number <= self._last_incoming and number not in awaited:
+                del receiver.received[number]
 
     def _forget(self, request_id: str) -> None:
         self._mirror.rows.pop(request_id, None)

@@ -14,7 +14,7 @@ PACKAGE = Path(exeplan.__file__).parent
 
 ORDER = (
     # Leaves: they import nothing of ours but each other.
-    ("arrays", "errors", "extras", "figures", "units", "files", "plain_yaml", "progress", "version"),
+    ("arrays", "errors", "extras", "figures", "garbage", "units", "files", "plain_yaml", "progress", "version"),
     ("workload",),
     ("core",),
     ("policies",),

@@ -31,22 +31,46 @@ _ADDED = 1 << 18
 
 
 def prefill_attention(
-    q_BTHD: Tensor, k_BCKD: Tensor, v_BCKD: Tensor, *, scale: float, window: int | None = None
+    q_BTHD: Tensor,
+    k_BCKD: Tensor,
+    v_BCKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last T of C tokens, `[B, T, H, D]`; each attends to `window` tokens, including itself."""
+    """Causal attention of the last T of C tokens, `[B, T, H, D]`; each attends to `window` tokens, including itself.
+
+    `sink_H` (float32) are scores that take a share of every softmax and add nothing.
+    """
     q_BHTD, k_BHCD, v_BHCD = _by_head(q_BTHD, k_BCKD, v_BCKD)
     queries, context = q_BHTD.shape[2], k_BHCD.shape[2]
     if queries == context and (window is None or window >= context):
-        return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, is_causal=True, scale=scale).transpose(1, 2)
+        return _attend(q_BHTD, k_BHCD, v_BHCD, scale=scale, sink_HT=_by_query(sink_H), causal=True).transpose(1, 2)
     parts = [
-        _causal_part(q_BHTD[:, :, start : start + _QUERIES], k_BHCD, v_BHCD, scale, window, context - queries + start)
+        _causal_part(
+            q_BHTD[:, :, start : start + _QUERIES],
+            k_BHCD,
+            v_BHCD,
+            context - queries + start,
+            scale=scale,
+            window=window,
+            sink_H=sink_H,
+        )
         for start in range(0, queries, _QUERIES)
     ]
     return torch.cat(parts, 2).transpose(1, 2)
 
 
 def _causal_part(
-    q_BHTD: Tensor, k_BHCD: Tensor, v_BHCD: Tensor, scale: float, window: int | None, position: int
+    q_BHTD: Tensor,
+    k_BHCD: Tensor,
+    v_BHCD: Tensor,
+    position: int,
+    *,
+    scale: float,
+    window: int | None,
+    sink_H: Tensor | None,
 ) -> Tensor:
     """The queries of the tokens from `position` on, against the keys that any of them attends to."""
     stop = position + q_BHTD.shape[2]
@@ -57,7 +81,38 @@ def _causal_part(
     if window is not None:
         seen_TC &= key_C > query_T1 - window
     k_BHCD, v_BHCD = k_BHCD[:, :, first:stop], v_BHCD[:, :, first:stop]
-    return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, attn_mask=seen_TC, scale=scale)
+    return _attend(q_BHTD, k_BHCD, v_BHCD, scale=scale, sink_HT=_by_query(sink_H), mask=seen_TC)
+
+
+def _attend(
+    q_BHTD: Tensor,
+    k_BHCD: Tensor,
+    v_BHCD: Tensor,
+    *,
+    scale: float,
+    sink_HT: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """`[B, H, T, D]`; a mask is of what is seen, or added to scores."""
+    if sink_HT is None:
+        return F.scaled_dot_product_attention(q_BHTD, k_BHCD, v_BHCD, attn_mask=mask, is_causal=causal, scale=scale)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q_BHTD.dtype).masked_fill_(~mask, -torch.inf)
+    out_BHTD, log_sum_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHTD, k_BHCD, v_BHCD, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return _with_sinks(out_BHTD, log_sum_BHT, sink_HT)
+
+
+def _by_query(sink_H: Tensor | None) -> Tensor | None:
+    """`[H, 1]`, the same for all queries of a head."""
+    return None if sink_H is None else sink_H[:, None]
+
+
+def _with_sinks(out: Tensor, log_sum: Tensor, sink: Tensor) -> Tensor:
+    """The output of a softmax in whose sum, known by its logarithm, the sinks take part."""
+    return out.mul_(torch.sigmoid(log_sum - sink)[..., None].to(out.dtype))
 
 
 def full_attention(
@@ -78,7 +133,14 @@ def full_attention(
 
 
 def slot_attention(
-    q_STHD: Tensor, k_STKD: Tensor, v_STKD: Tensor, mask_STT: Tensor, *, scale: float, bias_HX: Tensor | None = None
+    q_STHD: Tensor,
+    k_STKD: Tensor,
+    v_STKD: Tensor,
+    mask_STT: Tensor,
+    *,
+    scale: float,
+    bias_HX: Tensor | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of every slot to itself, `[S, T, H, D]`, with the mask added to its scores, and a bias by distance.
 
@@ -89,7 +151,7 @@ def slot_attention(
     slots, heads, tokens = q_SHTD.shape[:3]
     if bias_HX is None:
         mask_S1TT = mask_STT[:, None]
-        return F.scaled_dot_product_attention(q_SHTD, k_SHTD, v_SHTD, attn_mask=mask_S1TT, scale=scale).transpose(1, 2)
+        return _attend(q_SHTD, k_SHTD, v_SHTD, scale=scale, sink_HT=_by_query(sink_H), mask=mask_S1TT).transpose(1, 2)
     bias_HTT = bias_HX.unfold(1, tokens, 1).flip(1)
     part = max(1, _ADDED // (heads * tokens * tokens))
     outputs = []
@@ -124,14 +186,16 @@ class CachedRows:
         num_slots: int,
         like: Tensor,
         biases: Sequence[Tensor] | None = None,
+        shared: bool = False,
     ) -> None:
         """`slot_X` are the slots of all sequences, concatenated, `contexts[b]` of them of sequence b.
 
         Slot s of head k is row `k * num_slots + s` of tables of the dtype and device of `like`. `biases[b]`, `[H, C]`,
-        are added to a sequence's scores.
+        are added to a sequence's scores. `shared`: all heads read one row a token, which is key and value; a product
+        over a copy of them is then faster than samples, which would read it once a head.
         """
-        self.num_heads, self.biases = num_heads, biases
-        self.sampled = like.device.type == "cpu" and like.dtype == torch.float32
+        self.num_heads, self.biases, self.shared = num_heads, biases, shared
+        self.sampled = like.device.type == "cpu" and like.dtype == torch.float32 and not shared
         if not self.sampled:
             heads_K1 = np.arange(num_kv_heads, dtype=np.int64)[:, None] * num_slots
             parts = np.split(slot_X, np.cumsum(contexts)[:-1])
@@ -152,10 +216,18 @@ class CachedRows:
         self.softmaxes = _views(contexts, num_heads, self.scores.values(), self.weight_P)
 
 
-def decode_attention(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: CachedRows, *, scale: float) -> Tensor:
-    """One query token a sequence over its cached keys and values, `[B, H, D]`."""
+def decode_attention(
+    q_BHD: Tensor,
+    keys_RD: Tensor,
+    values_RD: Tensor,
+    cached: CachedRows,
+    *,
+    scale: float,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    """One query token a sequence over its cached keys and values, `[B, H, D]`; sinks as in `prefill_attention`."""
     if not cached.sampled:
-        return _decode_gathered(q_BHD, keys_RD, values_RD, cached, scale)
+        return _decode_gathered(q_BHD, keys_RD, values_RD, cached, scale, sink_H)
     batch, heads, head_dim = q_BHD.shape
     beta = 0.0 if cached.biases is None else 1.0
     torch.sparse.sampled_addmm(
@@ -166,10 +238,16 @@ def decode_attention(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: 
     out = F.embedding_bag(
         cached.row_P, values_RD, cached.ends, mode="sum", per_sample_weights=cached.weight_P, include_last_offset=True
     )
-    return out.view(batch, heads, head_dim)
+    out_BHD = out.view(batch, heads, head_dim)
+    if sink_H is None:
+        return out_BHD
+    log_sum_BH = torch.cat([scores.logsumexp(-1) for scores, _ in cached.softmaxes]).view(batch, heads)
+    return _with_sinks(out_BHD, log_sum_BH, sink_H)
 
 
-def _decode_gathered(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: CachedRows, scale: float) -> Tensor:
+def _decode_gathered(
+    q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: CachedRows, scale: float, sink_H: Tensor | None
+) -> Tensor:
     """Each sequence over copies of its keys and values, for devices and dtypes without sampled products."""
     heads, head_dim = q_BHD.shape[1:]
     outputs = []
@@ -178,9 +256,11 @@ def _decode_gathered(q_BHD: Tensor, keys_RD: Tensor, values_RD: Tensor, cached: 
         kv_heads, context = rows_KC.shape
         q_KGD = q_HD.reshape(kv_heads, -1, head_dim)
         bias = None if bias_HC is None else bias_HC.reshape(kv_heads, -1, context)
-        outputs.append(
-            F.scaled_dot_product_attention(q_KGD, keys_RD[rows_KC], values_RD[rows_KC], attn_mask=bias, scale=scale)
-        )
+        keys_KCD = keys_RD[rows_KC]
+        values_KCD = keys_KCD if cached.shared else values_RD[rows_KC]
+        sink_KG = None if sink_H is None else sink_H.view(kv_heads, -1)
+        inputs = (q_KGD[None], keys_KCD[None], values_KCD[None])
+        outputs.append(_attend(*inputs, scale=scale, sink_HT=sink_KG, mask=bias)[0])
     return torch.stack(outputs).view(-1, heads, head_dim)
 
 

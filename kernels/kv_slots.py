@@ -1,4 +1,4 @@
-"""Copies of keys and values between flat batches and the cache's tables: one layer's store, and whole sequences.
+"""Copies of keys and values from flat batches into the cache's tables: of one layer, and of several at once.
 
 Letters: L layers, N tokens, K key/value heads, M = 2 * K (keys before values), S slots, R = K * S rows, D head_dim.
 
@@ -6,8 +6,7 @@ A layer's tables are `[2, R, D]`, keys before values, so key or value m of slot 
 Tables of 8-bit floats take any dtype, saturated. Bytes: 2 * L * N * M * D elements, read once and written once; no
 operations. A token's M heads are adjacent in the batch and M * S rows apart in the tables, D contiguous elements each.
 
-Gather and scatter serve KV transfer (ExeGPT's WAA): from one stage's cache to a buffer that is sent, and from the
-received buffer into another stage's cache.
+The scatter of several layers serves KV transfer (ExeGPT's WAA): from what was received into a stage's cache.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -25,7 +24,7 @@ def store_slots(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> None:
     A token with a negative slot is padding and not written. No slot may occur twice. The heads of a token must be
     adjacent; tokens may be strided, as in a view of the product.
     """
-    _copy(kv_NMD[None], slot_N, table_2RD[None], gather=False)
+    _copy(kv_NMD[None], slot_N, table_2RD[None])
 
 
 def store_slots_reference(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> None:
@@ -34,7 +33,7 @@ def store_slots_reference(kv_NMD: Tensor, slot_N: Tensor, table_2RD: Tensor) -> 
 
 def scatter_slots(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
     """`store_slots` of all layers."""
-    _copy(kv_LNMD, slot_N, tables_L2RD, gather=False)
+    _copy(kv_LNMD, slot_N, tables_L2RD)
 
 
 def scatter_slots_reference(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
@@ -43,26 +42,12 @@ def scatter_slots_reference(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor
     rows_LMSD[:, :, slot_N[kept_N].long()] = saturated(kv_LNMD[:, kept_N].transpose(1, 2), tables_L2RD.dtype)
 
 
-def gather_slots(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
-    """The keys and values `[L, N, M, D]` in these slots; zeros where a slot is negative."""
-    layers, _, _, head_dim = tables_L2RD.shape
-    kv_LNMD = tables_L2RD.new_empty(layers, len(slot_N), 2 * num_kv_heads, head_dim)
-    _copy(kv_LNMD, slot_N, tables_L2RD, gather=True)
-    return kv_LNMD
-
-
-def gather_slots_reference(tables_L2RD: Tensor, slot_N: Tensor, *, num_kv_heads: int) -> Tensor:
-    kv_LNMD = _by_slot(tables_L2RD, 2 * num_kv_heads)[:, :, slot_N.clamp(min=0).long()].transpose(1, 2).contiguous()
-    kv_LNMD[:, slot_N < 0] = torch.zeros((), dtype=kv_LNMD.dtype, device=kv_LNMD.device)
-    return kv_LNMD
-
-
 def _by_slot(tables_L2RD: Tensor, heads: int) -> Tensor:
     """The tables as `[L, M, S, D]`."""
     return tables_L2RD.view(len(tables_L2RD), heads, -1, tables_L2RD.shape[-1])
 
 
-def _copy(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor, *, gather: bool) -> None:
+def _copy(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor) -> None:
     layers, tokens, heads, head_dim = kv_LNMD.shape
     if not layers * tokens:
         return
@@ -79,7 +64,6 @@ def _copy(kv_LNMD: Tensor, slot_N: Tensor, tables_L2RD: Tensor, *, gather: bool)
         HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK=block,
-        GATHER=gather,
         SATURATE=tables_L2RD.dtype == torch.float8_e4m3fn,
         num_warps=min(8, max(1, block // 512)),
     )
@@ -96,31 +80,24 @@ def _copy_slots(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    GATHER: tl.constexpr,
     SATURATE: tl.constexpr,
 ):
     token, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    there = i < HEADS * HEAD_DIM
-    cached = there & (slot >= 0)
+    cached = (i < HEADS * HEAD_DIM) & (slot >= 0)
     row = (layer * HEADS + i // HEAD_DIM) * num_slots + slot
     cached_ptr = tables + row * HEAD_DIM + i % HEAD_DIM
     flat_ptr = kv + layer * layer_stride + token * token_stride + i
-    if GATHER:
-        tl.store(flat_ptr, tl.load(cached_ptr, mask=cached, other=0.0), mask=there)
-    else:
-        value = tl.load(flat_ptr, mask=cached)
-        if SATURATE:
-            value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
-        tl.store(cached_ptr, value.to(tables.dtype.element_ty), mask=cached)
+    value = tl.load(flat_ptr, mask=cached)
+    if SATURATE:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+    tl.store(cached_ptr, value.to(tables.dtype.element_ty), mask=cached)
 
 
 KERNELS = (
     Kernel("store_slots", store_slots, "cuda", MODEL_DTYPES),
     Kernel("store_slots", store_slots_reference),
-    Kernel("gather_slots", gather_slots, "cuda", MODEL_DTYPES),
-    Kernel("gather_slots", gather_slots_reference),
     Kernel("scatter_slots", scatter_slots, "cuda", MODEL_DTYPES),
     Kernel("scatter_slots", scatter_slots_reference),
 )

@@ -149,12 +149,13 @@ def _kv_bytes(device: Device, budget_seconds: float) -> int:
 
 
 def _layer_bytes(spec: ModelSpec, *, dtype: str, device: str) -> tuple[int, int]:
-    """Bytes of the weights of one layer, and of one encoder layer (0 where there is none), as the engine holds them."""
-    smallest = replace(spec, num_layers=1, num_encoder_layers=min(1, spec.num_encoder_layers))
+    """Bytes of weights of a layer, the mean of all, and of an encoder layer (0 for none), as the engine holds them."""
+    num_layers = spec.num_layers if spec.layers_differ else 1
+    smallest = replace(spec, num_layers=num_layers, num_encoder_layers=min(1, spec.num_encoder_layers))
     with torch.inference_mode():
         model, _ = load_model(smallest, dtype=dtype, device=device, dummy_weights=True)
     encoder_layers = getattr(model, "encoder_layers", ())
-    return max(1, tensor_bytes(model.layers[0])), sum(map(tensor_bytes, encoder_layers))
+    return max(1, sum(map(tensor_bytes, model.layers)) // num_layers), sum(map(tensor_bytes, encoder_layers))
 
 
 def _unfinished(

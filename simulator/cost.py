@@ -20,7 +20,8 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import layer_kv_bytes_per_token, num_all_reduces
+from exeplan.core.handover import pieces
+from exeplan.core.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement
 from exeplan.policies.interface import Cycle
@@ -48,6 +49,7 @@ class CostModel(PlacementTimings):
         self._host_seconds = cache(self._host_seconds_of)
         self._all_reduce_seconds = {key: _of_one(curve) for key, curve in self.all_reduces.items()}
         self._send_seconds = {link: _of_one(curve) for link, curve in self.sends.items()}
+        self._distinct_kinds = list({id(kind): kind for kind in self.kinds}.values())
         self._kinds_of = {phase: self.of_phase(phase) for phase in {kind.phase for kind in self.kinds}}
 
     def seconds(self, cycle: Cycle) -> Floats:
@@ -55,8 +57,8 @@ class CostModel(PlacementTimings):
         passes = Passes(cycle)
         host = host_seconds(self, passes)
         works = {size: PassSeconds(self, size, passes) for size in self.shards}
-        by_kind = {kind: host + works[kind.size].stage_seconds(kind) for kind in set(self.kinds)}
-        return np.stack([by_kind[kind] for kind in self.kinds])
+        by_kind = {id(kind): host + works[kind.size].stage_seconds(kind) for kind in self._distinct_kinds}
+        return np.array([by_kind[id(kind)] for kind in self.kinds])
 
     def batch_seconds(self, batch: Batch) -> float:
         """One real batch through all stages that run it."""
@@ -94,15 +96,39 @@ class CostModel(PlacementTimings):
         return seconds
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
-        """Seconds to move the keys and values of `num_tokens` tokens from prefill stages to decode stages.
+        """Seconds from the end of a prefill until the keys and values of `num_tokens` tokens are at the decode stages.
 
-        Every device that prefills sends its share at the same time.
+        Every device that prefills sends its share at the same time, piece by piece (`core/handover.py`), while the next
+        layers compute. These take at least their products, so that much of a piece's time, and of an earlier stage's,
+        is hidden. Of an encoder-decoder model the encoder's output goes, when the pass has ended.
         """
-        devices = [d for i in self.prefill_stages for d in self.placement[i].devices]
-        others = [d for i in self.decode_stages for d in self.placement[i].devices]
-        size = num_tokens * self.spec.num_layers * layer_kv_bytes_per_token(self.spec, self.profile.dtype)
-        link = self.link((*devices, *others))
-        return float(self.send_curve(link)(size / len(devices)))
+        devices = [d for stage in self.placement if stage.phase for d in stage.devices]
+        send = self.send_curve(self.link(tuple(devices)))
+        if self.spec.is_encoder_decoder:
+            return self._num_encoded_sends() * float(send(self._bytes_per_token * num_tokens))
+        late = later = 0.0
+        for number in reversed(self.prefill_stages):
+            kind = self.kinds[number]
+            layer = self._layer_seconds(kind.size, kind.all_reduce, num_tokens, 0.0)[0]
+            late = max(late, self._sent_late(number, num_tokens, layer, send) - later)
+            later += kind.layers * layer
+        return late
+
+    def _sent_late(
+        self, number: int, num_tokens: float, layer_seconds: float, send: Callable[[float], Floats]
+    ) -> float:
+        """Seconds after a stage's pass until a device has sent its last piece."""
+        stage, dtype = self.placement[number], self.profile.dtype
+        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, dtype) / stage.tensor_parallel_size
+        parts = pieces(stage.layers, layer_bytes)
+        layers = (stage.layers[1] - stage.layers[0]) / len(parts)
+        piece = float(send(layers * layer_bytes))
+        return piece + (len(parts) - 1) * max(piece - layers * layer_seconds, 0.0)
+
+    def _num_encoded_sends(self) -> int:
+        """How often a device that has the encoder's output sends it: it has so many receivers."""
+        senders = self.placement[self.prefill_stages[-1]].tensor_parallel_size
+        return sum(-(-self.placement[i].tensor_parallel_size // senders) for i in self.decode_stages)
 
     def beyond(self, cycle: Cycle) -> tuple[str, ...]:
         """Axes on which this cycle exceeds the measured range, as sentences."""

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 
@@ -87,11 +88,14 @@ class Surface:
     def __call__(self, num_seqs: Floats | float, tokens: Floats | float) -> Floats:
         n, tokens = np.asarray(num_seqs, dtype=float), np.asarray(tokens, dtype=float)
         x, table = self._table
-        right = np.minimum(np.maximum(np.searchsorted(x, tokens), 1), len(x) - 1)
-        share = np.maximum((tokens - x[right - 1]) / (x[right] - x[right - 1]), 0.0)
+        right = np.minimum(np.maximum(x.searchsorted(tokens), 1), len(x) - 1)
+        before = x.take(right - 1)
+        share = np.maximum((tokens - before) / (x.take(right) - before), 0.0)
         clipped, low, high, weight = self._neighbours(n)
-        lower = table[low, right - 1] + share * (table[low, right] - table[low, right - 1])
-        upper = table[high, right - 1] + share * (table[high, right] - table[high, right - 1])
+        below, above = low * len(x) + right, high * len(x) + right
+        lower, upper = table.take(below - 1), table.take(above - 1)
+        lower = lower + share * (table.take(below) - lower)
+        upper = upper + share * (table.take(above) - upper)
         return np.asarray((lower + weight * (upper - lower)) * n / np.maximum(clipped, 1e-12))
 
     def at_num_seqs(self, num_seqs: int) -> "Curve":
@@ -108,14 +112,15 @@ class Surface:
     def _neighbours(self, n: Floats) -> tuple[Floats, Ints, Ints, Floats]:
         """n within the measured range, the curves on both sides of it, and the weight of the upper one."""
         clipped = np.minimum(np.maximum(n, self.num_seqs[0]), self.num_seqs[-1])
-        high = np.maximum(np.searchsorted(self.num_seqs, clipped), min(1, len(self.curves) - 1))
+        high = np.maximum(self.num_seqs.searchsorted(clipped), min(1, len(self.curves) - 1))
         low = np.maximum(high - 1, 0)
-        below = self.num_seqs[low]
-        return clipped, low, high, (clipped - below) / np.maximum(self.num_seqs[high] - below, 1e-12)
+        below = self.num_seqs.take(low)
+        return clipped, low, high, (clipped - below) / np.maximum(self.num_seqs.take(high) - below, 1e-12)
 
     @cached_property
     def _table(self) -> tuple[Floats, Floats]:
-        """Tokens at which any curve has a point and one beyond the last, and every curve's seconds there."""
+        """Tokens at which any curve has a point and one beyond the last, and every curve's seconds there, [curves,
+        tokens]."""
         x = np.unique(np.concatenate([curve.x for curve in self.curves]))
         x = np.append(x, x[-1] * 2)
         return x, np.stack([curve(x) for curve in self.curves])
@@ -127,7 +132,7 @@ def curve_of(rows: Iterable[Measurement], axis: str) -> Curve:
     for row in rows:
         points[getattr(row, axis)].append(row.seconds)
     x = sorted(points)
-    return Curve(np.array(x, dtype=float), np.array([np.median(points[at]) for at in x]))
+    return Curve(np.array(x, dtype=float), np.array([median(points[at]) for at in x]))
 
 
 def surface_of(rows: Iterable[Measurement], axis: str) -> Surface:

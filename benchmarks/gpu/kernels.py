@@ -11,7 +11,6 @@ import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 
 from benchmarks.gpu.attention import against_flex, attention_cases
 from benchmarks.gpu.setting import Case, Clock, Section, Setting, give_back, num_sets, seconds_of
-from exeplan.core.batch import BLOCK_SIZE
 from exeplan.kernels.fp8_linear import Fp8Linear, multiplies_fp8
 from exeplan.kernels.linear import Linear
 from exeplan.kernels.select import REFERENCE
@@ -96,17 +95,6 @@ def _caches(setting: Setting) -> Iterator[Case]:
 
     yield Case(f"store of {tokens} tokens", stored, kernels.store_slots, by_index, moved)
 
-    def gathered() -> tuple[Any, ...]:
-        return table(layers), chosen()
-
-    def gather(tables, slots):
-        return kernels.gather_slots(tables, slots, num_kv_heads=spec.num_kv_heads)
-
-    def index(tables, slots):
-        return tables.view(layers * heads, -1, spec.head_dim)[:, slots.long()]
-
-    yield Case(f"gather of {tokens} tokens, {layers} layers", gathered, gather, index, layers * moved)
-
     def scattered() -> tuple[Any, ...]:
         return setting.random(layers, tokens, heads, spec.head_dim), chosen(), table(layers)
 
@@ -115,16 +103,6 @@ def _caches(setting: Setting) -> Iterator[Case]:
 
     name = f"scatter of {tokens} tokens, {layers} layers"
     yield Case(name, scattered, kernels.scatter_slots, scatter_by_index, layers * moved)
-    blocks = tokens // BLOCK_SIZE
-
-    def moves() -> tuple[Any, ...]:
-        order = torch.randperm(slots // BLOCK_SIZE, device=setting.place).int()
-        return table(layers), order[:blocks], order[blocks : 2 * blocks]
-
-    def move(kernels=kernels):
-        return lambda tables, a, b: kernels.move_blocks(tables, a, b, num_kv_heads=spec.num_kv_heads)
-
-    yield Case(f"move of {blocks} blocks, {layers} layers", moves, move(), move(REFERENCE), layers * moved)
 
 
 def _rows(setting: Setting) -> Iterator[Case]:

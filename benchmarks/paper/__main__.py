@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.lib.record import RECORDS, write_record
 from benchmarks.paper import drift as paper_drift
 from benchmarks.paper import figures as paper_figures
-from benchmarks.paper import memory, orca, real, tcb, today
+from benchmarks.paper import memory, orca, real, splits, tcb, today
 from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
@@ -27,6 +27,7 @@ from exeplan.policies import policy_names
 
 _TABLES: dict[str, Callable[[Settings], Part]] = {
     "fig9": memory.part,
+    "splits": splits.part,
     "fig10": real.part,
     "table4": table_4,
     "table5": table_5,

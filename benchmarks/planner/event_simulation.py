@@ -9,8 +9,9 @@ of passes come from its cost model. Decoder-only models, memory for all, first c
              smallest while they are larger by a half and one, groups that are not needed give all
     chunked  the same with at most so many tokens a pass: one for each decode, then prompts, the last of them cut
     rra      up to B_E requests prefill, in parts of alike many tokens; when all are through, N_D rounds of decodes
-    waa      up to B_E requests prefill on stages of their own while no more than (stages + 1) B_E are between their
-             prefill and their first decode; groups that are back take those that are ready, dealt out likewise
+    waa      up to B_E requests prefill on stages of their own while no more than (stages + 1) B_E are in prefill, in
+             transfer, or ready without a free slot; groups that are back take those that are ready, dealt out among all
+             groups, those in flight as they are
 """
 
 from collections.abc import Callable
@@ -274,29 +275,30 @@ def _waa(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
     most = (len(first.free) + 1) * size
     groups, back = [list[Request]() for _ in slots], list(range(len(slots)))
     ready: list[Request] = []
-    between = 0
-    """Requests from the start of their prefill to their first decode."""
+    coming = 0
+    """Requests in prefill and in transfer."""
 
     def idle(now: float) -> None:
-        nonlocal between
+        nonlocal coming
         decode(now)
-        while first.free[0] <= now and clock.waiting and between + min(size, len(clock.waiting)) <= most:
+        while first.free[0] <= now and clock.waiting and ahead() + min(size, len(clock.waiting)) <= most:
             batch = clock.take(size)
-            between += len(batch)
+            coming += len(batch)
             left = first.enter(now, [(r, r.prompt) for r in batch], [])
             clock.when_left(first, left, lambda t, b=batch: prefilled(t, b))
 
+    def ahead() -> int:
+        return coming + max(len(ready) - (sum(slots) - sum(map(len, groups))), 0)
+
     def decode(now: float) -> None:
-        nonlocal between
         if second.free[0] <= now:
-            _even(groups, back, slots, len(ready), len(second.free))
+            _even(groups, back, slots, len(ready), len(slots))
         for g in list(back):
             if second.free[0] > now:
                 return
             ready.sort(key=lambda r: r.token_times[0])  # The oldest first, whichever transfer was faster.
-            taken = ready[: _dealt(g, groups, back, slots, len(ready), len(second.free))]
+            taken = ready[: _dealt(g, groups, list(range(len(slots))), slots, len(ready), len(slots))]
             del ready[: len(taken)]
-            between -= len(taken)
             groups[g] += taken
             if groups[g]:
                 back.remove(g)
@@ -304,13 +306,18 @@ def _waa(schedule: Schedule, cost: CostModel, requests: list[Request]) -> None:
                 clock.when_left(second, second.enter(now, [], rows), lambda t, g=g, rows=rows: decoded(t, g, rows))
 
     def prefilled(now: float, batch: list[Request]) -> None:
-        nonlocal between
+        nonlocal coming
         _produced(now, [(r, r.prompt) for r in batch], [])
         going_on = [r for r in batch if not r.done]
-        between -= len(batch) - len(going_on)
+        coming -= len(batch) - len(going_on)
         if going_on:
             tokens = sum(r.prompt for r in going_on)
-            clock.at(now + cost.kv_transfer_seconds(tokens), lambda _, rows=going_on: ready.extend(rows))
+            clock.at(now + cost.kv_transfer_seconds(tokens), lambda _, rows=going_on: arrived(rows))
+
+    def arrived(rows: list[Request]) -> None:
+        nonlocal coming
+        coming -= len(rows)
+        ready.extend(rows)
 
     def decoded(now: float, g: int, rows: list[Request]) -> None:
         _produced(now, [], rows)

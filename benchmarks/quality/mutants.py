@@ -248,8 +248,8 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/cost.py",
-        "(size / len(devices))",
-        "(size)",
+        "handover_bytes_per_token(self.spec, dtype) / stage.tensor_parallel_size",
+        "handover_bytes_per_token(self.spec, dtype)",
         "the cost of a KV transfer not divided among devices",
         (COMMUNICATION,),
     ),

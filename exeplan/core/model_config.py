@@ -48,8 +48,10 @@ _ROTARY_NUMBERS = {
 _LARGEST_TOKEN = 2**31
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 """Families of which every n-th layer has no window, unless the config says it otherwise."""
-_WINDOWED = ("mistral", "phi3", "starcoder2", *_WINDOW_PATTERNS)
+_WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2", *_WINDOW_PATTERNS)
 """Families whose `sliding_window` alone means that their layers have one."""
+_ALL_WINDOWED = ("qwen3_moe",)
+"""Families with `use_sliding_window`, all of whose layers have the window then."""
 _WINDOW_LAYERS = 28
 """Qwen's `max_window_layers` where the config has none."""
 
@@ -73,9 +75,9 @@ def attention_window(config: Config, family: str, layer: int) -> int | None:
         return None
     if kinds := config.get("layer_types"):
         return window if kinds[layer % len(kinds)] == "sliding_attention" else None
-    if "use_sliding_window" in config:
+    if "use_sliding_window" in config and family not in _ALL_WINDOWED:
         return window if layer >= config.get("max_window_layers", _WINDOW_LAYERS) else None
-    if family not in _WINDOWED:
+    if family not in (*_WINDOWED, *_ALL_WINDOWED):
         return None
     pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(family)
     return None if pattern and (layer + 1) % pattern == 0 else window
@@ -91,11 +93,14 @@ def check_config(config: Config, name: str) -> None:
     """Raises InputError, in one sentence, for a model of a kind that is not planned, or a value that none can have."""
     _check_kind(config, name)
     check_unquantized(config.get("quantization_config"), name, "quantization_config")
+    # Of a Qwen2-MoE without windows transformers writes 0.
+    no_window = config.get("use_sliding_window") is False and config.get("sliding_window") == 0
+    counts = tuple(field for field in _COUNTS if not (field == "sliding_window" and no_window))
     checks: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
         "a number above 0 and below 1": (_SMALL, lambda value: _is_number(value) and 0 < value < 1),
         "text": (_TEXTS, lambda value: isinstance(value, str)),
         "true or false": (_FLAGS, lambda value: isinstance(value, bool)),
-        "a positive integer": (_COUNTS, lambda value: type(value) is int and 0 < value < _LARGEST_TOKEN),
+        "a positive integer": (counts, lambda value: type(value) is int and 0 < value < _LARGEST_TOKEN),
         f"a token id from 0 to {_LARGEST_TOKEN - 1}": (_TOKENS, _is_token),
         "a whole number of at least 0": (("max_window_layers",), lambda value: type(value) is int and value >= 0),
     }

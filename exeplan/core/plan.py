@@ -128,6 +128,40 @@ def single_plans(plan: Plan) -> tuple[Plan, ...]:
     )
 
 
+def group_plans(plan: Plan) -> tuple[Plan, ...]:
+    """Each group of equal replicas as a plan of its own, without figures, which are of all replicas together."""
+    groups = plan.groups
+    if len(groups) == 1:
+        return (plan,)
+    return tuple(
+        replace(
+            plan,
+            schedule=group.schedule,
+            placement=group.placement,
+            kv_cache_tokens=group.kv_cache_tokens,
+            replicas=group.first_devices,
+            more_replicas=(),
+            router=plan.router if group.num_replicas > 1 else None,
+            estimate=None,
+            replay=None,
+        )
+        for group in groups
+    )
+
+
+def with_group(plan: Plan, number: int, found: Plan) -> Plan:
+    """The plan with another schedule and placement for the replicas of one group, those of a plan of that group."""
+    if number == 0:
+        return replace(plan, schedule=found.schedule, placement=found.placement, kv_cache_tokens=found.kv_cache_tokens)
+    group = replace(
+        plan.more_replicas[number - 1],
+        schedule=found.schedule,
+        placement=found.placement,
+        kv_cache_tokens=found.kv_cache_tokens,
+    )
+    return replace(plan, more_replicas=(*plan.more_replicas[: number - 1], group, *plan.more_replicas[number:]))
+
+
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes the plan as YAML, unset fields left out; a policy file is named from the plan's folder."""
     from exeplan import plain_yaml

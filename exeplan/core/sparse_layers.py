@@ -13,6 +13,8 @@ from typing import Any
 
 from exeplan.errors import InputError, shown
 
+RUN_SPARSE = ("deepseek_v2", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Families of such layers that the engine runs (`runner/models`)."""
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 _WIDTHS = ("moe_intermediate_size", "intermediate_size")
@@ -86,7 +88,7 @@ def experts_of(config: Mapping[str, Any], name: str, *, num_layers: int) -> Expe
     if per_token > count:
         raise InputError(f"config of '{name}': a token cannot go to {per_token} of {count} experts")
     width = _size(config, _WIDTHS, name)
-    sparse = sum(_has_experts(config, layer, name) for layer in range(num_layers))
+    sparse = sum(has_experts(config, layer, name) for layer in range(num_layers))
     if not sparse:
         return None
     return Experts(
@@ -120,8 +122,11 @@ def latent_of(config: Mapping[str, Any], name: str) -> LatentAttention | None:
     )
 
 
-def _has_experts(config: Mapping[str, Any], layer: int, name: str) -> bool:
-    """By the rules of Qwen (`decoder_sparse_step`), DeepSeek (`first_k_dense_replace`) and Llama 4 (`moe_layers`)."""
+def has_experts(config: Mapping[str, Any], layer: int, name: str) -> bool:
+    """Whether that layer of a mixture has them.
+
+    By the rules of Qwen (`decoder_sparse_step`), DeepSeek (`first_k_dense_replace`) and Llama 4 (`moe_layers`).
+    """
     if isinstance(listed := config.get("moe_layers"), list):
         return layer in listed
     if isinstance(dense := config.get("mlp_only_layers"), list) and layer in dense:

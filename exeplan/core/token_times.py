@@ -11,11 +11,18 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.workload.length_law import Ints
+
+
+def small(values: Ints) -> Ints:
+    """The same whole numbers in four bytes each, where they fit: runs may have many millions of requests."""
+    fit = not len(values) or max(abs(int(values.min())), abs(int(values.max()))) <= np.iinfo(np.int32).max
+    return cast(Ints, values.astype(np.int32, copy=False)) if fit else values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,7 @@ class TokenTimes:
     @cached_property
     def counts(self) -> Ints:
         """[requests] Tokens."""
-        found = np.bincount(self.owners, self.ends - self.begins, self.num_requests).astype(np.int64)
+        found = small(np.bincount(self.owners, self.ends - self.begins, self.num_requests).astype(np.int64))
         return found if self.leads is None else found + ~np.isnan(self.leads)
 
     def of(self, request: int) -> Floats:
@@ -91,7 +98,7 @@ class TokenTimes:
 
     def in_order(self, position: int) -> float:
         """The time at this position, from 0, among all tokens of all requests."""
-        tracks = [(times, np.append(0, until)) for times, until in self._until()]
+        tracks = list(self._until())
 
         def num_until(time: float) -> int:
             return sum(int(until[np.searchsorted(times, time, side="right")]) for times, until in tracks)
@@ -108,31 +115,49 @@ class TokenTimes:
         """[edges - 1] Tokens of all requests after each edge and not after the next."""
         found = np.zeros(len(edges), dtype=np.int64)
         for times, until in self._until():
-            found += np.append(0, until)[np.searchsorted(times, edges, side="right")]
+            found += until[np.searchsorted(times, edges, side="right")]
         return np.diff(found)
 
     def borders(self) -> tuple[Floats, Floats]:
         """[stretches] The times of the first and the last token of each; NaN of an empty one."""
-        firsts, lasts = np.full((2, len(self.owners)), np.nan)
+        every = np.arange(len(self.owners))
+        return self.firsts(every), self.lasts(every)
+
+    def firsts(self, stretches: Ints) -> Floats:
+        """[of them] The time of the first token; NaN of an empty one."""
+        return self._at(stretches, self.begins[stretches])
+
+    def lasts(self, stretches: Ints) -> Floats:
+        """[of them] The time of the last token; NaN of an empty one."""
+        return self._at(stretches, self.ends[stretches] - 1)
+
+    def _at(self, stretches: Ints, places: Ints) -> Floats:
+        found, numbers = np.full(len(stretches), np.nan), self.numbers[stretches]
+        some = self.ends[stretches] > self.begins[stretches]
         for number, track in enumerate(self.tracks):
-            here = (self.numbers == number) & (self.ends > self.begins)
-            firsts[here], lasts[here] = track[self.begins[here]], track[self.ends[here] - 1]
-        return firsts, lasts
+            here = (numbers == number) & some
+            found[here] = track[places[here]]
+        return found
 
     def _until(self) -> Iterator[tuple[Floats, Ints]]:
-        """The rising times of each track, and of all leads, and the number of tokens until each."""
-        for number, track in enumerate(self.tracks):
-            here = self.numbers == number
-            steps = np.bincount(self.begins[here], minlength=len(track) + 1)
-            steps -= np.bincount(self.ends[here], minlength=len(track) + 1)
-            counts = np.cumsum(steps)[:-1]
-            if np.any(track[1:] < track[:-1]):
-                order = np.argsort(track, kind="stable")
-                track, counts = track[order], counts[order]
-            yield track, np.cumsum(counts)
+        """The rising times of each track, and of all leads, and the number of tokens before the first and until each of
+        them."""
+        yield from map(self._until_of, range(len(self.tracks)))
         if self.leads is not None:
-            leads = np.sort(self.leads[~np.isnan(self.leads)])
-            yield leads, np.arange(1, len(leads) + 1)
+            leads = self.leads[~np.isnan(self.leads)]
+            leads.sort()
+            yield leads, np.arange(len(leads) + 1)
+
+    def _until_of(self, number: int) -> tuple[Floats, Ints]:
+        """Of a track."""
+        track, here = self.tracks[number], self.numbers == number
+        steps = np.bincount(self.begins[here], minlength=len(track) + 1)
+        steps -= np.bincount(self.ends[here], minlength=len(track) + 1)
+        counts = np.cumsum(steps, out=steps)[:-1]
+        if np.any(track[1:] < track[:-1]):
+            order = np.argsort(track, kind="stable")
+            track, counts = track[order], counts[order]
+        return track, np.append(0, np.cumsum(counts))
 
     @cached_property
     def by_owner(self) -> Ints:

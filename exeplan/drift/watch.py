@@ -118,10 +118,10 @@ class Watch:
         """See `LengthMonitor.note`."""
         self.monitor.note(ended, running)
 
-    def adopted(self, proposal_or_plan: "Proposal | Plan", *, now: float, problem: Problem | None = None) -> None:
-        """The service runs this plan now; `problem` is required for a plan that is no proposal."""
+    def adopted(self, proposal_or_plan: "Proposal | Plan", *, now: float, problems: Sequence[Problem] = ()) -> None:
+        """The service runs this plan now; `problems`, just one, is required for a plan that is no proposal."""
         if isinstance(proposal_or_plan, Plan):
-            assert problem is not None
+            (problem,) = problems
             self.plan, self._problem = proposal_or_plan, _without_trace(problem)
             self._basis = self._planned = _Basis.of(problem.workload)
             self._missed, self._verdict = None, ""

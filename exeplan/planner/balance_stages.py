@@ -59,16 +59,18 @@ class Balance:
         return parts[0] + parts[1]
 
     def prefill_gpus(self, split_by: str) -> tuple[int, ...]:
-        """Numbers of GPUs that prefill: in proportion to the work (`time`), or as few as hold the weights (`memory`).
+        """Numbers of GPUs that prefill, of which the search tries others next to the best: in proportion to the work
+        (`time`), or so that all GPUs use equally much of their memory (`memory`).
 
-        The work depends on batches that are not known yet, so numbers around that proportion are included, all of them
-        on a small cluster.
+        Both depend on batches that are not known yet. Around the proportion of the work there are several, all of them
+        on a small cluster. Memory is even on the fewest GPUs that hold the weights where caches fill all that the
+        others have, and where caches are small on as many as decode, or for an encoder on its share of the weights.
         """
         total, least = self.cluster.num_gpus, self._least_gpus(encoder=self.spec.is_encoder_decoder)
         # Whole layers fill the memory of the fewest GPUs only by chance.
         roomy = math.ceil(_ROOMY * least)
         if split_by == "memory":
-            return tuple(sorted({min(least, total - 1), min(roomy, total - 1)}))
+            return tuple(sorted({min(number, total - 1) for number in (least, roomy, self._even_gpus())}))
         load = self._load(self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)))
         prefill = load.prefill * (self.spec.num_encoder_layers or self.spec.num_layers)
         decode = load.decode * self.spec.num_layers
@@ -77,6 +79,14 @@ class Balance:
         most = max(least, total - self._least_gpus(encoder=False))
         around = [round(total * prefill / (prefill + decode) * factor) for factor in _AROUND]
         return tuple(sorted({min(max(least, number), most, total - 1) for number in (*around, roomy)}))
+
+    def _even_gpus(self) -> int:
+        """GPUs for prefills with as many bytes of weights on each as on the others."""
+        if not self.spec.is_encoder_decoder:
+            return math.ceil(self.cluster.num_gpus / 2)
+        encoder = self.spec.num_encoder_layers * layer_parameters(self.spec, encoder=True)
+        decoder = self.spec.num_layers * layer_parameters(self.spec)
+        return max(1, round(self.cluster.num_gpus * encoder / (encoder + decoder)))
 
     def _least_gpus(self, *, encoder: bool) -> int:
         """GPUs that hold the weights of the decoder layers, or of the encoder layers."""

@@ -3,6 +3,7 @@
 Not here: which of them is planned, which their replays decide (`optimize.py`).
 """
 
+import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -24,12 +25,16 @@ from exeplan.planner.replicas import (
 )
 from exeplan.planner.search_progress import Counter, Message, SearchProgress, Tell, tell_nothing
 from exeplan.planner.search_space import search_variants
+from exeplan.policies import load_policy
 from exeplan.search.search import Result
 
 Key = tuple[int, str]
 """The number of GPUs of a pipeline, and its policy."""
 _TELL_SECONDS = 0.2
 """Between two looks at what the workers tell."""
+_OF_POINTS = 0.8
+"""How the time of a search rises with the steps of bisections along all knobs, about: a second knob is not bisected for
+every value of the first."""
 _ROUNDING = 1e-9
 Found = tuple[float, tuple[Result, Placement] | None]
 """The throughput that a search was told to beat, and what it found."""
@@ -188,12 +193,26 @@ def candidates(
     context = get_context("fork")
     told: SimpleQueue[Message] = context.SimpleQueue()
     with ProcessPoolExecutor(workers, context, initializer=_share, initargs=(problem, parts, known, told)) as pool:
-        futures = [pool.submit(_shared_candidates, policy, method) for policy in policies]
-        _follow(futures, told, progress)
-        done = [future.result() for future in futures]
+        order = _largest_first(problem, policies)
+        futures = {policy: pool.submit(_shared_candidates, policy, method) for policy in order}
+        _follow([*futures.values()], told, progress)
+        done = [futures[policy].result() for policy in policies]
     for _, new in done:
         known |= new
     return {key: one for of_policy, _ in done for key, one in of_policy.items()}
+
+
+def _largest_first(problem: Problem, policies: Sequence[str]) -> list[str]:
+    """By what their searches are likely to take, so that no worker is left alone with a long one: stages that prefill
+    are split off in several ways, enumerated variables are tried one by one, knobs by bisection."""
+
+    def size(policy: str) -> tuple[bool, float]:
+        module = load_policy(policy)
+        knobs = module.knobs(problem.workload, problem.max_seqs)
+        points = math.prod(len(knob.values).bit_length() for knob in knobs)
+        return module.SEPARATE_STAGES, len(module.enumerated(num_stages=2)) * points**_OF_POINTS
+
+    return sorted(policies, key=size, reverse=True)
 
 
 def _follow(futures: Sequence[Future[Any]], told: "SimpleQueue[Message]", progress: SearchProgress | None) -> None:

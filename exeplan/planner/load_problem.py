@@ -14,7 +14,7 @@ from exeplan.core.model import ModelSpec, load_model_spec, model_reference, mode
 from exeplan.core.plan import Plan, parse_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.queue_order import ORDERS
-from exeplan.core.schedule import Placement, num_devices
+from exeplan.core.schedule import Placement, ReplicaGroup, num_devices
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped_names
 from exeplan.planner.check_placement import check_devices, check_placement
@@ -236,17 +236,38 @@ def plan_problem(
     Raises InputError when its inputs are missing, belong to another model or device, or lack memory, and for replicas
     that are not equal.
     """
-    request = replace(plan_request(plan, profile=profile, workload=workload, cluster=cluster), one_pipeline=True)
-    problem = request.problem_at(plan.placement)
-    if plan.num_replicas == 1:
-        return problem
     if plan.more_replicas:
         raise InputError(
-            "the plan has replicas that are not equal; only equal ones are planned anew together: plan with "
-            "--one-pipeline, or with --arrival-rate, whose replicas are equal"
+            "the plan has replicas that are not equal; a server watches each kind on its own, a trace is played to one "
+            "kind only: plan with --one-pipeline, or with --arrival-rate, whose replicas are equal"
         )
-    one = problem.replica(plan.placement, plan.num_replicas, router=plan.router)
-    return replace(one, cluster=one.cluster and one.cluster.part(num_devices(plan.placement)))
+    return plan_problems(plan, profile=profile, workload=workload, cluster=cluster)[0]
+
+
+def plan_problems(
+    plan: Plan, *, profile: str | None = None, workload: str | None = None, cluster: str | None = None
+) -> tuple[Problem, ...]:
+    """The Problem of one replica of each group of equal replicas, on its placement; of a single pipeline its own.
+
+    Raises InputError as `plan_problem`, and for replicas that are not equal where requests come at a rate, of which
+    nothing says how it is shared out.
+    """
+    request = replace(plan_request(plan, profile=profile, workload=workload, cluster=cluster), one_pipeline=True)
+    if plan.num_replicas == 1:
+        return (request.problem_at(plan.placement),)
+    if plan.more_replicas and (plan.arrival_rate or plan.trace_arrivals):
+        raise InputError(
+            "the plan has replicas that are not equal, and requests that come at a rate; such a plan is not planned "
+            "anew: leave arrival_rate and trace_arrivals out of it, or plan with --arrival-rate, whose replicas are "
+            "equal"
+        )
+    return tuple(_one_replica(request.problem_at(group.placement), plan, group) for group in plan.groups)
+
+
+def _one_replica(problem: Problem, plan: Plan, group: ReplicaGroup) -> Problem:
+    """Of a group, on as many GPUs as it has."""
+    one = problem.replica(group.placement, plan.num_replicas, router=plan.router)
+    return replace(one, cluster=one.cluster and one.cluster.part(num_devices(group.placement)))
 
 
 def _arrivals(plan: Plan, workload: Workload) -> Arrivals | None:

@@ -216,7 +216,9 @@ class Pipelines:
             if unproved and self._hoped_throughput(rival) > most:
                 return max(unproved, key=lambda key: rival[key[0]][1] * self.score(key))
         order = self.order(division)
-        if order is None or order[0].certain or order[0].behind > _DOUBT or order[0].num_seeds >= MOST_SEEDS:
+        if order is None or order[0].certain or order[0].alike:
+            return None
+        if order[0].behind > _DOUBT or order[0].num_seeds >= MOST_SEEDS:
             return None
         pair = [key for key in {*_keys(division), *_keys(order[1])} if self._num_seeds(key) == order[0].num_seeds]
         return min(pair) if self.added_requests < _MOST_ADDED else None

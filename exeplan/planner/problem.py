@@ -170,10 +170,14 @@ class Problem:
             if not targets_of(self.bounds) or not (attainment or any(percentile(b.metric) for b in self.bounds)):
                 return found
             return with_bounds(found, times_under_backlog(full, self.cost), self.bounds)
-        if full.throughput <= self.arrivals.rate:
-            raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {self.arrivals} come")
-        points = [*self._smaller(schedule), full]
-        return estimate_at_rate(points, self.arrivals, self.cost, self.bound.metric, bounds=self.bounds)
+        return self._estimate_at_rate(full, self.arrivals, self.bounds)
+
+    def _estimate_at_rate(self, full: SteadyState, arrivals: Arrivals, bounds: Sequence[Bound]) -> Estimate:
+        """With the percentiles and the attainment of these bounds."""
+        schedule = full.schedule
+        if full.throughput <= arrivals.rate:
+            raise Infeasible(f"{schedule} sustains {full.throughput:.3g} requests/s, {arrivals} come")
+        return estimate_at_rate([*self._smaller(schedule), full], arrivals, self.cost, self.bound.metric, bounds=bounds)
 
     def binding_bound(self, schedule: Schedule) -> Bound:
         """The binding bound of a schedule with its batches full."""
@@ -202,8 +206,10 @@ class Problem:
         """Whether a schedule keeps all bounds and sustains the arrival rate, if there is one; by the closed form."""
         if self.arrivals is None:
             return self.evaluate(schedule).latency <= self.limit
+        full = steady_state(schedule, self.workload, self.cost)
+        by_request = self.bounds if any(percentile(b.metric) for b in self.bounds) else ()
         try:
-            return max(utilizations(self.bounds, self.estimate(schedule))) <= 1
+            return max(utilizations(self.bounds, self._estimate_at_rate(full, self.arrivals, by_request))) <= 1
         except Infeasible:
             return False
 

@@ -52,7 +52,15 @@ class Order:
     def certain(self) -> bool:
         return self.behind > self.interval
 
+    @property
+    def alike(self) -> bool:
+        """The two ran alike to the last digit with several seeds, as one schedule under two names does: more of them
+        tell nothing."""
+        return self.behind == self.interval == 0.0
+
     def __str__(self) -> str:
+        if self.alike:
+            return f"the runner-up, {self.runner_up}, has the same throughput by replay"
         found = f"{100 * self.behind:.2g} % less throughput by replay"
         if math.isinf(self.interval):
             return f"the runner-up, {self.runner_up}, has {found}"

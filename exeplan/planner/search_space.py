@@ -17,7 +17,7 @@ import numpy as np
 from exeplan.core.schedule import Placement, Schedule
 from exeplan.errors import InputError
 from exeplan.planner.balance_stages import Balance
-from exeplan.planner.layouts import layouts, moved_layers
+from exeplan.planner.layouts import Layout, layouts, moved_layers
 from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Knob, Policy
@@ -45,6 +45,8 @@ class Variant:
     problem: Problem
     """The problem on that placement."""
     enumerated: Mapping[str, int]
+    layout: Layout | None = None
+    """From which the placement was made; None where it was given."""
 
     def holds(self, placement: Placement, schedule: Schedule) -> bool:
         """Whether this schedule on this placement is one of its points."""
@@ -66,31 +68,41 @@ class Variant:
 
 def variants(problem: Problem, policy: Policy) -> Iterator[Variant]:
     """Every variant of a policy; none where the cluster is too small for the policy."""
-    for placement in _placements(problem, policy):
+    for placement, layout in _placements(problem, policy).items():
         placed = problem.at(placement) if problem.cluster else problem
         for values in policy.enumerated(len(placed.cost.decode_stages)):
-            yield Variant(problem=placed, enumerated=values)
+            yield Variant(problem=placed, enumerated=values, layout=layout)
 
 
-def _placements(problem: Problem, policy: Policy) -> list[Placement]:
+def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | None]:
     if problem.cluster is None:
         separate = any(stage.phase for stage in problem.cost.placement)
-        return [problem.cost.placement] if separate == policy.SEPARATE_STAGES else []
-    balance = Balance(problem.cost.timings, problem.cluster, problem.workload, problem.memory)
+        return {problem.cost.placement: None} if separate == policy.SEPARATE_STAGES else {}
+    if policy.SEPARATE_STAGES and problem.cluster.num_gpus < 2:
+        return {}
+    numbers = _balance(problem).prefill_gpus(policy.SPLIT_BY) if policy.SEPARATE_STAGES else (0,)
     found = layouts(
         problem.cluster,
         problem.profile.model,
         problem.profile.tensor_parallel_sizes,
         across_nodes=problem.across_nodes,
     )
-    if policy.SEPARATE_STAGES:
-        if problem.cluster.num_gpus < 2:
-            return []
-        numbers = balance.prefill_gpus(policy.SPLIT_BY)
-        made = [balance.split_placement(replace(layout, num_prefill=number)) for number in numbers for layout in found]
-    else:
-        made = [balance.placement(layout) for layout in found]
-    return list(dict.fromkeys(placement for placement in made if placement is not None))
+    return _placed(problem, [replace(layout, num_prefill=number) for number in numbers for layout in found])
+
+
+def _balance(problem: Problem) -> Balance:
+    assert problem.cluster is not None
+    return Balance(problem.cost.timings, problem.cluster, problem.workload, problem.memory)
+
+
+def _placed(problem: Problem, found: Sequence[Layout]) -> dict[Placement, Layout | None]:
+    """The placements that hold the layers, each with the first of its layouts."""
+    balance, made = _balance(problem), dict[Placement, Layout | None]()
+    for layout in found:
+        placement = balance.split_placement(layout) if layout.num_prefill else balance.placement(layout)
+        if placement is not None:
+            made.setdefault(placement, layout)
+    return made
 
 
 def search_variants(
@@ -161,7 +173,8 @@ def _refined(
     policy: Policy,
     at_least: float,
 ) -> Iterator[Variant]:
-    """Variants near the best one: first enumerated variables between the values tried, then layers moved.
+    """Variants near the best one: other numbers of GPUs that prefill, then enumerated variables between the values
+    tried, then layers moved.
 
     The caller adds each variant, its grid and, where it gains, its result before it asks for the next. There are none
     where the best is far below `at_least`.
@@ -171,12 +184,36 @@ def _refined(
         trial = results[number := _chosen(results)].best
         return number if trial and trial.outcome.throughput >= _FAR * at_least else None
 
+    while (number := best()) is not None and (made := list(_split_otherwise(found, found[number], policy))):
+        yield from made
     while (number := best()) is not None and (made := list(_between(found, grids[number], found[number], policy))):
         yield from made
     while (number := best()) is not None:
         yield from _layers_moved(found, grids[number], found[number], policy)
         if best() == number:
             return
+
+
+def _split_otherwise(found: Sequence[Variant], best: Variant, policy: Policy) -> Iterator[Variant]:
+    """Variants whose number of GPUs that prefill is halfway between the best one's and the next ones tried on both
+    sides, with as many GPUs to a tensor-parallel stage."""
+    if best.layout is None or not best.layout.num_prefill:
+        return
+    cluster, here = best.problem.cluster, best.layout
+    assert cluster is not None
+    tried = [v.layout for v in found if v.layout is not None]
+    numbers = sorted({0, cluster.num_gpus, *(layout.num_prefill for layout in tried)})
+    at = numbers.index(here.num_prefill)
+    sides = {(numbers[at - 1] + here.num_prefill) // 2, (here.num_prefill + numbers[at + 1] + 1) // 2}
+    made = [
+        replace(layout, num_prefill=number)
+        for number in sorted(sides - set(numbers))
+        for layout in dict.fromkeys(replace(layout, num_prefill=0) for layout in tried if layout.size == here.size)
+    ]
+    for placement, layout in _placed(best.problem, made).items():
+        placed = best.problem.at(placement)
+        for values in policy.enumerated(len(placed.cost.decode_stages)):
+            yield Variant(problem=placed, enumerated=values, layout=layout)
 
 
 def _between(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy) -> Iterator[Variant]:
@@ -188,7 +225,7 @@ def _between(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy
         for value in _halfway(best.enumerated, alike, name):
             enumerated = {**best.enumerated, name: value}
             if _is_valid(policy, {**knobs, **enumerated}, best.problem):
-                yield Variant(problem=best.problem, enumerated=enumerated)
+                yield Variant(problem=best.problem, enumerated=enumerated, layout=best.layout)
 
 
 def _layers_moved(found: Sequence[Variant], grid: Grid, best: Variant, policy: Policy) -> Iterator[Variant]:
@@ -201,7 +238,7 @@ def _layers_moved(found: Sequence[Variant], grid: Grid, best: Variant, policy: P
     tried = {variant.problem.cost.placement for variant in found}
     for other in moved_layers(placement, seconds.tolist()):
         if other not in tried:
-            yield Variant(problem=best.problem.at(other), enumerated=best.enumerated)
+            yield Variant(problem=best.problem.at(other), enumerated=best.enumerated, layout=best.layout)
 
 
 def _gap_between(found: Sequence[Variant], grids: Sequence[Grid], number: int) -> float:

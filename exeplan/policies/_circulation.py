@@ -28,20 +28,6 @@ Seconds = Sequence[Sequence[float]]
 """Of each batch on each stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupGate:
-    """Opens `openings` times, `gap` seconds apart, and again every `round` seconds."""
-
-    round: float
-    gap: float
-    openings: int
-
-    def opens_after(self, time: float) -> float:
-        since = time % self.round
-        number = -(-since // self.gap)
-        return time - since + (number * self.gap if number < self.openings else self.round)
-
-
 class Circulation(NamedTuple):
     """Mean rate and times of the batches."""
 
@@ -49,8 +35,6 @@ class Circulation(NamedTuple):
     """Batches a second."""
     inside: float
     """Seconds from entering the first stage to leaving the last."""
-    outside: float
-    """Seconds from then until the place is free again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,29 +50,25 @@ class Prefills:
     """Variance over squared mean of the seconds of a batch."""
 
 
-def circulate(batches: Seconds, places: int, delay: float = 0.0, gate: GroupGate | None = None) -> Circulation:
-    """The batches one after the other, over and over.
-
-    A place is free `delay` seconds after its batch has left the last stage, or when the gate opens after that.
-    """
-    free, back = [0.0] * len(batches[0]), [0.0] * places
-    began = now = inside = outside = 0.0
-    for number, seconds in enumerate((*batches[-_WARM_UP:], *batches)):
-        if number == _WARM_UP:
-            began, inside, outside = now, 0.0, 0.0
-        place = number % places
-        entered = now = back[place]
-        for stage, duration in enumerate(seconds):
-            if free[stage] > now:
-                now = free[stage]
-            if stage == 0:
-                entered = now
-            now += duration
-            free[stage] = now
-        back[place] = returned = now + delay if gate is None else gate.opens_after(now + delay)
-        inside += now - entered
-        outside += returned - now
-    return Circulation(len(batches) / (now - began), inside / len(batches), outside / len(batches))
+def circulate(batches: Seconds, places: int, delay: float = 0.0) -> Circulation:
+    """The batches one after the other, over and over; a place is free `delay` seconds after its batch has left."""
+    stages = range(1, len(batches[0]))
+    free, back, place = [0.0] * len(batches[0]), [0.0] * places, 0
+    began = now = inside = 0.0
+    for some in (batches[-_WARM_UP:], batches):
+        began, inside = now, 0.0
+        for seconds in some:
+            entered = back[place] if back[place] > free[0] else free[0]
+            now = free[0] = entered + seconds[0]
+            for stage in stages:
+                if free[stage] > now:
+                    now = free[stage]
+                now += seconds[stage]
+                free[stage] = now
+            back[place] = now + delay
+            inside += now - entered
+            place = place + 1 if place + 1 < places else 0
+    return Circulation(len(batches) / (now - began), inside / len(batches))
 
 
 @lru_cache(maxsize=128)  # A search tries many ways to decode behind the same prefills.

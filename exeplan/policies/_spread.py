@@ -5,11 +5,18 @@ them, but no fewer than there are stages to keep busy: fewer groups leave stages
 passes small, which costs where a pass takes as long with few rows as with many. With every slot taken that is a group's
 share of the slots. A group in flight counts half as large again, so that fewer requests wait for it to come back.
 
+Where stages only decode (`alike`), requests are shared out among all groups, those in flight as they are: passes differ
+in their rows alone, so that the largest group sets the pace of all, which costs every token, and the wait only the
+first one. As few groups as hold all would take longer with one more request than the rate of prefills allows, and less
+with one fewer: residents would hover around each such number.
+
 Where nothing waits, a group that is back gives rows to the smallest group while it is more than half as large again;
 one of those that are not needed any more gives all of them.
 
 Not here: which requests are admitted.
 """
+
+from functools import lru_cache
 
 from exeplan.core.control_variables import slot_share
 from exeplan.policies.interface import Queue
@@ -20,42 +27,64 @@ def num_joining(queue: Queue, slots: int, *, reserve: bool = False) -> int:
     return len(queue.admissible(slots - len(queue.running), reserve=reserve)) if len(queue.groups) > 1 else 0
 
 
-def free_places(queue: Queue, number: int, *, slots: int, joining: int) -> int:
-    """How many requests may join a group now, of `joining` in all that could; all groups together have `slots`."""
-    sizes = [len(group) for group in queue.groups]
-    own = max(slot_share(slots, len(sizes), number) - sizes[number], 0)
-    total = sum(sizes) + joining
-    if own == 0 or len(sizes) == 1 or total >= slots:
-        return own
-    used = groups_for(total, slots=slots, groups=len(sizes), stages=queue.num_decode_stages)
-    if number >= used:
+def free_places(queue: Queue, number: int, *, slots: int, joining: int, alike: bool = False) -> int:
+    """How many requests may join a group now, of `joining` in all that could; all groups together have `slots`.
+
+    `alike`: among all groups, and one in flight counts as it is.
+    """
+    groups = queue.groups
+    if not joining and len(groups) > 1 and len(queue.running) < slots:
         return 0
-    others = [
-        size + (size // 2 if other in queue.busy else 0) for other, size in enumerate(sizes[:used]) if other != number
-    ]
-    places, left = 0, joining
+    size = len(groups[number])
+    own = max(slot_share(slots, len(groups), number) - size, 0)
+    if own == 0 or len(groups) == 1:
+        return own
+    total = sum(map(len, groups)) + joining
+    if total >= slots:
+        return own
+    used = len(groups) if alike else groups_for(total, slots, len(groups), queue.num_decode_stages)
+    if not joining or number >= used:
+        return 0
+    others = [len(rows) for rows in groups[:used]]
+    if not alike:
+        others = [size * 3 // 2 if other in queue.busy else size for other, size in enumerate(others)]
+    del others[number]
     # One more joins this group only if what is left then could make all others as large as the group is now.
-    while places < own and sum(max(sizes[number] + places - size, 0) for size in others) < left:
-        places, left = places + 1, left - 1
+    places, lacking = 0, sum([size - other for other in others if other < size])
+    while places < own and lacking < joining - places:
+        lacking += sum([other <= size + places for other in others])
+        places += 1
     return places
 
 
-def even_out(queue: Queue, *, slots: int, joining: int) -> None:
+def even_out(queue: Queue, *, slots: int, joining: int, alike: bool = False) -> None:
     """Moves rows of groups that are not in flight; of a group whose prompt has been cut, only others."""
-    total = sum(map(len, queue.groups)) + joining
-    if len(queue.groups) == 1 or total >= slots:
+    sizes = [len(rows) for rows in queue.groups]
+    total = sum(sizes) + joining
+    if len(sizes) == 1 or total >= slots:
         return
-    used = groups_for(total, slots=slots, groups=len(queue.groups), stages=queue.num_decode_stages)
+    used = len(sizes) if alike else groups_for(total, slots, len(sizes), queue.num_decode_stages)
+    least = min(sizes[:used])
+    if (joining or max(sizes) <= _enough(least)) and not any(sizes[used:]):
+        return
     for number, rows in enumerate(queue.groups):
         while number not in queue.busy and rows and not rows[0].num_computed_tokens:
-            smallest = min(range(used), key=lambda other: len(queue.groups[other]))
-            enough = len(queue.groups[smallest]) * 3 // 2 + 1
-            if number < used and (joining or len(rows) <= enough):
+            if number < used and (joining or sizes[number] <= _enough(least)):
                 break
+            smallest = sizes.index(least, 0, used)
             queue.move_to_group(rows[0], smallest)
+            sizes[number] -= 1
+            sizes[smallest] += 1
+            least = min(sizes[:used])
 
 
-def groups_for(total: int, *, slots: int, groups: int, stages: int) -> int:
+def _enough(least: int) -> int:
+    """The size up to which a group keeps its rows."""
+    return least * 3 // 2 + 1
+
+
+@lru_cache(maxsize=1 << 16)  # Asked for with every pass.
+def groups_for(total: int, slots: int, groups: int, stages: int) -> int:
     """Groups that take requests when there are `total`, at most `slots`."""
     used = min(stages, groups)
     while sum(slot_share(slots, groups, number) for number in range(used)) < total:

@@ -2,8 +2,9 @@
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. B_E is `prefill_batch`, B_D is `decode_batch`: the rows that
 decode, in `micro_batches` groups. A group that is back from the last decode stage takes requests that are ready into
-its free slots and runs one decode iteration. At most one prefill batch more than there are prefill stages is in
-prefill, in KV transfer or ready, so that neither side runs ahead of the other.
+its free slots, as many as keep all groups alike, and runs one decode iteration. At most one prefill batch more than
+there are prefill stages is in prefill, in KV transfer or ready without a free slot, so that neither side runs ahead of
+the other.
 
 Shared by waa-c and waa-m, which differ in how the planner splits the GPUs.
 """
@@ -60,17 +61,21 @@ def _prefill(schedule: Schedule, queue: Queue) -> Batch | None:
     if "adjust_percent" in schedule.variables:
         return _prefill_adjusted(schedule, queue)
     size = min(schedule["prefill_batch"], len(queue.waiting))
-    prefilled = queue.num_in_transfer + len(queue.ready)
-    if prefilled + size > (queue.num_prefill_stages + 1) * schedule["prefill_batch"]:
+    if _ahead(schedule, queue) + size > (queue.num_prefill_stages + 1) * schedule["prefill_batch"]:
         return None
     admitted = queue.admissible(size)
     return Batch(prefill=admitted, phase="prefill") if admitted else None
 
 
+def _ahead(schedule: Schedule, queue: Queue) -> int:
+    """Requests in prefill, in KV transfer, or ready without a free slot."""
+    free = max(schedule["decode_batch"] - sum(map(len, queue.groups)), 0)
+    return queue.num_in_transfer + max(len(queue.ready) - free, 0)
+
+
 def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
     """Requests in KV transfer and ready ones count as decoding: they soon will."""
-    prefilled = queue.num_in_transfer + len(queue.ready)
-    if prefilled > queue.num_prefill_stages * schedule["prefill_batch"]:
+    if _ahead(schedule, queue) > queue.num_prefill_stages * schedule["prefill_batch"]:
         return None
     admitted = queue.admissible(_adjustment.adjusted_size(schedule, queue, others=len(queue.running)))
     return Batch(prefill=admitted, phase="prefill") if admitted else None
@@ -79,11 +84,11 @@ def _prefill_adjusted(schedule: Schedule, queue: Queue) -> Batch | None:
 def _decode(schedule: Schedule, queue: Queue) -> Batch | None:
     slots = schedule["decode_batch"]
     joining = min(len(queue.ready), slots - sum(map(len, queue.groups)))
-    even_out(queue, slots=slots, joining=joining)
+    even_out(queue, slots=slots, joining=joining, alike=True)
     for number in queue.group_order:
         if number not in queue.busy:
             rows = queue.groups[number]
-            queue.add_ready_to_group(number, free_places(queue, number, slots=slots, joining=joining))
+            queue.add_ready_to_group(number, free_places(queue, number, slots=slots, joining=joining, alike=True))
             if rows:
                 return Batch(decode=tuple(rows), group=number, phase="decode")
     return None

@@ -15,9 +15,12 @@ the variance of both; the density of such a diffusion is proportional to exp(int
 
 Where prefills are the slower side, a batch of B_E goes through many decode iterations before the next one comes: rows
 come in pulses, and a token sees more of them than the mean over time. With n iterations between two batches they are
-those of the survival comb, as in `rra.py`, and n is such that these take as long as a prefill.
+those of the survival comb, as in `rra.py`, and n is such that these take as long as a prefill. Where the transfers of
+several batches overlap they come by chance instead.
 
-Residents are spread evenly over as many groups as hold them, and no fewer than stages, as in `_spread.py`.
+Residents are spread evenly over all groups. With free slots nothing holds a batch of prefills up: its place is free
+again when its keys and values have been transferred, and a request that is ready waits half a round in the mean until
+the group that has room for it is back.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +30,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.policies._circulation import GroupGate, Prefills, circulate, prefills
+from exeplan.policies._circulation import Prefills, circulate, prefills
 from exeplan.policies.interface import Clock, Cycle, Steady
 from exeplan.workload.arrivals import residents
 from exeplan.workload.length_law import DecodeLaw
@@ -69,7 +72,7 @@ def steady_state(schedule: Schedule, workload: Workload, clock: Clock) -> Steady
     first_tokens = 1.0 if clock.first_token_from_prefill else 0.0
     latency = partial(_latency, flow, round_, last, first_tokens)
     every = batch / flow.throughput
-    if batch >= _PULSE * flow.residents and every >= round_:
+    if batch >= _PULSE * flow.residents and every >= max(round_, transfer):
         pulses = _pulses(decodes, law, batch, every)
         residents = flow.throughput * float(law.survival @ np.resize(pulses, len(law.survival)))  # Little's law.
         flow = replace(flow, residents=min(residents, decodes.slots))
@@ -102,9 +105,8 @@ def _arriving(
     transfer = np.array([clock.kv_transfer_seconds(k * going_on * workload.mean_input) for k in sizes])
     behind = _Behind.of(decodes, rate * going_on)
     line = prefills(clock, workload.input_law, batch, places)  # type: ignore[arg-type]  # Hashed by identity.
-    turn = behind.until_decode - behind.queue
-    held = 1.0 / circulate(line.batches, places, float(transfer[-1]) + turn).rate
-    shut = np.maximum(slowest, sizes * (through + transfer + turn) / (places * batch))
+    held = 1.0 / circulate(line.batches, places, float(transfer[-1])).rate
+    shut = np.maximum(slowest, sizes * (through + transfer) / (places * batch))
     shut = shut * max(held / float(shut[-1]), 1.0)
     found = []
     for k, first, taken, moved in zip(sizes.tolist(), through, shut, transfer, strict=True):
@@ -176,7 +178,6 @@ class _Decodes:
 
     slots: int
     groups: int
-    stages: int
     steps: float
     """Mean decode iterations of a request."""
     rows: Floats
@@ -193,7 +194,6 @@ class _Decodes:
         return cls(
             slots=slots,
             groups=min(schedule.num_micro_batches, slots),
-            stages=len(seconds),
             steps=law.mean_steps,
             rows=rows,
             slowest=seconds.max(axis=0),
@@ -210,8 +210,7 @@ class _Decodes:
 
     def counts(self, residents: Floats) -> Floats:
         """Groups that have rows."""
-        needed = np.ceil(residents * self.groups / self.slots)
-        return np.clip(np.maximum(needed, self.stages), 1.0, np.clip(residents, 1.0, self.groups))
+        return np.clip(residents, 1.0, self.groups)
 
     def _at(self, rows: Floats, seconds: Floats) -> Floats:
         return np.interp(rows, self.rows, seconds)
@@ -262,22 +261,14 @@ def _states(line: Prefills, decodes: _Decodes, batch: int, places: int, transfer
     with_transfer = line.places + line.rate * going_on * transfer
     residents = slots * np.linspace(1.0, 0.0, _STATES) ** 2
     finished = decodes.finished(residents)
-    # With free slots all places are in use, and each is given back when the next group enters.
-    balanced = float(residents[np.argmin(np.abs(finished - batch * line.rate[-1]))])
-    probes = np.unique(np.minimum(np.array([0.6, 1.0, 1.5]) * max(balanced, 0.1), slots))
-    gates = [
-        GroupGate(float(round_), float(gap), int(count))
-        for round_, gap, count in zip(*decodes.timing(probes), decodes.counts(probes), strict=True)
-    ]
-    runs = [circulate(line.batches, places, transfer, gate) for gate in gates]
-    rate, inside, outside = (np.interp(residents, probes, values) for values in zip(*runs, strict=True))
+    alone = circulate(line.batches, places, transfer)
     return _States(
         ready=np.concatenate([ready, 0.0 * residents]),
         residents=np.concatenate([np.full(_STATES, float(slots)), residents]),
-        brought=batch * np.concatenate([np.interp(used, with_transfer, line.rate), rate]),
+        brought=batch * np.concatenate([np.interp(used, with_transfer, line.rate), np.full(_STATES, alone.rate)]),
         finished=np.concatenate([np.full(_STATES, finished[0]), finished]),
-        inside=np.concatenate([np.interp(used, with_transfer, line.inside), inside]),
-        outside=np.concatenate([np.full(_STATES, transfer), outside]),
+        inside=np.concatenate([np.interp(used, with_transfer, line.inside), np.full(_STATES, alone.inside)]),
+        outside=transfer + np.concatenate([np.zeros(_STATES), decodes.timing(residents)[0] / 2.0]),
     )
 
 

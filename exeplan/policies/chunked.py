@@ -16,7 +16,7 @@ exceed the budget (`_whole_passes.py`).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -264,12 +264,19 @@ def _attention(tokens: Floats, prompts: LengthLaw) -> Floats:
     4/3 E[I^3] / E[I] over the square of its mean a = E[I^2] / E[I], less 1. A pass of many prompts evens it out, down
     to the variance of I^2 - a I.
     """
+    one, many = _attention_variances(prompts)
+    deviation = np.sqrt(1 / (1 / one + tokens / (many + one * prompts.mean / 4)))
+    return np.maximum(1 + np.outer(SPREAD, deviation), 0.0).ravel()
+
+
+@lru_cache(maxsize=256)
+def _attention_variances(prompts: LengthLaw) -> tuple[float, float]:
+    """Of a token's attention over its mean, and of the attention of many prompts, for each of their tokens."""
     length, weight = prompts.tokens.astype(float), prompts.weights
     mean_of_token = float(length**2 @ weight) / prompts.mean
     one = 4 / 3 * float(length**3 @ weight) / prompts.mean / mean_of_token**2 - 1
     many = float((length**2 - mean_of_token * length) ** 2 @ weight) / prompts.mean / mean_of_token**2
-    deviation = np.sqrt(1 / (1 / one + tokens / (many + one * prompts.mean / 4)))
-    return np.maximum(1 + np.outer(SPREAD, deviation), 0.0).ravel()
+    return one, many
 
 
 def start(schedule: Schedule, num_groups: int) -> Stateless:

@@ -77,7 +77,7 @@ class Clock(Protocol):
         """Seconds of each pass on each stage, [stages, passes], given that it occurs; the send to the next included."""
 
     def kv_transfer_seconds(self, num_tokens: float) -> float:
-        """To move the keys and values of `num_tokens` tokens from the stages that prefill to those that decode."""
+        """From the end of a prefill until the keys and values of `num_tokens` tokens are at the stages that decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +230,7 @@ class Policy(Protocol):
     """Batches run to completion, so that their choice matters under deadlines: without deadlines `auto` leaves the
     policy out, because others serve more at every bound."""
     SPLIT_BY: str
-    """How many GPUs prefill where stages are separate: in proportion to `time`, or as few as the `memory` needs."""
+    """How many GPUs prefill where stages are separate: in proportion to `time`, or so that `memory` is even."""
 
     def check(self, schedule: Schedule) -> None:
         """Raises InputError unless the schedule has exactly this policy's control variables, in range."""

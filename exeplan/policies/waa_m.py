@@ -1,7 +1,8 @@
 """Workload-aware allocation with the GPUs split by memory: WAA-M.
 
 Source: ExeGPT (ASPLOS 2024) sections 4.1, 4.2 and 6. The planner divides the GPUs between the stages that prefill and
-those that decode so that both kinds of stages use an equal share of their memory. The schedule itself is in `_waa.py`.
+those that decode so that both kinds of stages use an equal share of their memory, which depends on the batches: from as
+few as hold the weights, where caches fill the others, to half of them. The schedule itself is in `_waa.py`.
 """
 
 from collections.abc import Mapping

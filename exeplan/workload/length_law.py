@@ -64,9 +64,14 @@ class LengthLaw:
 
     def slice_means(self, num_slices: int) -> Floats:
         """The mean of each of `count` slices of equal probability, rising; their mean is the law's."""
-        mass = np.concatenate([[0.0], np.cumsum(self.weights * self.tokens)])
+        reached, mass = self._reached
         edges = np.linspace(0.0, 1.0, num_slices + 1)
-        return np.diff(np.interp(edges, np.concatenate([[0.0], self.cdf]), mass)) * num_slices
+        return np.diff(np.interp(edges, reached, mass)) * num_slices
+
+    @cached_property
+    def _reached(self) -> tuple[Floats, Floats]:
+        """The distribution, and the share of the mean, up to each length, from 0 on."""
+        return np.append(0.0, self.cdf), np.append(0.0, np.cumsum(self.weights * self.tokens))
 
     def longest_of(self, batch: float) -> "LengthLaw":
         """The law of the longest among `batch` independent draws."""

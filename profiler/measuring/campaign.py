@@ -271,7 +271,9 @@ def visit_seconds(work: Work, point: Point, copies: int) -> float:
 
 
 def num_copies(work: Work) -> int:
-    """Layers over which passes rotate, so that caches are as cold as in the whole model."""
+    """Layers over which passes rotate, so that caches are as cold as in the whole model; all where they differ."""
+    if work.spec.layers_differ:
+        return work.spec.num_layers
     cold = -(-_CACHES_OF_WEIGHTS * work.device.cache_bytes // work.layer_bytes)
     return min(work.spec.num_layers, max(2, cold))
 

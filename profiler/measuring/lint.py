@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from exeplan.core.layer_costs import layer_parameters
+from exeplan.core.layer_costs import layer_parameters, layer_parameters_used
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.profile import Measurement, Profile
 
@@ -77,7 +77,7 @@ def _flops(profile: Profile, m: Measurement) -> float:
     """Operations that the row must execute."""
     spec, size = profile.model, DTYPE_BYTES[profile.dtype]
     if m.op == "rest":
-        return 2.0 * m.num_tokens * _layer_bytes(profile, m.phase) / size
+        return 2.0 * m.num_tokens * _used(profile) * _layer_bytes(profile, m.phase) / size
     if m.op == "head":
         return 2.0 * m.num_seqs * spec.vocab_size * spec.hidden_size
     if m.op == "attention":
@@ -89,7 +89,7 @@ def _flops(profile: Profile, m: Measurement) -> float:
 def _moved(profile: Profile, m: Measurement) -> float:
     """Bytes that the row must fetch from memory."""
     if m.op == "rest":
-        return _layer_bytes(profile, m.phase) * _cold_share(profile, m.phase, 0)
+        return _used(profile) * _layer_bytes(profile, m.phase) * _cold_share(profile, m.phase, 0)
     if m.op == "head":
         head = profile.model.vocab_size * profile.model.hidden_size * DTYPE_BYTES[profile.dtype]
         return head * _cold_share(profile, m.phase, 0)
@@ -97,6 +97,12 @@ def _moved(profile: Profile, m: Measurement) -> float:
         kv = m.context_tokens * profile.model.kv_bytes_per_token(profile.cache_dtype)
         return kv / profile.model.num_layers * _cold_share(profile, m.phase, kv)
     return 0.0
+
+
+def _used(profile: Profile) -> float:
+    """The share of a layer's weights that one token is multiplied with; of a mixture, any pass reads no less."""
+    spec = profile.model
+    return layer_parameters_used(spec) / layer_parameters(spec) if spec.experts else 1.0
 
 
 def _layer_bytes(profile: Profile, phase: str) -> float:

@@ -7,6 +7,7 @@ come from the CPU clock and the visit is marked. A long pass that runs only once
 Not here: which points, how often (`campaign.py`), and the use of the values (`samples.py`).
 """
 
+import itertools
 import random
 import statistics
 import time
@@ -153,16 +154,23 @@ class Rig:
         lengths = ragged(point.num_seqs, point.tokens, self.longest - one)
         kinds = {"decodes": bool(one), "encodes": self.spec.is_encoder_decoder}
         rows = tuple(timed_sequence(f"{index}", length, **kinds) for index, length in enumerate(lengths))
-        token_ids = {row.request_id: self._prompts[index % _PROMPTS] for index, row in enumerate(rows)}
-        return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), token_ids
+        return (Batch(decode=rows) if point.kind == "decode" else Batch(prefill=rows)), self._tokens(len(rows), 0)
+
+    def _tokens(self, num_seqs: int, shift: int) -> dict[str, list[int]]:
+        return {f"{index}": self._prompts[(index + shift) % _PROMPTS] for index in range(num_seqs)}
 
     @contextmanager
     def placed(self, point: Point) -> Iterator[Callable[[], Tensor]]:
-        """A function that runs one pass at a point; its KV blocks are freed in the end."""
+        """A function that runs one pass at a point; its KV blocks are freed in the end.
+
+        Of a mixture of experts each pass has other tokens, which go to other experts.
+        """
         batch, token_ids = self.batch(point)
         self.runner.assume_cached(batch.decode)
+        tokens = [self._tokens(len(token_ids), shift) for shift in range(_PROMPTS if self.spec.experts else 1)]
+        passes = itertools.cycle(tokens)
         try:
-            yield lambda: self.runner.forward(batch, token_ids)
+            yield lambda: self.runner.forward(batch, next(passes))
         finally:
             for request_id in token_ids:
                 self.runner.free(request_id)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from exeplan.core.batch import BLOCK_SIZE, num_blocks_for
+from exeplan.core.layer_costs import layer_parameters, layer_parameters_read, layer_parameters_used
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Device
 
@@ -62,8 +63,17 @@ class Work:
         return (self.spec.num_layers - copies) * self.layer_bytes + encoder_layers * self.encoder_layer_bytes
 
     def _bytes(self, point: Point) -> int:
-        """Of the weights of a layer that does it."""
+        """Of the weights of a layer that does it, those that it reads."""
+        if self.spec.experts:
+            read = layer_parameters_read(self.spec, point.num_rows) / layer_parameters(self.spec)
+            return round(self.layer_bytes * read)
         return self.encoder_layer_bytes or self.layer_bytes if point.kind == "prefill" else self.layer_bytes
+
+    def _parameters(self, point: Point) -> float:
+        """With which each token is multiplied."""
+        if self.spec.experts:
+            return layer_parameters_used(self.spec)
+        return self._bytes(point) / DTYPE_BYTES[self.dtype]
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of that many tokens in one layer."""
@@ -71,16 +81,18 @@ class Work:
 
     def layer_seconds(self, point: Point) -> float:
         """A rough forecast, for planning visits only."""
-        spec, size = self.spec, DTYPE_BYTES[self.dtype]
+        spec = self.spec
         causal = point.kind == "prefill" and not spec.is_encoder_decoder
         keys = point.tokens / 2 if causal else point.tokens
-        flops = 2.0 * point.num_rows * (self._bytes(point) / size + 2 * spec.num_heads * spec.head_dim * keys)
+        flops = 2.0 * point.num_rows * (self._parameters(point) + 2 * spec.num_heads * spec.head_dim * keys)
         moved = self._bytes(point) + self.kv_bytes(point.total_tokens)
         rates = self.device.flops_per_second, self.device.copy_bytes_per_second
         return (flops / rates[0] + moved / rates[1]) / _EFFICIENCY + _CALL_SECONDS * (point.num_seqs + 5)
 
     def layers_needed(self, point: Point, copies: int) -> int:
         """How many layers a pass must visit so that each finds the caches as cold as in the whole model."""
+        if self.spec.layers_differ:
+            return copies
         if point.kind == "prefill":
             fetching = self._bytes(point) / self.device.copy_bytes_per_second
             if fetching < _COLD_SHARE * self.layer_seconds(point):

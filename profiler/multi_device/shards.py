@@ -20,7 +20,7 @@ from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.samples import Samples
 from exeplan.runner.compute.reference_passes import ReferencePasses
-from exeplan.runner.compute.shard import head_ranges, inner_range
+from exeplan.runner.compute.shard import head_ranges, inner_range, inner_widths
 
 _VISITS = 5
 """Visits of each point, if time allows."""
@@ -50,7 +50,8 @@ def shared_degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 def _divides(spec: ModelSpec, group: Silent) -> bool:
     try:
         head_ranges(spec, group)
-        inner_range(spec, group, spec.intermediate_size)
+        for width in inner_widths(spec):
+            inner_range(spec, group, width)
     except InputError:
         return False
     return True

@@ -7,7 +7,7 @@ Pickled checkpoints (*.bin, *.pt) are refused, because reading one can run code.
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,6 +70,8 @@ class Checkpoint:
         self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
         self.num_bytes, self._on_read = 0, on_read
         self._files = _find_tensors(directory)
+        self._open: dict[Path, Any] = {}
+        """Files stay open: to open one takes a millisecond for a thousand tensors, as a mixture of experts has."""
 
     def holds(self, name: str) -> bool:
         return name in self._files or name.removeprefix(self.prefix) in self._files
@@ -80,7 +82,7 @@ class Checkpoint:
         path = self._files.get(name)
         if path is None:
             raise InputError(f"{self.directory} has no tensor '{name}', which its config.json calls for")
-        tensor = _read(path, name, shape)
+        tensor = self._read(path, name, shape)
         if not tensor.is_floating_point():
             raise InputError(f"tensor '{name}' in {path} is {tensor.dtype}; quantized weights are not supported")
         tensor = tensor.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -88,6 +90,22 @@ class Checkpoint:
             raise InputError(f"tensor '{name}' in {path} holds values that are not finite in {self.dtype}")
         self.num_bytes += tensor.nbytes
         self._on_read(self.num_bytes)
+        return tensor
+
+    def _read(self, path: Path, name: str, shape: Sequence[int | ShardRange]) -> Tensor:
+        """The tensor, or the requested part of it, in the file's dtype."""
+        try:
+            file = self._open.get(path)
+            if file is None:
+                file = self._open[path] = safe_open(path, framework="pt")
+            stored = file.get_slice(name)
+            if stored.get_shape() != _sizes(shape):
+                raise InputError(
+                    f"tensor '{name}' in {path} has shape {stored.get_shape()}, config.json calls for {_sizes(shape)}"
+                )
+            tensor: Tensor = file.get_tensor(name) if _is_whole(shape) else stored[_index(shape)]
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"cannot read tensor '{name}' from {path}: {error}") from None
         return tensor
 
 
@@ -127,21 +145,6 @@ class RandomWeights:
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         generator = torch.Generator(device=self.device).manual_seed(int.from_bytes(digest[:8], "little"))
         return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(std=0.02, generator=generator)
-
-
-def _read(path: Path, name: str, shape: Sequence[int | ShardRange]) -> Tensor:
-    """The tensor, or the requested part of it, in the file's dtype."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            stored = file.get_slice(name)
-            if stored.get_shape() != _sizes(shape):
-                raise InputError(
-                    f"tensor '{name}' in {path} has shape {stored.get_shape()}, config.json calls for {_sizes(shape)}"
-                )
-            tensor: Tensor = file.get_tensor(name) if _is_whole(shape) else stored[_index(shape)]
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot read tensor '{name}' from {path}: {error}") from None
-    return tensor
 
 
 def _sizes(shape: Sequence[int | ShardRange]) -> list[int]:

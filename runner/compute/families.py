@@ -11,12 +11,16 @@ from types import ModuleType
 import torch
 
 from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.sparse_layers import RUN_SPARSE
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.runner.compute.checkpoint import Checkpoint, OnRead, RandomWeights, Weights
 from exeplan.runner.compute.layers import Model
 from exeplan.runner.compute.precision import activation_dtype
 from exeplan.runner.compute.shard import Shard, whole
+
+CPU_ONLY = {"deepseek_v2": "latent attention", "gpt_oss": "attention with sinks"}
+"""Families whose attention the kernels over blocks have not, as a GPU needs them."""
 
 
 def load_model(
@@ -69,10 +73,10 @@ def _family(spec: ModelSpec) -> ModuleType:
             f"'{spec.name}' is quantized ({spec.weight_dtype}), and its weights are not loaded; run its unquantized "
             "checkpoint, with --dtype fp8 on GPUs that have it"
         )
-    if spec.experts or spec.latent:
+    if (spec.experts or spec.latent) and spec.family not in RUN_SPARSE:
         raise InputError(
-            f"'{spec.name}' has {'experts' if spec.experts else 'latent attention'}: it is planned by datasheet "
-            "(`exeplan profile --datasheet`), and cannot be run or measured"
+            f"'{spec.name}' of the family {spec.family} has {'experts' if spec.experts else 'latent attention'}, which "
+            f"is run only of {', '.join(RUN_SPARSE)}; it is planned by datasheet (`exeplan profile --datasheet`)"
         )
     if spec.family not in families:
         raise InputError(f"no model family '{spec.family}'; there are {', '.join(sorted(families))}")

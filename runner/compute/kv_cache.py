@@ -3,9 +3,10 @@
 Letters: L layers, K key/value heads, S slots (tokens), R = K * S rows, D head_dim.
 
 Each layer has a table of keys and one of values, `[R, D]`: attention and the store use row indices, without views,
-gathers or copies. For each head, the tokens of adjacent blocks are adjacent rows, which memory streams at twice the
-rate of scattered blocks. So a new sequence is allocated with a hint of how long it may grow, and blocks are reserved
-for it: other sequences take them only when all else is full.
+gathers or copies. Of latent attention it has one table, of the vectors that are both. For each head, the tokens of
+adjacent blocks are adjacent rows, which memory streams at twice the rate of scattered blocks. So a new sequence is
+allocated with a hint of how long it may grow, and blocks are reserved for it: other sequences take them only when all
+else is full.
 
 The scheduler (`exeplan.scheduling.scheduler`) decides how many blocks a sequence may hold; here they are only located.
 """
@@ -25,7 +26,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
 from exeplan.kernels.select import Kernels
 from exeplan.kernels.to_device import to_device
-from exeplan.runner.compute.shard import Shard, head_ranges, whole
+from exeplan.runner.compute.shard import Shard, kv_range, whole
 from exeplan.units import show_bytes
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int32)
@@ -65,9 +66,10 @@ class KVCache:
         """
         shard, self._kernels = shard or whole(spec), kernels
         self.num_blocks = num_blocks
-        self.num_kv_heads = len(head_ranges(spec, shard.group)[1])
+        self.num_kv_heads = len(kv_range(spec, shard.group))
         self.num_slots = num_blocks * BLOCK_SIZE
-        shape = (shard.num_layers, 2, self.num_kv_heads * self.num_slots, spec.head_dim)
+        width = spec.latent.kept if spec.latent else spec.head_dim
+        shape = (shard.num_layers, spec.num_kv_tables, self.num_kv_heads * self.num_slots, width)
         try:
             self._tables = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError:
@@ -103,12 +105,15 @@ class KVCache:
         return self.num_blocks - int(self._held.sum())
 
     def table(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, `[R, D]` each; slot s of head k is row `k * num_slots + s`."""
-        keys_RD, values_RD = self._tables[layer]
-        return keys_RD, values_RD
+        """Keys and values of a layer, `[R, D]` each; slot s of head k is row `k * num_slots + s`.
+
+        Of latent attention both are the table of latent vectors.
+        """
+        tables = self._tables[layer]
+        return tables[0], tables[-1]
 
     def both_tables(self, layer: int) -> Tensor:
-        """`[2, R, D]`, keys before values, as the kernels take them."""
+        """`[2, R, D]`, keys before values, as the kernels take them; `[1, R, D]` of latent vectors."""
         return self._tables[layer]
 
     def blocks(self, request_id: str) -> NDArray[np.int32]:
@@ -125,6 +130,20 @@ class KVCache:
             return self._kernels.store_slots(kv_NMD, row_X, self._tables[layer])
         self._layers[layer].index_copy_(0, row_X, kv_NMD.reshape(-1, kv_NMD.shape[-1]))
 
+    def store_layers(self, first: int, slot_N: NDArray[np.int64], kv_LNMD: Tensor) -> None:
+        """Writes keys and values of N tokens into their slots of several layers at once, from layer `first` on.
+
+        They may be in another device's memory. A token whose slot is negative is not written.
+        """
+        tables_L2RD = self._tables[first : first + len(kv_LNMD)]
+        if self._kernels:
+            kv_LNMD = kv_LNMD.to(self.device, non_blocking=True)
+            return self._kernels.scatter_slots(kv_LNMD, to_device(slot_N, self.device), tables_L2RD)
+        if len(kept_N := np.flatnonzero(slot_N >= 0)) < len(slot_N):
+            slot_N, kv_LNMD = slot_N[kept_N], kv_LNMD[:, torch.from_numpy(kept_N)]
+        rows = self.store_rows(slot_N)
+        tables_L2RD.flatten(1, 2).index_copy_(1, rows, kv_LNMD.reshape(len(kv_LNMD), -1, kv_LNMD.shape[-1]))
+
     def read(self, request_id: str, out_L2KNB: Tensor) -> None:
         """Copies the first N keys and values of a sequence to another tensor, as bytes B of a head."""
         for run, piece in self._pieces(request_id, out_L2KNB):
@@ -138,7 +157,9 @@ class KVCache:
     def _pieces(self, request_id: str, tokens_L2KNB: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The runs of a sequence's blocks as bytes, each with its part of `tokens_L2KNB`."""
         num_layers, num_tokens = len(self._tables), tokens_L2KNB.shape[3]
-        held_L2KSB = self._tables.view(torch.uint8).view(num_layers, 2, self.num_kv_heads, self.num_slots, -1)
+        width = self._tables.shape[-1] * self.itemsize
+        shape = (num_layers, self._tables.shape[1], self.num_kv_heads, self.num_slots, width)
+        held_L2KSB = self._tables.view(torch.uint8).view(shape)
         for low, high, shift in self._spans(request_id, 0, num_tokens):
             yield held_L2KSB[:, :, :, low + shift : high + shift], tokens_L2KNB[:, :, :, low:high]
 
@@ -146,7 +167,7 @@ class KVCache:
         """For each token the rows of its 2K keys and values, flattened; its slot where kernels store them."""
         if self._kernels:
             return to_device(slot_N, self.device)
-        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.num_slots
+        heads = np.arange(self._tables.shape[1] * self.num_kv_heads, dtype=np.int64) * self.num_slots
         return torch.from_numpy((slot_N[:, None] + heads).ravel()).to(self.device)
 
     def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:

@@ -38,6 +38,20 @@ class PositionBias(Protocol):
         """All distances, as the kernels take them; beyond its ends the bias is constant."""
 
 
+class LatentVectors(Protocol):
+    """How queries meet the latent vectors of tokens; the letters are those of `latent_attention.py`."""
+
+    def split(self, qkv_NF: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def expand(self, kept_CL: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def narrow(self, out_NHQ: Tensor) -> Tensor: ...
+
+    def absorb(self, q_NHQ: Tensor) -> Tensor: ...
+
+    def release(self, out_NHL: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The attention of one layer besides its tensors; heads are those of this rank."""
@@ -53,6 +67,11 @@ class AttentionShape:
     bias: PositionBias | None = None
     cross: bool = False
     """Attends to the encoder's tokens, whose keys and values are already stored."""
+    sinks: Tensor | None = None
+    """`[H]` in float32: scores that take a share of every softmax and add nothing to its sum."""
+    latent: "LatentVectors | None" = None
+    """Keys and values are made of one vector a token, which is what is stored; `Attend` is then given queries and
+    those vectors, and returns `[N, H * V]`."""
 
 
 Block = Callable[[Tensor], Tensor]
@@ -180,7 +199,13 @@ class SelfAttention:
 
 
 def attention_shape(
-    spec: ModelSpec, shard: Shard, layer: int, *, scale: float | None = None, window: int | None = None
+    spec: ModelSpec,
+    shard: Shard,
+    layer: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionShape:
     """The attention of a layer; `scale` is `head_dim ** -0.5` by default."""
     heads, kv_heads = head_ranges(spec, shard.group)
@@ -191,6 +216,7 @@ def attention_shape(
         head_dim=spec.head_dim,
         scale=spec.head_dim**-0.5 if scale is None else scale,
         window=window,
+        sinks=sinks,
     )
 
 

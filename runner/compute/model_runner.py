@@ -15,12 +15,13 @@ from torch import Tensor
 
 from exeplan.core.batch import Batch, Chunk, Packing, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec
+from exeplan.errors import InputError
 from exeplan.kernels.linear import prepacks
 from exeplan.kernels.select import Kernels, kernels_for
 from exeplan.runner.compute.checkpoint import OnRead
 from exeplan.runner.compute.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
-from exeplan.runner.compute.families import load_model
+from exeplan.runner.compute.families import CPU_ONLY, load_model
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
@@ -59,13 +60,15 @@ class ModelRunner:
         default the device's own on a GPU; None on a CPU selects its fast path. Keys and values are stored in
         `kv_dtype`, by default `dtype` (see `precision.py`).
 
-        Raises InputError naming what the model or its checkpoint lacks.
+        Raises InputError naming what the model, its checkpoint or the device lacks.
         """
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
         self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
         if paged_with is None and self.device.type == "cuda":
             paged_with = kernels_for(self.device, self.activation)
+        if paged_with is not None and (kind := CPU_ONLY.get(spec.family)):
+            raise InputError(f"'{spec.name}' has {kind}, which runs on a CPU only, not over blocks")
         self.kernels = paged_with
         """None where attention takes the CPU's fast path."""
         self._prepacked = prepacks(self.device, self.activation)

@@ -16,6 +16,7 @@ in a slot when the slot's requests are.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -28,7 +29,7 @@ from exeplan.kernels.select import Kernels
 from exeplan.kernels.slot_attention import Slots
 from exeplan.kernels.to_device import to_device
 from exeplan.runner.compute.kv_cache import KVCache
-from exeplan.runner.compute.layers import AttentionShape, PositionBias
+from exeplan.runner.compute.layers import AttentionShape, LatentVectors, PositionBias
 from exeplan.runner.compute.paged_step import PagedStep
 from exeplan.runner.compute.step import Step, StepSequence
 
@@ -79,6 +80,8 @@ class PackedRows:
 
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Every prompt over itself: `[N, H * D]`."""
+        if shape.latent:
+            return self._attend_latent(shape, shape.latent, qkv_NMD)
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         q_NHD, k_NKD, v_NKD = torch.split_with_sizes(qkv_NMD, heads, 1)
         if self._kernels:
@@ -89,8 +92,15 @@ class PackedRows:
         tokens = self._slot_tokens
         q, k, v = (x_NHD.view(-1, tokens, *x_NHD.shape[1:]) for x_NHD in (q_NHD, k_NKD, v_NKD))
         mask_STT = self._mask(shape.window, qkv_NMD.dtype)
-        out_STHD = slot_attention(q, k, v, mask_STT, scale=shape.scale, bias_HX=bias_HX)
+        out_STHD = slot_attention(q, k, v, mask_STT, scale=shape.scale, bias_HX=bias_HX, sink_H=shape.sinks)
         return out_STHD.reshape(self.num_tokens, -1)
+
+    def _attend_latent(self, shape: AttentionShape, latent: LatentVectors, qkv_NF: Tensor) -> Tensor:
+        """The same with the keys and values that latent vectors expand to."""
+        q_NHQ, kept_N1L = latent.split(qkv_NF)
+        qkv_NMQ = torch.cat([q_NHQ, *latent.expand(kept_N1L[:, 0])], 1)
+        out_NX = self.attend(replace(shape, latent=None, num_kv_heads=shape.num_heads), qkv_NMQ)
+        return latent.narrow(out_NX.view(len(qkv_NF), shape.num_heads, -1))
 
     def without_padding(self, hidden_NE: Tensor) -> Tensor:
         """The tokens of the prompts, in the prompts' order."""
@@ -140,7 +150,8 @@ class PackedStep:
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Stores the keys and values of one layer and attends: `[N, H * D]`."""
         packed_NMD = qkv_NMD[: self._rows.num_tokens]
-        self._cache.store(shape.layer, self._stored_rows, packed_NMD[self._rows.real, shape.num_heads :])
+        kv_NMD = shape.latent.split(packed_NMD)[1] if shape.latent else packed_NMD[:, shape.num_heads :]
+        self._cache.store(shape.layer, self._stored_rows, kv_NMD[self._rows.real])
         out = self._rows.attend(shape, packed_NMD)
         if not self._singles:
             return out

@@ -10,6 +10,7 @@ Not here: padding that a policy asks for, which is a part of its batches.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F  # noqa: N812 - the name the whole field uses
 from torch import Tensor
 
@@ -35,12 +36,19 @@ class RowBucket:
         return F.pad(x_N, (0, 0) * (x_N.ndim - 1) + (0, self.num_padding), value=value) if self.num_padding else x_N
 
     def through(self, layers: Iterable[Layer], hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        """The output of the layers, `[N, E]`, without padding; `angles` includes padding."""
+        """The output of the layers, `[N, E]`, without padding; `angles` includes padding.
+
+        Padding is copies of the last row, which go to the same experts: no weights are read for it.
+        """
 
         def padded(shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
-            return self.pad(attend(shape, qkv_NMD[: self.num_rows]))
+            return self._like_last(attend(shape, qkv_NMD[: self.num_rows]))
 
-        hidden_NE = self.pad(hidden_NE)
+        hidden_NE = self._like_last(hidden_NE)
         for layer in layers:
             hidden_NE = layer(hidden_NE, angles, padded if self.num_padding else attend)
         return hidden_NE[: self.num_rows]
+
+    def _like_last(self, x_NE: Tensor) -> Tensor:
+        """Padded by copies of the last row, or the tensor itself where there is no padding."""
+        return torch.cat([x_NE, x_NE[-1:].expand(self.num_padding, -1)]) if self.num_padding else x_NE

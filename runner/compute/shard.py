@@ -103,11 +103,23 @@ def head_ranges(spec: ModelSpec, group: Group) -> tuple[ShardRange, ShardRange]:
     return _share(heads, group), ShardRange(kv_heads, first, last)
 
 
+def kv_range(spec: ModelSpec, group: Group) -> ShardRange:
+    """What this rank caches of a token: its key/value heads, or the latent vector, which every rank has whole."""
+    return ShardRange(1, 0, 1) if spec.latent else head_ranges(spec, group)[1]
+
+
 def inner_range(spec: ModelSpec, group: Group, width: int) -> ShardRange:
     """This rank's part of the inner width of a feed-forward block. Raises InputError when it does not divide evenly."""
     fitting = [n for n in range(1, group.size + 1) if width % n == 0]
     _check(group.size, f"the feed-forward width {width} of '{spec.name}'", fitting)
     return _share(width, group)
+
+
+def inner_widths(spec: ModelSpec) -> list[int]:
+    """Of all feed-forward blocks that a model's layers have."""
+    dense = spec.experts is None or spec.experts.num_layers < spec.num_layers
+    sparse = (spec.experts.width, spec.experts.shared_width) if spec.experts else ()
+    return [*([spec.intermediate_size] if dense else []), *filter(None, sparse)]
 
 
 def _share(count: int, group: Group) -> ShardRange:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exeplan.kernels.attention import CachedRows, decode_attention, full_attention, prefill_attention
 from exeplan.runner.compute.kv_cache import KVCache
-from exeplan.runner.compute.layers import AttentionShape, PositionBias
+from exeplan.runner.compute.layers import AttentionShape, LatentVectors, PositionBias
 
 
 class StepSequence(NamedTuple):
@@ -100,18 +100,20 @@ class Step:
     def attend(self, shape: AttentionShape, qkv_NMD: Tensor) -> Tensor:
         """Stores the keys and values of one layer and attends: `[N, H * D]`. Cross attention passes queries only."""
         if not shape.cross:
-            kv_NMD = qkv_NMD[:, shape.num_heads :]
+            kv_NMD = shape.latent.split(qkv_NMD)[1] if shape.latent else qkv_NMD[:, shape.num_heads :]
             self._cache.store(shape.layer, self._stored_rows, kv_NMD if self._stored is None else kv_NMD[self._stored])
         split = torch.split_with_sizes(qkv_NMD[: self.num_span_tokens], self._padded)
         outputs = [
             self._attend_span(shape, sequence, qkv_TMD) for sequence, qkv_TMD in zip(self._spans, split, strict=True)
         ]
         if self._singles:
-            outputs.append(self._attend_singles(shape, qkv_NMD[self.num_span_tokens :, : shape.num_heads]))
+            outputs.append(self._attend_singles(shape, qkv_NMD[self.num_span_tokens :]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_span(self, shape: AttentionShape, sequence: StepSequence, qkv_TMD: Tensor) -> Tensor:
         """Over the new keys and values, or over the cache, which holds both, where earlier ones are cached."""
+        if shape.latent:
+            return self._attend_latent_span(shape, shape.latent, sequence, qkv_TMD)
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         q = qkv_TMD[None, :, :heads]
         if sequence.start > 0:
@@ -125,17 +127,33 @@ class Step:
             bias_HX[:, k.shape[1] :] = -torch.inf  # Keys after their query.
             out = full_attention(q, k, v, scale=shape.scale, bias_HX=bias_HX)
         else:
-            out = prefill_attention(q, k, v, scale=shape.scale, window=shape.window)
+            out = prefill_attention(q, k, v, scale=shape.scale, window=shape.window, sink_H=shape.sinks)
         return out.reshape(len(qkv_TMD), -1)
+
+    def _attend_latent_span(
+        self, shape: AttentionShape, latent: LatentVectors, sequence: StepSequence, qkv_TF: Tensor
+    ) -> Tensor:
+        """The same with the keys and values that latent vectors expand to."""
+        q_THQ, kept_T1L = latent.split(qkv_TF)
+        kept_CL = self._read(shape, sequence)[0][0, :, 0] if sequence.start > 0 else kept_T1L[:, 0]
+        k_CHQ, v_CHQ = latent.expand(kept_CL)
+        return latent.narrow(prefill_attention(q_THQ[None], k_CHQ[None], v_CHQ[None], scale=shape.scale)[0])
 
     def _read(self, shape: AttentionShape, sequence: StepSequence) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values that a sequence attends to, `[1, C, K, D]` each."""
         rows_KC = self._cache.rows(self._cache.slots(sequence.request_id, *sequence.seen(shape)))
         rows_CK = self._tensor(np.ascontiguousarray(rows_KC.T))
         keys_RD, values_RD = self._cache.table(shape.layer)
-        return keys_RD[rows_CK][None], values_RD[rows_CK][None]
+        keys = keys_RD[rows_CK][None]
+        return keys, keys if shape.latent else values_RD[rows_CK][None]
 
-    def _attend_singles(self, shape: AttentionShape, q_BHD: Tensor) -> Tensor:
+    def _attend_singles(self, shape: AttentionShape, qkv_BMD: Tensor) -> Tensor:
+        if shape.latent:
+            q_BHL = shape.latent.absorb(shape.latent.split(qkv_BMD)[0])
+            return shape.latent.release(self._decode(shape, q_BHL))
+        return self._decode(shape, qkv_BMD[:, : shape.num_heads]).flatten(1)
+
+    def _decode(self, shape: AttentionShape, q_BHD: Tensor) -> Tensor:
         keys_RD, values_RD = self._cache.table(shape.layer)
         kind = (shape.num_heads, shape.window, shape.cross, shape.bias)
         if kind not in self._cached:
@@ -149,8 +167,9 @@ class Step:
                 num_slots=self._cache.num_slots,
                 like=keys_RD,
                 biases=None if shape.bias is None else _last_biases(shape.bias, contexts),
+                shared=shape.latent is not None,
             )
-        return decode_attention(q_BHD, keys_RD, values_RD, self._cached[kind], scale=shape.scale).flatten(1)
+        return decode_attention(q_BHD, keys_RD, values_RD, self._cached[kind], scale=shape.scale, sink_H=shape.sinks)
 
     def _not_padding(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of the flat batch that are real tokens."""

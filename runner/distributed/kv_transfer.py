@@ -1,19 +1,24 @@
 """KV transfer: keys and values go from the stages that prefill to those that decode, while both compute.
 
-Source: ExeGPT (ASPLOS 2024) section 4.1: through (pinned) host memory, so that neither device waits for the other. A
-prefilling worker keeps no cache: what a pass would store is what it sends. A thread sends it, all layers in one tensor
-per receiver, a thread of each decoding worker receives it, and the keys and values wait in host memory until the rows
-have blocks. The scheduler limits how many requests may be in transfer or waiting.
+Source: ExeGPT (ASPLOS 2024) section 4.1: through (pinned) host memory, layer by layer, so that neither device waits for
+the other. A prefilling worker keeps no cache: what a layer would store is what it sends. A thread sends it, a few
+layers in one piece (`exeplan/core/handover.py`), while the next layers compute. A thread of each decoding worker
+receives the pieces and stores them in the rows' blocks, while the worker decodes others; what comes in a pass, before
+the rows have blocks, waits in host memory. The scheduler limits how many requests may be in transfer or waiting.
+
+All ends process the pieces of a batch in one order: by the stage that prefills, then layers, sender, receiver. So no
+two of them wait for each other. Between two CPU workers of one host pieces go through shared memory.
 
 For encoder-decoder models the encoder's output goes instead: `[N, E]` is far less than keys and values of every decoder
-layer, which the decoding stages compute from it.
+layer, which the decoding stages compute from it. It waits in host memory until the rows are decoded.
 Letters: L layers, N tokens of the flat batch, K key/value heads of a shard, D head_dim.
 """
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +27,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exeplan.core.handover import pieces
 from exeplan.core.model import ModelSpec
-from exeplan.core.schedule import Placement
+from exeplan.core.schedule import Placement, Stage
+from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.distributed.links import Seat, sources, stage_ranks
+from exeplan.runner.distributed.shared_link import SharedMemoryLink
 
 
 class Transfer(NamedTuple):
@@ -62,6 +70,12 @@ def transfers(spec: ModelSpec, placement: Placement) -> list[Transfer]:
     return found
 
 
+def transfer_pairs(spec: ModelSpec, placement: Placement) -> set[tuple[int, int]]:
+    """(sender, receiver) of all transfers; none where every stage does both."""
+    apart = any(stage.phase for stage in placement)
+    return {(transfer.sender, transfer.receiver) for transfer in transfers(spec, placement)} if apart else set()
+
+
 def _between(
     spec: ModelSpec, senders: Sequence[int], receivers: Sequence[int], layers: tuple[int, int]
 ) -> list[Transfer]:
@@ -77,12 +91,11 @@ def _between(
 
 
 class PassingCache:
-    """Takes the place of a KV cache on a stage that only prefills: what is stored is kept for one pass, to be sent."""
+    """Takes the place of a KV cache on a stage that only prefills: what a layer stores is passed on."""
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.device = device
-        self.kv_LNMD: list[Tensor | None] = [None] * num_layers
-        """For each layer the keys and values `[N, 2K, D]` of the last pass."""
+    def __init__(self, device: torch.device, store: Callable[[int, Tensor], None]) -> None:
+        """`store` is called with the number of a layer in this shard and its keys and values `[N, 2K, D]`."""
+        self.device, self._store = device, store
 
     def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
         return np.arange(start, stop)
@@ -100,8 +113,8 @@ class PassingCache:
         return torch.empty((2, 0, 1), device=self.device)
 
     def store(self, layer: int, row_X: Tensor, kv_NMD: Tensor) -> None:
-        # On a GPU a copy: a view would keep the queries of all layers in memory.
-        self.kv_LNMD[layer] = kv_NMD.clone() if kv_NMD.is_cuda else kv_NMD
+        # On a GPU a copy: a view would keep the queries in memory until it is sent.
+        self._store(layer, kv_NMD.clone() if kv_NMD.is_cuda else kv_NMD)
 
     def resize(self, request_id: str, num_blocks: int, hint_blocks: int) -> None:
         """There are no blocks."""
@@ -110,122 +123,254 @@ class PassingCache:
         """There is nothing to free."""
 
 
-class Sender:
-    """Sends what a prefilling worker computed, in a thread of its own."""
+class Wire:
+    """Tensors between this worker and others: through shared memory where there is some, else by torch.distributed."""
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, seat: Seat, group: dist.ProcessGroup, device: torch.device
+        self, rank: int, group: dist.ProcessGroup, shared: Mapping[str, str | None], *, timeout: float
     ) -> None:
-        self._stage, self._group, self._device = placement[seat.stage], group, device
+        """`shared` names the memory of links between two workers of one host, as `sender-receiver`."""
+        self._rank, self._group, self._shared, self._timeout = rank, group, shared, timeout
+        self._links: dict[str, SharedMemoryLink] = {}
+
+    def attach(self, peers: Iterable[tuple[int, int]]) -> None:
+        """Takes its end of the links between these (sender, receiver), while their memory can be attached to."""
+        for sender, receiver in peers:
+            if path := self._shared.get(name := f"{sender}-{receiver}"):
+                self._links[name] = SharedMemoryLink(path, timeout=self._timeout)
+
+    def send(self, x: Tensor, receiver: int) -> None:
+        if link := self._links.get(f"{self._rank}-{receiver}"):
+            link.send(x)
+        else:
+            dist.send(x, receiver, group=self._group)
+
+    def receive(self, x: Tensor, sender: int) -> Tensor:
+        """Fills a contiguous tensor."""
+        if link := self._links.get(f"{sender}-{self._rank}"):
+            return link.receive(x)
+        dist.recv(x, sender, group=self._group)
+        return x
+
+
+def piece_layers(spec: ModelSpec, stage: Stage, num_tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """The pieces in which each worker of a stage sends its share of so many tokens."""
+    heads = len(kv_heads_of(spec, stage.tensor_parallel_size, 0))
+    return pieces(stage.layers, 2 * num_tokens * heads * spec.head_dim * dtype.itemsize)
+
+
+class _Piece(NamedTuple):
+    layers: tuple[int, int]
+    """Of the model."""
+    computed: list[Tensor]
+    """Keys and values `[N, 2K, D]` of each of these layers, or an encoder's output."""
+    ready: "torch.cuda.Event | None"
+
+
+class Sender:
+    """Sends what a prefilling worker computes, in a thread of its own."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement, seat: Seat, wire: Wire, device: torch.device) -> None:
+        self._spec, self._stage, self._wire, self._device = spec, placement[seat.stage], wire, device
         self._heads = kv_heads_of(spec, self._stage.tensor_parallel_size, seat.rank_in_stage)
         self._transfers = [transfer for transfer in transfers(spec, placement) if transfer.sender == seat.rank]
-        self._batches: queue.SimpleQueue[tuple[list[Tensor], torch.cuda.Event | None]] = queue.SimpleQueue()
+        wire.attach((transfer.sender, transfer.receiver) for transfer in self._transfers)
+        self._layers: list[Tensor] = []
+        """Computed, and in no piece yet."""
+        self._pieces: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
         _in_thread(self._run, failed, "kv-transfer")
 
-    def put_layers(self, kv_LNMD: Sequence[Tensor | None]) -> None:
-        """The keys and values of one pass, a tensor `[N, 2K, D]` for each layer of this stage."""
-        self._put([self._part(kv_LNMD, transfer) for transfer in self._transfers])
+    def put_layer(self, layer: int, kv_NMD: Tensor) -> None:
+        """The keys and values of a layer of this stage: one after the other, in each pass all."""
+        self._layers.append(kv_NMD)
+        last = self._stage.layers[0] + layer + 1
+        if any(last == end for _, end in piece_layers(self._spec, self._stage, len(kv_NMD), kv_NMD.dtype)):
+            self._put((last - len(self._layers), last), self._layers)
+            self._layers = []
 
     def put_encoded(self, encoded_NE: Tensor) -> None:
         """An encoder's output."""
-        self._put([encoded_NE.contiguous()] * len(self._transfers))
+        self._put((0, 0), [encoded_NE])
 
-    def _put(self, parts: list[Tensor]) -> None:
-        computed = None
-        if any(part.is_cuda for part in parts):
-            computed = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has none
-            computed.record()
-        self._batches.put((parts, computed))
+    def _put(self, layers: tuple[int, int], computed: list[Tensor]) -> None:
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has none
+            event.record()
+        self._pieces.put(_Piece(layers, computed, event))
 
-    def _part(self, kv_LNMD: Sequence[Tensor | None], transfer: Transfer) -> Tensor:
+    @torch.inference_mode()
+    def _run(self) -> None:
+        stream = _stream(self._device)
+        while True:
+            piece = self._pieces.get()
+            for transfer in self._transfers:
+                part = self._part(piece, transfer, stream)
+                if part is not None:
+                    self._wire.send(part, transfer.receiver)
+
+    def _part(self, piece: _Piece, transfer: Transfer, stream: "torch.cuda.Stream | None") -> Tensor | None:
+        """What a receiver gets of a piece, in host memory: on a GPU one copy, in another stream than the pass."""
+        if self._spec.is_encoder_decoder:
+            return _on_host(lambda: piece.computed[0].contiguous(), piece.ready, stream)
+        first, last = _shared_layers(piece.layers, transfer.layers)
+        if first >= last:
+            return None
         chosen = [self._heads.index(head) for head in transfer.heads]
         rows = chosen + [len(self._heads) + index for index in chosen]
-        first, last = (layer - self._stage.layers[0] for layer in transfer.layers)
-        layers = [layer for layer in kv_LNMD[first:last] if layer is not None]
-        return torch.stack([layer[:, rows] if len(chosen) < len(self._heads) else layer for layer in layers])
-
-    def _run(self) -> None:
-        stream = None
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # A new thread uses the first device.
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch has none
-        while True:
-            parts, computed = self._batches.get()
-            for part, transfer in zip(parts, self._transfers, strict=True):
-                dist.send(_on_host(part, computed, stream), transfer.receiver, group=self._group)
+        layers = piece.computed[first - piece.layers[0] : last - piece.layers[0]]
+        whole = len(chosen) == len(self._heads)
+        return _on_host(
+            lambda: torch.stack([kv_NMD if whole else kv_NMD[:, rows] for kv_NMD in layers]), piece.ready, stream
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """A batch that will be sent."""
 
     number: int
     num_tokens: int
 
 
+@dataclass(slots=True)
+class _Arriving:
+    """A batch on its way into the cache."""
+
+    slots: NDArray[np.int64] | None = None
+    """Where its tokens go; negative for one that goes nowhere. None until the rows have blocks."""
+    held: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Pieces that have come before that, by their first layer."""
+    complete: bool = False
+    """Whether all have come."""
+
+
 class Receiver:
     """Receives what is sent to a decoding worker, in a thread of its own; `on_received` is called for every batch."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        placement: Placement,
-        seat: Seat,
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        *,
-        pinned: bool = False,
-    ) -> None:
-        """A GPU copies from `pinned` memory without the CPU."""
-        self._pinned = pinned
-        self._spec, self._stage, self._group, self._dtype = spec, placement[seat.stage], group, dtype
+    def __init__(self, spec: ModelSpec, placement: Placement, seat: Seat, wire: Wire, runner: ModelRunner) -> None:
+        """Keys and values go into the cache of `runner`, which must not be replaced."""
+        self._spec, self._placement, self._wire, self._runner = spec, placement, wire, runner
+        self._stage, self._dtype = placement[seat.stage], runner.activation
         self._heads = kv_heads_of(spec, self._stage.tensor_parallel_size, seat.rank_in_stage)
         self._transfers = [transfer for transfer in transfers(spec, placement) if transfer.receiver == seat.rank]
+        wire.attach((transfer.sender, transfer.receiver) for transfer in self._transfers)
+        self._device = runner.device
+        self._stream = _stream(self._device)
         self._expected: queue.SimpleQueue[Expected] = queue.SimpleQueue()
+        self._arriving: dict[int, _Arriving] = {}
+        """Batches that have not been received, or have no slots."""
+        self._lock = threading.Lock()
+        """For these: a row that leaves frees its slots."""
         self.received: dict[int, Tensor] = {}
-        """By the number of the batch: keys and values `[L, N, 2K, D]`, or an encoder's output `[N, E]`."""
+        """By the number of the batch: an encoder's output `[N, E]`."""
 
     def start(self, on_received: Callable[[int], None], failed: Callable[[BaseException], None]) -> None:
         _in_thread(lambda: self._run(on_received), failed, "kv-transfer")
 
     def expect(self, batch: Expected) -> None:
+        """Receives a batch behind those before; any thread may call it. What comes waits in host memory for slots."""
+        if not self._spec.is_encoder_decoder:
+            self._arriving[batch.number] = _Arriving()
         self._expected.put(batch)
 
+    def grant(self, number: int, slots: NDArray[np.int64]) -> None:
+        """Where the tokens of an expected batch go. Stores what has come of them, and what comes from now on."""
+        with self._lock:
+            batch = self._arriving[number]
+            batch.slots, held = slots, batch.held
+            for layer, kv_LNMD in held:
+                self._runner.cache.store_layers(layer, slots, kv_LNMD)
+            batch.held = []
+            if batch.complete:
+                del self._arriving[number]
+
+    def drop(self, number: int, first: int, last: int) -> None:
+        """Tokens `first` to `last` of a batch go nowhere from now on: their slots may be given to others."""
+        with self._lock:
+            if (batch := self._arriving.get(number)) and batch.slots is not None:
+                batch.slots[first:last] = -1
+                if self._stream is not None:
+                    torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @torch.inference_mode()
     def _run(self, on_received: Callable[[int], None]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # A new thread uses the first device.
         while True:
             batch = self._expected.get()
-            receive = self._encoded if self._spec.is_encoder_decoder else self._layers
-            self.received[batch.number] = receive(batch.num_tokens)
+            if self._spec.is_encoder_decoder:
+                self.received[batch.number] = self._encoded(batch.num_tokens)
+            else:
+                self._layers(batch)
             on_received(batch.number)
 
     def _encoded(self, num_tokens: int) -> Tensor:
-        encoded_NE = self._empty(num_tokens, self._spec.hidden_size)
-        dist.recv(encoded_NE, self._transfers[0].sender, group=self._group)
-        return encoded_NE
+        return self._wire.receive(self._empty(num_tokens, self._spec.hidden_size), self._transfers[0].sender)
 
-    def _layers(self, num_tokens: int) -> Tensor:
-        layers, heads = self._stage.layers[1] - self._stage.layers[0], len(self._heads)
-        whole = self._empty(layers, num_tokens, 2 * heads, self._spec.head_dim)
-        for transfer in self._transfers:
+    def _layers(self, batch: Expected) -> None:
+        ranks = stage_ranks(self._placement)
+        for stage, senders in zip(self._placement, ranks, strict=True):
+            ours = [transfer for transfer in self._transfers if transfer.sender in senders]
+            if not ours:
+                continue
+            for layers in piece_layers(self._spec, stage, batch.num_tokens, self._dtype):
+                first, last = _shared_layers(layers, ours[0].layers)
+                if first < last:
+                    self._store(batch.number, first, self._piece(ours, last - first, batch.num_tokens))
+        if self._stream is not None:
+            self._stream.synchronize()
+        with self._lock:
+            arrived = self._arriving[batch.number]
+            arrived.complete = True
+            if arrived.slots is not None:
+                del self._arriving[batch.number]
+
+    def _piece(self, ours: Sequence[Transfer], num_layers: int, num_tokens: int) -> Tensor:
+        """Some layers of a batch, `[L, N, 2K, D]`, of all heads of this worker."""
+        heads, dim = len(self._heads), self._spec.head_dim
+        if len(ours) == 1:
+            return self._wire.receive(self._empty(num_layers, num_tokens, 2 * heads, dim), ours[0].sender)
+        whole = self._empty(num_layers, num_tokens, 2 * heads, dim)
+        for transfer in ours:
             chosen = [self._heads.index(head) for head in transfer.heads]
-            first, last = (layer - self._stage.layers[0] for layer in transfer.layers)
-            part = self._empty(last - first, num_tokens, 2 * len(chosen), self._spec.head_dim)
-            dist.recv(part, transfer.sender, group=self._group)
-            whole[first:last, :, chosen + [heads + index for index in chosen]] = part
+            part = self._empty(num_layers, num_tokens, 2 * len(chosen), dim)
+            whole[:, :, chosen + [heads + index for index in chosen]] = self._wire.receive(part, transfer.sender)
         return whole
 
+    def _store(self, number: int, layer: int, kv_LNMD: Tensor) -> None:
+        """Into the cache, from layer `layer` of the model on, with one copy and one launch; or holds it."""
+        layer -= self._stage.layers[0]
+        with self._lock, torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            batch = self._arriving[number]
+            if batch.slots is None:
+                batch.held.append((layer, kv_LNMD))
+            else:
+                self._runner.cache.store_layers(layer, batch.slots, kv_LNMD)
+
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, pin_memory=self._pinned)
+        """A GPU copies from pinned memory without the CPU."""
+        return torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
 
 
-def _on_host(part: Tensor, computed: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None") -> Tensor:
-    """The part in pinned memory, copied in another stream than the computation; on a CPU the part itself."""
+def _shared_layers(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _stream(device: torch.device) -> "torch.cuda.Stream | None":
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # has none
+
+
+def _on_host(
+    made: Callable[[], Tensor], computed: "torch.cuda.Event | None", stream: "torch.cuda.Stream | None"
+) -> Tensor:
+    """What `made` makes of what was computed, on a GPU in `stream` and copied to pinned memory."""
     if computed is None or stream is None:
-        return part
+        return made()
     with torch.cuda.stream(stream):
         stream.wait_event(computed)
+        part = made()
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
         stream.synchronize()
     return host

@@ -1,8 +1,9 @@
 """Worker: one device, one process, one shard of the model.
 
-A thread takes the engine's commands as they come, so that none waits for a kernel; the main thread runs the batches in
-that order: hidden states from the stage before, the shard's layers, hidden states to the next stage, or sampling on the
-last one. When the engine's end of the connection closes, for whatever reason, this process ends at once.
+A thread takes the engine's commands as they come, so that none waits for a kernel, and keys and values are received
+from the moment they are announced; the main thread runs the batches in that order: hidden states from the stage before,
+the shard's layers, hidden states to the next stage, or sampling on the last one. When the engine's end of the
+connection closes, for whatever reason, this process ends at once.
 Any error ends it, too: a worker that went on after a failed send or receive would leave the others waiting. The engine
 then restarts all of them.
 """
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn, assert_never, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,7 +44,7 @@ from exeplan.runner.compute.structures import Masks, Structures
 from exeplan.runner.compute.warm_up import warm_up_runner
 from exeplan.runner.distributed.batch_messages import Mirror, token_messages
 from exeplan.runner.distributed.completion import Completion
-from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender
+from exeplan.runner.distributed.kv_transfer import Expected, PassingCache, Receiver, Sender, Wire
 from exeplan.runner.distributed.links import HiddenLinks, connect, neighbours, seat_of, tensor_parallel_group
 from exeplan.runner.engine.executor import sampled_requests
 from exeplan.runner.engine.kv_regions import restore_regions, save_regions
@@ -80,14 +82,14 @@ _LOADING_PAUSE = 0.2
 def main(connection: socket.socket) -> NoReturn:
     """Runs until the engine is gone or something fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's interrupt is handled by the engine.
-    commands: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
-    reports = Reports(connection)
+    commands, reports = Commands(), Reports(connection)
     threading.Thread(target=_read, args=(connection, commands, reports), daemon=True).start()
     try:
         setup = commands.get()
         if not isinstance(setup, WorkerSetup):
             raise _out_of_order(setup)
         worker = Worker(setup, reports)
+        commands.on_expect = worker.expect
         reports.send(WorkerReady(capacity=worker.capacity))
         while True:
             worker.take(commands.get())
@@ -97,7 +99,24 @@ def main(connection: socket.socket) -> NoReturn:
         reports.fail(error)
 
 
-def _read(connection: socket.socket, commands: "queue.SimpleQueue[WorkerCommand]", reports: "Reports") -> None:
+class Commands:
+    """What an engine sends, in order; `on_expect` is called with what is to be received as soon as it has come."""
+
+    def __init__(self) -> None:
+        self.on_expect: Callable[[ExpectKV], None] = lambda command: None
+        self._queue: queue.SimpleQueue[WorkerCommand] = queue.SimpleQueue()
+
+    def put(self, command: WorkerCommand) -> None:
+        if isinstance(command, ExpectKV):
+            self.on_expect(command)
+        self._queue.put(command)
+
+    def get(self) -> WorkerCommand:
+        """The next one, waiting for it."""
+        return self._queue.get()
+
+
+def _read(connection: socket.socket, commands: Commands, reports: "Reports") -> None:
     try:
         while (command := WORKER_COMMANDS.read(connection.recv)) is not None:
             commands.put(command)
@@ -207,19 +226,21 @@ class Worker:
         self._prefilled: dict[int, tuple[RequestState, ...]] = {}
         """Rows of encoder passes whose output has not been taken, by the number of the batch."""
         self._incoming: dict[str, _Part] = {}
-        """By request: keys and values that are being received, or wait in host memory for blocks."""
+        """By request: what is being received, or has been and waits for its first decode."""
+        self._last_incoming = 0
+        """The last batch of these; what was received of later ones waits for their turn."""
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
         if stage.phase:
             gloo = dist.new_group(range(num_ranks), backend="gloo")
             assert isinstance(gloo, dist.ProcessGroup)
+            wire = Wire(seat.rank, gloo, command.links, timeout=timeout)
             if stage.phase == "prefill":
-                self._passing = PassingCache(stage.layers[1] - stage.layers[0], device)
-                self._runner.use_cache(cast(KVCache, self._passing))
-                self._sender = Sender(self._spec, placement, seat, gloo, device)
+                self._sender = Sender(self._spec, placement, seat, wire, device)
+                self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
                 self._sender.start(reports.fail)
             else:
-                self._receiver = Receiver(self._spec, placement, seat, gloo, dtype, pinned=device.type == "cuda")
+                self._receiver = Receiver(self._spec, placement, seat, wire, self._runner)
                 self._receiver.start(self._report_received, reports.fail)
         if self._runner.kernels is not None:
             schedule = setup.schedule
@@ -284,14 +305,13 @@ class Worker:
         return lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))
 
     def _pass_on(self, number: int, batch: Batch) -> None:
-        """What a prefill leaves for later: keys and values for other stages, an encoder's output for all of them."""
+        """What a prefill leaves for later: an encoder's output for all stages."""
         if not batch.prefill:
             return
         rows = as_requests(batch.prefill)
         if not self._spec.is_encoder_decoder:
-            if self._sender:
-                self._sender.put_layers(self._passing.kv_LNMD)
-        elif self._last:
+            return
+        if self._last:
             encoded_NE = self._runner.encoded_NE
             assert encoded_NE is not None
             if self._sender:
@@ -335,43 +355,56 @@ class Worker:
         encoded_NE = self._links.receive_encoded(sum(num_encoder_tokens(row) for row in rows))
         self._runner.take_encoded(rows, encoded_NE)
 
-    def _expect(self, command: ExpectKV) -> None:
-        """Other stages have begun to prefill a batch, whose keys and values will be sent here."""
+    def expect(self, command: ExpectKV) -> None:
+        """Other stages have begun to prefill a batch, whose keys and values will be sent here: receives them from now
+        on, in any thread, before the command's turn."""
         assert self._receiver is not None
-        first = 0
+        rows = map(Mirror().add, command.new)
+        self._receiver.expect(Expected(command.number, sum(map(self._num_received, rows))))
+
+    def _expect(self, command: ExpectKV) -> None:
+        """Gives the rows of such a batch their blocks."""
+        assert self._receiver is not None
+        self._last_incoming = command.number
+        first, slots = 0, [np.zeros(0, dtype=np.int64)]
         for row in map(self._mirror.add, command.new):
-            encoder = self._spec.is_encoder_decoder
-            last = first + (num_encoder_tokens(row) if encoder else row.num_tokens)
+            last = first + self._num_received(row)
             self._incoming[row.request_id] = _Part(command.number, first, last)
             first = last
-        self._receiver.expect(Expected(command.number, first))
+            if not self._spec.is_encoder_decoder:
+                self._grant(row, num_blocks_for(row.num_tokens))
+                slots.append(self._runner.cache.slots(row.request_id, 0, row.num_tokens))
+        if not self._spec.is_encoder_decoder:
+            self._receiver.grant(command.number, np.concatenate(slots))
+
+    def _num_received(self, row: RequestState) -> int:
+        """Tokens of a row that are received."""
+        return num_encoder_tokens(row) if self._spec.is_encoder_decoder else row.num_tokens
+
+    def _grant(self, row: RequestState, num_blocks: int) -> None:
+        longest = num_blocks_for(row.num_prompt_tokens + row.max_output_tokens)
+        self._runner.cache.resize(row.request_id, num_blocks, longest)
 
     def _report_received(self, number: int) -> None:
         self._reports.send(KVReceived(number=number))
 
     def _place_received(self, receiver: Receiver, rows: Sequence[RequestState]) -> None:
-        """Stores what was received of rows that now have blocks; drops what no row waits for."""
+        """Takes encoders' outputs that were received of rows that now have blocks; drops what no row waits for."""
         for row in rows:
-            if part := self._incoming.pop(row.request_id, None):
-                self._place(row, receiver.received[part.number], part)
+            part = self._incoming.pop(row.request_id, None)
+            if part and self._spec.is_encoder_decoder:
+                self._grant(row, row.num_blocks)
+                encoded_NE = receiver.received[part.number][part.first : part.last]
+                self._runner.take_encoded((row,), encoded_NE.to(self._runner.device, non_blocking=True))
         awaited = {part.number for part in self._incoming.values()}
-        for number in [number for number in receiver.received if number not in awaited]:
-            del receiver.received[number]
-
-    def _place(self, row: RequestState, received: Tensor, part: "_Part") -> None:
-        cache = self._runner.cache
-        cache.resize(row.request_id, row.num_blocks, num_blocks_for(row.num_prompt_tokens + row.max_output_tokens))
-        if self._spec.is_encoder_decoder:
-            encoded_NE = received[part.first : part.last].to(cache.device, non_blocking=True)
-            self._runner.take_encoded((row,), encoded_NE)
-            return
-        stored = cache.store_rows(cache.slots(row.request_id, 0, part.last - part.first))
-        for layer, kv_NMD in enumerate(received[:, part.first : part.last]):  # Adjacent, so that the copy is direct.
-            cache.store(layer, stored, kv_NMD.to(cache.device, non_blocking=True))
+        for number in list(receiver.received):
+            if number <= self._last_incoming and number not in awaited:
+                del receiver.received[number]
 
     def _forget(self, request_id: str) -> None:
         self._mirror.rows.pop(request_id, None)
-        self._incoming.pop(request_id, None)
+        if (part := self._incoming.pop(request_id, None)) and self._receiver:
+            self._receiver.drop(part.number, part.first, part.last)
         self._runner.free(request_id)
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from exeplan.core.model import model_spec
 from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
 from exeplan.runner.compute.kv_budget import KVBudget, smallest_budget
@@ -186,15 +187,19 @@ class WorkerGroup:
         return paths
 
     def _shared_links(self) -> dict[str, str | None]:
-        """Memory for the hidden states of two CPU workers on one host, by their ranks."""
+        """Memory for what two CPU workers on one host send each other, by their ranks."""
+        from exeplan.runner.distributed.kv_transfer import transfer_pairs
         from exeplan.runner.distributed.links import hidden_pairs
         from exeplan.runner.distributed.shared_link import LINK_BYTES
 
-        devices = _devices(self._setup.placement)
-        pairs = hidden_pairs(self._setup.placement) if self._setup.engine.device == "cpu" else []
+        placement, model = self._setup.placement, self._setup.model
+        devices, pairs = _devices(placement), set[tuple[int, int]]()
+        if self._setup.engine.device == "cpu":
+            spec = model_spec(model.config, name=model.name)
+            pairs = {*hidden_pairs(placement), *transfer_pairs(spec, placement)}
         return {
             f"{sender}-{receiver}": self._launcher.share(devices[sender], LINK_BYTES)
-            for sender, receiver in pairs
+            for sender, receiver in sorted(pairs)
             if self._launcher.locate(devices[sender]).host == self._launcher.locate(devices[receiver]).host
         }
 

@@ -8,6 +8,7 @@ Not here: which requests migrate, and how much host memory they may take (`kv_mi
 Letters: L layers, K key/value heads, N tokens, B bytes of one head of one token.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exeplan.core.model import ModelSpec
-from exeplan.runner.compute.shard import Shard, head_ranges
+from exeplan.runner.compute.shard import Shard, kv_range
 from exeplan.runner.engine.requests import RequestState
 from exeplan.runner.ipc.collectives import attach
 
@@ -34,10 +35,10 @@ class KVRegion(NamedTuple):
 
 
 def shard_view(memory: Tensor, region: KVRegion, spec: ModelSpec, shard: Shard, head_bytes: int) -> Tensor:
-    """A shard's keys and values of a request, `[L, 2, K, N, B]`, as a view of the memory."""
-    shape = (spec.num_layers, 2, spec.num_kv_heads, region.num_tokens, head_bytes)
-    num_bytes = spec.num_layers * 2 * spec.num_kv_heads * region.num_tokens * head_bytes
-    heads = head_ranges(spec, shard.group)[1]
+    """A shard's keys and values of a request, `[L, 2, K, N, B]` (1 for latent vectors), as a view of the memory."""
+    shape = (spec.num_layers, spec.num_kv_tables, spec.num_kv_shares, region.num_tokens, head_bytes)
+    num_bytes = math.prod(shape)
+    heads = kv_range(spec, shard.group)
     whole = memory[region.start : region.start + num_bytes].view(shape)
     return whole[slice(*shard.layers), :, heads.start : heads.stop, : region.num_stored]
 
@@ -55,5 +56,6 @@ def restore_regions(runner: "ModelRunner", path: str, regions: Sequence[KVRegion
 
 def _parts(runner: "ModelRunner", path: str, regions: Sequence[KVRegion]) -> list[tuple[KVRegion, Tensor]]:
     memory = torch.frombuffer(attach(path), dtype=torch.uint8)
-    head_bytes = runner.spec.head_dim * runner.cache.itemsize
-    return [(region, shard_view(memory, region, runner.spec, runner.shard, head_bytes)) for region in regions]
+    spec = runner.spec
+    head_bytes = spec.kv_width // spec.num_kv_tables // spec.num_kv_shares * runner.cache.itemsize
+    return [(region, shard_view(memory, region, spec, runner.shard, head_bytes)) for region in regions]

@@ -17,7 +17,6 @@ from functools import partial
 
 from msgspec.structs import replace as with_fields
 
-from exeplan.core.schedule import moved
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError, Job
@@ -32,23 +31,23 @@ OnStep = Callable[[list[Event], Stats], None]
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    """An engine process, the setup that it runs, and its first device."""
+    """An engine process and the setup that it runs."""
 
     client: EngineClient
     setup: EngineSetup
-    first_device: int
 
 
 class ReplicaSet:
     """Starts, feeds and ends the engine processes of several replicas (see `EngineClient`, whose members these are)."""
 
-    def __init__(self, setups: Sequence[EngineSetup], first_devices: Sequence[int], router: str) -> None:
-        """One replica for each setup; made within the running event loop. Nothing is started before `until_ready`."""
+    def __init__(self, setups: Sequence[EngineSetup], router: str) -> None:
+        """One replica for each setup, on its own devices; made within the running event loop. Nothing is started before
+        `until_ready`."""
         numbers, self._forks = itertools.count(1), engine_forks()
         clients = [EngineClient(setup, numbers=numbers, forks=self._forks) for setup in setups]
         for client in clients:
             client.on_failure = partial(self._move, client)
-        self._replicas = list(map(_Replica, clients, setups, first_devices))
+        self._replicas = list(map(_Replica, clients, setups))
         self._router = Router(router)
         self._jobs: dict[str, EngineClient] = {}
         self._on_step: OnStep = lambda events, stats: None
@@ -170,34 +169,34 @@ class ReplicaSet:
             running=tuple(one for report in found for one in report.running),
         )
 
-    async def switch_plan(self, setup: EngineSetup) -> PlanSwitched:
-        """Switches all replicas to a setup, each on its own devices, one after the other; all or none.
+    async def switch_plan(self, setups: Sequence[EngineSetup]) -> PlanSwitched:
+        """Switches each replica to its setup, one after the other; all or none.
 
-        Raises InputError where a replica cannot, EngineError when one is gone.
+        Those that run theirs already are left alone, unless all do. Raises InputError where a replica cannot,
+        EngineError when one is gone.
         """
         switched: list[PlanSwitched] = []
         if self.failure:
             raise EngineError(self.failure)
-        for number, replica in enumerate(self._replicas):
-            if replica.client.failure:
+        wanted = list(zip(self._replicas, setups, strict=True))
+        differs = [replica.setup != setup for replica, setup in wanted]
+        for number, (replica, setup) in enumerate(wanted):
+            if replica.client.failure or (any(differs) and not differs[number]):
                 continue
-            placed = with_fields(setup, placement=moved(setup.placement, replica.first_device))
             try:
-                switched.append(await replica.client.switch_plan(placed))
+                switched.append(await replica.client.switch_plan(setup))
             except InputError:
-                await self._switch_back(self._replicas[:number])
+                changed = [r for r, other in zip(self._replicas[:number], differs, strict=False) if other]
+                await self._switch_back(changed)
                 raise
             except EngineError:  # It has died, and is left out from now on.
                 if not any(other.client.failure is None for other in self._replicas):
                     raise
-        self._replicas = [
-            _Replica(r.client, with_fields(setup, placement=moved(setup.placement, r.first_device)), r.first_device)
-            for r in self._replicas
-        ]
+        self._replicas = [_Replica(replica.client, setup) for replica, setup in wanted]
         return PlanSwitched(
-            number=switched[0].number,
-            num_blocks=min(one.num_blocks for one in switched),
-            seconds=max(one.seconds for one in switched),
+            number=max((one.number for one in switched), default=0),
+            num_blocks=self.num_blocks,
+            seconds=max((one.seconds for one in switched), default=0.0),
             num_recomputed=sum(one.num_recomputed for one in switched),
             num_carried=sum(one.num_carried for one in switched),
         )

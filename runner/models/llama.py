@@ -1,4 +1,4 @@
-"""Llama, and the families that differ from it by a row of a table: Mistral, Qwen2 and Qwen3.
+"""Llama, and the families that differ from it by a row of a table: Mistral, Qwen2 and Qwen3, with and without experts.
 
 RMSNorm before attention and before a gated feed-forward block, rotary positions, grouped key/value heads, an output
 head that may be tied to the embedding. A family with the same layer is added as a row of `VARIANTS`; one with another
@@ -13,7 +13,17 @@ from torch import Tensor
 
 from exeplan.core.model import ModelSpec
 from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.layers import Attend, RMSNorm, SelfAttention, added, attention_shape, gated_mlp, projections
+from exeplan.runner.compute.experts import ExpertNames, Routing, expert_block
+from exeplan.runner.compute.layers import (
+    Attend,
+    Block,
+    RMSNorm,
+    SelfAttention,
+    added,
+    attention_shape,
+    gated_mlp,
+    projections,
+)
 from exeplan.runner.compute.rotary import Angles, Rotary
 from exeplan.runner.compute.shard import Shard
 from exeplan.runner.compute.vocabulary import Vocabulary
@@ -21,11 +31,14 @@ from exeplan.runner.compute.vocabulary import Vocabulary
 PREFIX = "model."
 EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
 """Within a layer: self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj, input_layernorm, post_attention_layernorm, and
-with `qk_norm` self_attn.{q,k}_norm."""
+with `qk_norm` self_attn.{q,k}_norm; a layer with experts has those of `Variant.experts` instead of mlp's."""
 
 Config = Mapping[str, Any]
 Flag = bool | str
 """A constant of the family, or the key of the Hugging Face config that holds it (False where the key is missing)."""
+_MIXTRAL = ExpertNames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", products=("w1", "w3", "w2"))
+_QWEN2_MOE = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+_QWEN3_MOE = ExpertNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +51,26 @@ class Variant:
     qk_norm: bool = False
     """RMSNorm over each query head and each key head, before rotation."""
     mlp_bias: Flag = False
+    experts: ExpertNames = _QWEN3_MOE
+    """Where a mixture has its experts."""
+    normalized_routes: Flag = False
+    """The weights of a token's experts add up to 1."""
 
 
 VARIANTS = {
     "llama": Variant(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Variant(),
+    "mixtral": Variant(experts=_MIXTRAL, normalized_routes=True),
     "qwen2": Variant(qkv_bias=True),
+    "qwen2_moe": Variant(qkv_bias="qkv_bias", experts=_QWEN2_MOE, normalized_routes="norm_topk_prob"),
     "qwen3": Variant(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True),
+    "qwen3_moe": Variant(
+        qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True, normalized_routes="norm_topk_prob"
+    ),
 }
 """By Hugging Face `model_type`."""
+_TRUE = ("qkv_bias",)
+"""Keys that are true where a config has them not."""
 
 
 class Model:
@@ -69,15 +93,24 @@ class Model:
 class Layer:
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
         variant, name = VARIANTS[spec.family], LAYER.format(index)
-        eps, bias = spec.config.get("rms_norm_eps", 1e-6), _flag(variant.mlp_bias, spec.config)
+        eps = spec.config.get("rms_norm_eps", 1e-6)
         self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
         self.attention = _attention(spec, weights, shard, index, variant, eps)
         self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
-        self.mlp = gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=bias)
+        self.mlp = _feed_forward(spec, weights, shard, index, variant)
 
     def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
         attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
         return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+
+
+def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int, variant: Variant) -> Block:
+    config, name = spec.config, LAYER.format(index)
+    if not spec.has_experts(index):
+        return gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=_flag(variant.mlp_bias, config))
+    assert spec.experts is not None
+    routing = Routing(per_token=spec.experts.per_token, normalized=_flag(variant.normalized_routes, config))
+    return expert_block(weights, spec, shard.group, name, names=variant.experts, routing=routing)
 
 
 def _attention(
@@ -101,4 +134,4 @@ def _attention(
 
 
 def _flag(flag: Flag, config: Config) -> bool:
-    return bool(config.get(flag)) if isinstance(flag, str) else flag
+    return bool(config.get(flag, flag in _TRUE)) if isinstance(flag, str) else flag

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import assert_never
 
 from exeplan.core.plan import Plan, as_json
+from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.histograms import lengths_of
 from exeplan.drift.save_proposal import save_proposal
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
-from exeplan.planner.load_problem import plan_from, plan_problem
+from exeplan.planner.load_problem import plan_from, plan_problems
 from exeplan.planner.problem import Problem
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
@@ -49,7 +50,12 @@ class Advisor:
         """Raises InputError where profile or workload of the plan cannot be read."""
         self._fixed, self._file = start.fixed_placement, Path(start.file) if start.file else None
         plan = plan_from(start.plan, folder=Path("/"))
-        self._watch = Watch(plan, self._problem(plan), rules=start.rules)
+        problems = self._problems(plan)
+        self._watch: Watch | GroupWatch
+        if len(problems) == 1:
+            self._watch = Watch(plan, problems[0], rules=start.rules)
+        else:
+            self._watch = GroupWatch(plan, problems, rules=start.rules)
         self._last: Proposal | None = None
 
     def take(self, request: AdvisorRequest) -> AdvisorReply:
@@ -66,9 +72,10 @@ class Advisor:
             case _:
                 assert_never(request)
 
-    def _problem(self, plan: Plan) -> Problem:
-        problem = plan_problem(plan)
-        return replace(problem, cluster=None) if self._fixed else problem
+    def _problems(self, plan: Plan) -> tuple[Problem, ...]:
+        """Of one replica of each group."""
+        problems = plan_problems(plan)
+        return tuple(replace(one, cluster=None) for one in problems) if self._fixed else problems
 
     def _look(self, look: Look) -> Looked:
         watch = self._watch
@@ -98,7 +105,7 @@ class Advisor:
             self._watch.adopted(self._last, now=adopted.now)
         else:
             plan = plan_from(adopted.plan, folder=Path("/"))
-            self._watch.adopted(plan, now=adopted.now, problem=self._problem(plan))
+            self._watch.adopted(plan, now=adopted.now, problems=self._problems(plan))
         return AdvisorReady()
 
     def _frontier(self) -> FrontierRows:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from exeplan.core.model import ModelSpec
-from exeplan.core.plan import Plan, as_json
+from exeplan.core.plan import Plan, as_json, single_plans
 from exeplan.core.schedule import Estimate
 from exeplan.drift.state import MODES, Replanned, ReplanState, RequestLengths, Rules
 from exeplan.errors import InputError
@@ -45,6 +45,7 @@ from exeplan.runner.ipc.messages import (
     Look,
     Looked,
     PlanAdopted,
+    PlanSwitched,
     ProposedPlan,
     WatchPlan,
 )
@@ -76,7 +77,7 @@ class Replanner:
         on_adopted: Callable[[Plan], None] = lambda plan: None,
         on_event: OnEvent = lambda kind, what: None,
     ) -> None:
-        """`setup` makes the engine's setup of a plan; `file` is where plans of the advisor are written.
+        """`setup` makes the engine's setup of a plan of one replica; `file` is where plans of the advisor are written.
 
         `model` is where the model of a plan that is read lies, if not where the plan says.
 
@@ -170,11 +171,7 @@ class Replanner:
         if (spec.fingerprint, spec.directory) != (self._spec.fingerprint, self._spec.directory):
             raise InputError(f"the plan is for {spec.name}, this server has {self._spec.name}; start another server")
         served = self.state.plan
-        if (
-            (plan.replicas, plan.router) != (served.replicas, served.router)
-            or plan.more_replicas
-            or served.more_replicas
-        ):
+        if (_first_devices(plan), plan.router) != (_first_devices(served), served.router):
             raise InputError(
                 f"the plan has {_replicas(plan)}, this server runs {_replicas(served)}; a running server keeps its "
                 "replicas, so start another server"
@@ -200,7 +197,7 @@ class Replanner:
     async def _carry_out(self, replanned: Replanned) -> Replanned:
         async with self._adopting:
             try:
-                switched = await self._engine.switch_plan(self._setup(replanned.plan))
+                switched = await self._switch([self._setup(one) for one in single_plans(replanned.plan)])
             except (InputError, EngineError) as error:
                 self._set(veto=f"the engine refused it: {error}", proposed=None)
                 log.warning("re-plan %d was not adopted: %s", replanned.number, error)
@@ -227,6 +224,13 @@ class Replanner:
             )
             self.on_event("adopted", replanned)
             return replanned
+
+    async def _switch(self, setups: list[EngineSetup]) -> PlanSwitched:
+        """Each replica to its setup."""
+        if isinstance(self._engine, ReplicaSet):
+            return await self._engine.switch_plan(setups)
+        (setup,) = setups
+        return await self._engine.switch_plan(setup)
 
     async def _watch(self) -> None:
         while True:
@@ -297,9 +301,16 @@ class Replanner:
                 await self.accept()
 
 
+def _first_devices(plan: Plan) -> tuple[int, ...]:
+    """Of each replica, in the order in which a server has them."""
+    return tuple(first for group in plan.groups for first in group.first_devices)
+
+
 def _replicas(plan: Plan) -> str:
-    kinds = f" of {len(plan.groups)} kinds" if plan.more_replicas else ""
-    return f"{plan.num_replicas} replicas{kinds} ({plan.router})" if plan.num_replicas > 1 else "one replica"
+    if plan.num_replicas == 1:
+        return "one replica"
+    firsts = ", ".join(map(str, _first_devices(plan)))
+    return f"{plan.num_replicas} replicas on the GPUs from {firsts} on ({plan.router})"
 
 
 class _AdvisorProcess:

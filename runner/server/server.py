@@ -79,7 +79,7 @@ def serve(
                 engine,
                 plan,
                 spec,
-                setup=lambda other: setup(single_plans(other)[0]),
+                setup=setup,
                 mode=options.replan,
                 rules=Rules(dwell=options.replan_dwell_seconds),
                 file=options.written_to,
@@ -128,9 +128,8 @@ def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | 
     if plan.num_replicas == 1:
         return EngineClient(setup(plan))
     assert plan.router is not None
-    firsts = [first for group in plan.groups for first in group.first_devices]
     setups = [_own_timeline(setup(one), number) for number, one in enumerate(single_plans(plan))]
-    return ReplicaSet(setups, firsts, plan.router)
+    return ReplicaSet(setups, plan.router)
 
 
 def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:

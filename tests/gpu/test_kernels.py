@@ -139,18 +139,14 @@ def test_rotary_and_activations(dtype):
 
 
 @every_dtype
-def test_stores_gathers_and_moves(dtype):
-    kv, slots = drawn(40, 16, 128, dtype=dtype), torch.randperm(64, device=DEVICE)[:40].int()
+def test_stores_of_one_layer_and_of_several(dtype):
+    kv, slots = drawn(2, 40, 16, 128, dtype=dtype), torch.randperm(64, device=DEVICE)[:40].int()
     slots[3] = -1
-    tables = torch.zeros(2, 2, 8 * 64, 128, dtype=dtype, device=DEVICE)
+    tables = torch.zeros(3, 2, 8 * 64, 128, dtype=dtype, device=DEVICE)
     expected = tables.clone()
-    OURS.store_slots(kv, slots, tables[1])
-    REFERENCE.store_slots(kv, slots, expected[1])
-    assert torch.equal(tables, expected)
-    for kernels in (OURS, REFERENCE):
-        assert torch.equal(kernels.gather_slots(tables, slots, num_kv_heads=8)[1, 4:], kv[4:])
-    OURS.move_blocks(tables, ints([0, 3]), ints([1, 2]), num_kv_heads=8)
-    REFERENCE.move_blocks(expected, ints([0, 3]), ints([1, 2]), num_kv_heads=8)
+    for kernels, into in ((OURS, tables), (REFERENCE, expected)):
+        kernels.store_slots(kv[0], slots, into[0])
+        kernels.scatter_slots(kv, slots, into[1:])
     assert torch.equal(tables, expected)
 
 

@@ -1,10 +1,16 @@
-"""All attentions equal an explicit softmax, for every grouping of heads, ragged contexts, windows and biases."""
+"""All attentions equal an explicit softmax, for every grouping of heads, ragged contexts, windows, biases and sinks."""
 
 import numpy as np
 import pytest
 import torch
 
-from exeplan.kernels.attention import CachedRows, decode_attention, full_attention, prefill_attention
+from exeplan.kernels.attention import (
+    CachedRows,
+    decode_attention,
+    full_attention,
+    prefill_attention,
+    slot_attention,
+)
 
 HEADS = [(4, 4), (4, 2), (6, 1)]
 
@@ -96,3 +102,45 @@ def test_decode_adds_the_bias_of_each_sequence(heads, kv_heads, dtype, tolerance
         weights_HC = (torch.einsum("hd,hcd->hc", q_HD.float(), k_HCD) * 0.25 + bias_HC.float()).softmax(-1)
         expected = torch.einsum("hc,hcd->hd", weights_HC, v_HCD)
         torch.testing.assert_close(out_HD.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("queries", [5, 300])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_a_sink_takes_its_share_of_every_softmax(heads, kv_heads, queries, window):
+    """Equal to a key with its score, whose value is zero: prompts, later chunks, and decodes of either kind."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, queries, heads, 16), torch.randn(1, 300, kv_heads, 16), torch.randn(1, 300, kv_heads, 16)
+    sink_H = torch.randn(heads)
+    expected_THD = with_sinks(q[0], k[0], v[0], sink_H, window=window)
+    out = prefill_attention(q, k, v, scale=0.3, window=window, sink_H=sink_H)
+    torch.testing.assert_close(out[0], expected_THD)
+    last = 300 if window is None else window
+    keys_RD, values_RD = (x[0, -last:].transpose(0, 1).reshape(-1, 16) for x in (k, v))
+    for dtype in (torch.float32, torch.float64):
+        like = keys_RD.to(dtype)
+        options = {"num_heads": heads, "num_kv_heads": kv_heads, "num_slots": last, "like": like}
+        cached = CachedRows(np.arange(last), [last], **options)
+        inputs = (q[0, -1:].to(like.dtype), like, values_RD.to(like.dtype), cached)
+        out_BHD = decode_attention(*inputs, scale=0.3, sink_H=sink_H)
+        torch.testing.assert_close(out_BHD[0].float(), expected_THD[-1])
+
+
+def test_slots_have_sinks_too():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 4, 8) for _ in range(3))
+    sink_H, mask_STT = torch.randn(4), torch.zeros(1, 9, 9).masked_fill_(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    out = slot_attention(q, k, v, mask_STT, scale=0.3, sink_H=sink_H)
+    torch.testing.assert_close(out[0], with_sinks(q[0], k[0], v[0], sink_H))
+
+
+def with_sinks(q_THD, k_CKD, v_CKD, sink_H, *, window=None):
+    """Each head has one key more, which every query sees."""
+    num_queries, context, group = len(q_THD), len(k_CKD), q_THD.shape[1] // k_CKD.shape[1]
+    k_CHD, v_CHD = k_CKD.repeat_interleave(group, 1), v_CKD.repeat_interleave(group, 1)
+    scores_HTC = torch.einsum("thd,chd->htc", q_THD, k_CHD) * 0.3
+    distance_TC = torch.arange(context - num_queries, context)[:, None] - torch.arange(context)
+    seen_TC = (distance_TC >= 0) & (distance_TC < (window or context))
+    sinks_HT1 = sink_H[:, None, None].expand(-1, num_queries, 1)
+    weights = torch.cat([scores_HTC.masked_fill(~seen_TC, float("-inf")), sinks_HT1], -1).softmax(-1)
+    return torch.einsum("htc,chd->thd", weights[..., :-1], v_CHD)

@@ -36,7 +36,6 @@ def test_kernels_compile_and_spill_nothing(tmp_path):
         "_rotate",
         "_activate",
         "_copy_slots",
-        "_move",
         "_best_of_part",
         "_best_of_row",
         "_draw",

@@ -1,4 +1,4 @@
-"""Keys and values go into their slots and come back, bit for bit, and nothing else changes."""
+"""Keys and values go into their slots, bit for bit, and nothing else changes."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from exeplan.core.model import load_model_spec
 from exeplan.kernels.kv_slots import (
-    gather_slots,
-    gather_slots_reference,
     scatter_slots,
     scatter_slots_reference,
     store_slots,
@@ -57,16 +55,13 @@ def test_the_reference_is_the_store_of_the_runners_cache():
     num_padding=st.integers(0, 2),
 )
 def test_a_sequence_is_transferred_completely(layers, kv_heads, head_dim, slots, num_padding):
-    tables = tables_of(layers, kv_heads, 32, head_dim)
     slot_N = torch.tensor([*slots, *[-1] * num_padding], dtype=torch.int64, device=DEVICE)
-    kv_LNMD = gather_slots(tables, slot_N, num_kv_heads=kv_heads)
-    assert torch.equal(kv_LNMD, gather_slots_reference(tables, slot_N, num_kv_heads=kv_heads))
-    assert kv_LNMD.shape == (layers, len(slot_N), 2 * kv_heads, head_dim)
-    elsewhere = tables_of(layers, kv_heads, 48, head_dim)
-    expected = elsewhere.clone()
-    scatter_slots(kv_LNMD, torch.where(slot_N < 0, slot_N, 47 - slot_N), elsewhere)
-    scatter_slots_reference(kv_LNMD, torch.where(slot_N < 0, slot_N, 47 - slot_N), expected)
-    assert torch.equal(elsewhere, expected)
-    assert torch.equal(
-        gather_slots(elsewhere, 47 - slot_N[: len(slots)], num_kv_heads=kv_heads), kv_LNMD[:, : len(slots)]
-    )
+    kv_LNMD = torch.randn(layers, len(slot_N), 2 * kv_heads, head_dim, device=DEVICE)
+    tables = tables_of(layers, kv_heads, 32, head_dim)
+    expected = tables.clone()
+    scatter_slots(kv_LNMD, slot_N, tables)
+    scatter_slots_reference(kv_LNMD, slot_N, expected)
+    assert torch.equal(tables, expected)
+    for kv_NMD, table_2RD in zip(kv_LNMD, expected, strict=True):
+        rows_SMD = table_2RD.view(2 * kv_heads, 32, head_dim).transpose(0, 1)
+        assert torch.equal(rows_SMD[slots], kv_NMD[: len(slots)])

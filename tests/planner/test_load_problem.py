@@ -11,7 +11,7 @@ from exeplan.core.cluster import Link
 from exeplan.core.profile import Measurement, load_profile, save_profile
 from exeplan.core.schedule import ReplicaGroup
 from exeplan.errors import InputError
-from exeplan.planner.load_problem import load_plan, plan_problem, profiled_host
+from exeplan.planner.load_problem import load_plan, plan_problem, plan_problems, profiled_host
 
 LAW = "normal:in=40,10,80;out=12,5,24"
 CLUSTER = """
@@ -172,3 +172,7 @@ def test_unequal_replicas_are_refused_with_a_remedy(folder: Path) -> None:
     unequal = replace(plan, more_replicas=(other,))
     with pytest.raises(InputError, match=r"not equal; .* plan with --one-pipeline, or with --arrival-rate"):
         plan_problem(unequal)
+    with pytest.raises(InputError, match=r"not equal, and requests that come at a rate; .* leave arrival_rate"):
+        plan_problems(replace(unequal, arrival_rate=3.0))
+    problems = plan_problems(unequal)
+    assert [one.cost.placement for one in problems] == [plan.placement, plan.placement]

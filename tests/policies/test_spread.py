@@ -124,3 +124,41 @@ def test_a_prompt_that_has_been_cut_stays_where_it_is() -> None:
 @pytest.mark.parametrize(("total", "used"), [(1, 2), (16, 2), (17, 3), (25, 4), (32, 4)])
 def test_the_fewest_groups_that_hold_all_are_used_and_one_a_stage(total: int, used: int) -> None:
     assert groups_for(total, slots=32, groups=4, stages=2) == used
+
+
+def test_stages_that_only_decode_keep_all_groups_alike() -> None:
+    found = Scheduler(
+        Schedule("waa-c", {"prefill_batch": 8, "decode_batch": 32, "micro_batches": 4}), 1000, num_decode_stages=2
+    )
+    add(found, 5)
+    handed_over(found)
+    assert [len(batch.decode) for batch in decoding(found)] == [2, 1, 1, 1]
+    add(found, 4)
+    handed_over(found)
+    ran(found, Batch(decode=tuple(found.groups[0]), group=0, phase="decode"))
+    assert decoding(found)[0].group == 0
+    assert sizes(found) == [3, 1, 1, 1]  # The three that are left make the others 2 each.
+
+
+def handed_over(found: Scheduler) -> None:
+    """The next prefill, with its token, and its keys and values."""
+    batch = found.next_batch("prefill")
+    assert batch is not None
+    ran(found, batch)
+    found.kv_arrived(batch)
+
+
+def decoding(found: Scheduler) -> list[Batch]:
+    return list(iter(lambda: found.next_batch("decode"), None))
+
+
+def test_prefills_wait_only_for_slots_and_transfers() -> None:
+    found = Scheduler(Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 6}), 1000)
+    add(found, 20)
+    for _ in range(3):  # Three batches have a free slot each request: none of them is ahead of the decodes.
+        handed_over(found)
+    assert len(found.ready) == 6
+    for _ in range(2):
+        handed_over(found)
+    assert len(found.ready) == 10
+    assert found.next_batch("prefill") is None

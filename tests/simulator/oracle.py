@@ -7,7 +7,6 @@ A pass visits the stages of its pipeline in order; a stage runs one pass at a ti
 request has finished is known when the pass has left the last stage, not before. Times are seconds.
 """
 
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -282,7 +281,8 @@ def waa(
 ) -> Replayed:
     """Two pipelines side by side, the earlier event first. `kv_transfer` maps prompt lengths of a batch to seconds.
 
-    KV transfers of different batches may overlap. A request that ends with the prefill is not transferred.
+    KV transfers of different batches may overlap. A request that ends with the prefill is not transferred. Requests are
+    dealt to all groups alike, those in flight included.
     """
     requests, passes = backlog(inputs, outputs), list[Pass]()
     last_stage = num_prefill_stages + num_decode_stages
@@ -290,26 +290,25 @@ def waa(
     second = Pipeline(range(num_prefill_stages, last_stage), stage_seconds, first_token_from_prefill, passes)
     limit = (num_prefill_stages + 1) * prefill_batch
     waiting, handed = deque(requests), list[tuple[float, Request]]()
-    departures = list[float]()  # When requests stopped to count towards the limit, rising.
+    gone = list[float]()  # When requests of one token have left the stages that prefill.
     slots = shares(decode_batch, micro_batches)
     groups, back, turns, now = [list[Request]() for _ in slots], [0.0] * len(slots), list(range(len(slots))), 0.0
 
-    def prefill_time() -> float | None:
-        must_have_left = len(requests) - len(waiting) + min(prefill_batch, len(waiting)) - limit
-        if not waiting or must_have_left > len(departures):
-            return None
-        return max(first.free[first.entrance], departures[must_have_left - 1] if must_have_left > 0 else 0.0)
+    def may_prefill() -> bool:
+        """Whether a batch has room ahead of the decodes: requests that are ready and have a free slot take none."""
+        coming = sum(at > now for at in gone) + sum(ready > now for ready, _ in handed)
+        here, free = sum(ready <= now for ready, _ in handed), decode_batch - sum(map(len, groups))
+        return coming + max(here - free, 0) + min(prefill_batch, len(waiting)) <= limit
 
     def decodes() -> bool:
         """Whether a group enters now: of those that have something to run the one that was here longest ago."""
         here = [request for ready, request in handed if ready <= now]
         flying = [at > now for at in back]
-        even_out(groups, flying, slots=slots, joining=len(here), num_stages=num_decode_stages)
+        even_out(groups, flying, slots=slots, joining=len(here), num_stages=len(slots))
         for g in [g for g in turns if not flying[g]]:
-            held = [(len(group), flies) for group, flies in zip(groups, flying, strict=True)]
-            for request in here[: joins(g, held, slots=slots, joining=len(here), num_stages=num_decode_stages)]:
+            held = [(len(group), False) for group in groups]
+            for request in here[: joins(g, held, slots=slots, joining=len(here), num_stages=len(slots))]:
                 handed.remove(next(entry for entry in handed if entry[1] is request))
-                insort(departures, now)
                 groups[g].append(request)
             if groups[g]:
                 back[g] = second.run(now, decodes=groups[g])
@@ -320,14 +319,12 @@ def waa(
 
     def prefills() -> bool:
         """Whether a batch enters the stages that prefill now."""
-        at = prefill_time()
-        if at is None or at > now:
+        if not waiting or first.free[first.entrance] > now or not may_prefill():
             return False
         batch = take(waiting, prefill_batch)
         left = first.run(now, prefills=whole(batch))
         going_on = unfinished(batch)
-        for _ in range(len(batch) - len(going_on)):
-            insort(departures, left)
+        gone.extend(left for _ in range(len(batch) - len(going_on)))
         if going_on:
             ready = left + kv_transfer([request.prompt for request in going_on])
             handed.extend((ready, request) for request in going_on)
@@ -339,7 +336,8 @@ def waa(
                 groups[g] = unfinished(groups[g])
         if (second.free[second.entrance] <= now and decodes()) or prefills():
             continue
-        times = [second.free[second.entrance], *back, *(ready for ready, _ in handed), prefill_time() or 0.0]
+        entrances = [line.free[line.entrance] for line in (first, second)]
+        times = [*entrances, *back, *gone, *(ready for ready, _ in handed)]
         if not any(at > now for at in times):
             return replayed(requests, passes)
         now = min(at for at in times if at > now)

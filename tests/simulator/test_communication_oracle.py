@@ -1,9 +1,10 @@
 """Communication takes the sum of its messages: each is counted here, device by device, and timed by hand.
 
-The oracle shares no line with the cost model. A ring all-reduce runs chunk by chunk until every device holds every sum;
-a pipeline sends one hidden state a token; each device that prefills sends the keys and values of its own layers and
-heads. A link takes its latency and then its bandwidth; a profile's rows are read off with straight lines between them.
-What is left of the cost model's seconds when the same placement has links that cost nothing is compared with that.
+The oracle shares no line with the cost model but the time of a layer's products. A ring all-reduce runs chunk by chunk
+until every device holds every sum; a pipeline sends one hidden state a token; each device that prefills sends the keys
+and values of its own layers and heads, piece by piece. A link takes its latency and then its bandwidth; a profile's
+rows are read off with straight lines between them. What is left of the cost model's seconds when the same placement has
+links that cost nothing is compared with that.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from exeplan.core.batch import Batch
 from exeplan.core.batch import SequenceState as Request
 from exeplan.core.cluster import Cluster, Link
+from exeplan.core.handover import pieces
 from exeplan.core.metrics import summarize
 from exeplan.core.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile
@@ -281,16 +283,27 @@ def split(prefill: Sequence[int], decode: Sequence[int]) -> Placement:
     return part(prefill, "prefill", 0) + part(decode, "decode", sum(prefill))
 
 
-def kv_transfer(spec: ModelSpec, dtype: str, placement: Placement, gpus_per_node: int, tokens: int) -> float:
-    """Until the last device has sent the keys and values of its layers and heads; all send at the same time."""
-    link = link_between([gpu for stage in placement for gpu in stage.devices], gpus_per_node)
-    seconds = []
+def kv_transfer(cost: CostModel, dtype: str, placement: Placement, gpus_per_node: int, tokens: int) -> float:
+    """After the prefill, until the last device has sent the keys and values of its layers and heads.
+
+    Event by event: a device sends a piece when its layers are computed and the piece before is sent; a stage computes
+    its layers behind those of the stage before, a layer in the time of its products.
+    """
+    spec, link = cost.spec, link_between([gpu for stage in placement for gpu in stage.devices], gpus_per_node)
+    now, sent = 0.0, []
     for stage in placement:
-        if stage.phase == "prefill":
-            layers, heads = stage.layers[1] - stage.layers[0], spec.num_kv_heads / len(stage.devices)
-            size = tokens * layers * heads * spec.head_dim * BYTES[dtype]
-            seconds += [message(2 * size, link)] * len(stage.devices)
-    return max(seconds)
+        if stage.phase != "prefill":
+            continue
+        size = 2 * tokens * spec.num_kv_heads / len(stage.devices) * spec.head_dim * max(BYTES[dtype], 2)
+        kind = cost.kinds[placement.index(stage)]
+        layer = cost._layer_seconds(kind.size, kind.all_reduce, tokens, 0.0)[0]
+        free = now
+        for first, last in pieces(stage.layers, size):
+            computed = now + (last - stage.layers[0]) * layer
+            free = max(free, computed) + message((last - first) * size, link)
+        sent.append(free)
+        now += (stage.layers[1] - stage.layers[0]) * layer
+    return max(sent) - now
 
 
 @pytest.mark.parametrize("dtype", BYTES)
@@ -301,9 +314,24 @@ def test_each_device_transfers_its_own_share(
 ) -> None:
     placement, timed = split(*apart), machine(profile, dtype=dtype)
     cost = CostModel(timed, placement, cluster(gpus_per_node, LINKS))
-    for tokens in (1, 100, 5000):
-        expected = kv_transfer(timed.model, dtype, placement, gpus_per_node, tokens)
+    for tokens in (1, 100, 5000, 50_000):
+        expected = kv_transfer(cost, dtype, placement, gpus_per_node, tokens)
         assert cost.kv_transfer_seconds(tokens) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("apart", APART.values(), ids=APART)
+def test_an_encoders_output_goes_to_every_device_that_decodes(
+    apart: tuple[list[int], list[int]], profile: Profile
+) -> None:
+    """From the last stage that prefills, whose devices share the receivers of each stage."""
+    placement, timed = split(*apart), machine(profile, encoder_layers=6)
+    cost, (prefill, decode) = CostModel(timed, placement, cluster(8, LINKS)), apart
+    sends = [0] * prefill[-1]
+    for width in decode:
+        for receiver in range(width):
+            sends[receiver % prefill[-1]] += 1
+    one = message(300 * timed.model.hidden_size * 4, "intra")
+    assert cost.kv_transfer_seconds(300) == pytest.approx(max(sends) * one, rel=1e-9)
 
 
 def played(schedule: Schedule, cost: CostModel, lengths: Sequence[tuple[int, int]]):
@@ -325,7 +353,7 @@ def test_the_replay_decodes_when_the_kv_transfer_of_all_prompts_has_ended(
     run = played(Schedule("waa-c", {"decode_batch": 4, "prefill_batch": 3}), cost, [(30, 2), (50, 2), (70, 1)])
     prefill = through(cost, Batch(prefill=requests((30, 50, 70), 0), phase="prefill"))
     decode = through(cost, Batch(decode=requests((30, 50), 1), phase="decode"))
-    arrived = prefill + kv_transfer(profile.model, "float32", placement, 8, 30 + 50)
+    arrived = prefill + kv_transfer(cost, "float32", placement, 8, 30 + 50)
     assert [list(request.token_times) for request in run.requests] == [
         pytest.approx([prefill, arrived + decode]),
         pytest.approx([prefill, arrived + decode]),

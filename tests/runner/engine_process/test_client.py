@@ -44,7 +44,7 @@ def test_a_job_that_is_released_before_it_is_submitted_is_not_sent(num_replicas:
 
     async def run() -> None:
         engine: EngineClient | ReplicaSet
-        engine = EngineClient(setup()) if num_replicas == 1 else ReplicaSet([setup()] * 2, [0, 1], "round-robin")
+        engine = EngineClient(setup()) if num_replicas == 1 else ReplicaSet([setup()] * 2, "round-robin")
         job = engine.reserve(2)
         assert engine.num_waiting == 2
         job.fail(EngineError("pushed out", status=429))
@@ -106,13 +106,20 @@ def test_an_engine_whose_events_cannot_be_taken_is_ended() -> None:
 
 
 def test_jobs_of_a_replica_that_has_failed_go_on_on_the_others_until_none_is_left(monkeypatch) -> None:
-    """Each has a job that runs and one that waits; the fifth has its place, and is submitted after the failure."""
+    """Each has a job that runs and one that waits; the fifth has its place, and is submitted after the failure.
+
+    Before that, one of them is switched to another plan and back, and the other is left alone.
+    """
     monkeypatch.setattr("exeplan.runner.engine_process.client.MAX_FAILED_STARTS", 0)
 
     async def run() -> None:
-        engine = ReplicaSet([setup(max_num_seqs=1)] * 2, [0, 1], "round-robin")
+        engine = ReplicaSet([setup(max_num_seqs=1)] * 2, "round-robin")
         try:
             await engine.until_ready()
+            own = setup(max_num_seqs=1)
+            for number, other in enumerate((setup(max_num_seqs=2), own), 1):
+                assert (await engine.switch_plan([own, other])).number == number  # One question each.
+                assert [replica.setup for replica in engine._replicas] == [own, other]
             jobs = [engine.reserve(1) for _ in range(5)]
             for job in jobs[:4]:
                 engine.submit(job, [prompt()])

@@ -22,7 +22,7 @@ async def served(run: RoutedRun, router: str, replicas: int) -> list[int]:
     spec = load_model_spec("demo")
     plan = Plan(model="demo", schedule=Schedule("orca", {"max_num_seqs": 3}), placement=single_stage(spec))
     setup = engine_setup(plan, spec)
-    every = ReplicaSet([setup] * replicas, range(replicas), router)
+    every = ReplicaSet([setup] * replicas, router)
     clients = every._clients
     arrivals, ends = run.requests.arrivals, run.requests.last_tokens
     events = sorted([*((t, 1, i) for i, t in enumerate(arrivals)), *((t, 0, i) for i, t in enumerate(ends))])

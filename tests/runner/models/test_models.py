@@ -14,7 +14,7 @@ from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute import model_runner
-from exeplan.runner.compute.families import family_names
+from exeplan.runner.compute.families import CPU_ONLY, family_names
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.scheduling.scheduler import Scheduler
 
@@ -23,6 +23,22 @@ BASE = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_att
 NO_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 ROTARY = {**BASE, **NO_SPECIAL, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
 GPT2 = {**NO_SPECIAL, "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+EXPERTS = {**ROTARY, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+DEEPSEEK = {
+    **BASE,
+    **NO_SPECIAL,
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 OPT = {**BASE, "eos_token_id": None, "ffn_dim": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64}
 
 
@@ -54,6 +70,31 @@ CASES: dict[str, dict[str, object]] = {
     },
     "mistral": {**ROTARY, "sliding_window": 9},
     "mistral-no-window": {**ROTARY, "sliding_window": None, "head_dim": 32},
+    "deepseek_v2": {
+        **DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 0.7, "mscale_all_dim": 1.1,
+        },
+    },
+    "deepseek_v2-groups-bias": {
+        **DEEPSEEK, "q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "attention_bias": True, "n_shared_experts": 1, "first_k_dense_replace": 0,
+    },
+    "gpt_oss": {
+        **ROTARY, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 32,
+        },
+    },
+    "mixtral": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral-window": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 72, "decoder_sparse_step": 2},
+    "qwen3_moe": {**EXPERTS, "head_dim": 24, "norm_topk_prob": True},
+    "qwen3_moe-window-dense-first": {
+        **EXPERTS, "head_dim": 16, "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5,
+    },
     "opt": {**OPT},
     "opt-post-norm-projected": {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
     "opt-no-bias-gelu": {
@@ -69,6 +110,11 @@ CASES: dict[str, dict[str, object]] = {
 every_case = pytest.mark.parametrize("case", CASES)
 every_path = pytest.mark.parametrize("paged_with", [None, REFERENCE], ids=["cpu", "paged"])
 """Attention by the CPU's fast path, and over blocks as on a GPU."""
+PATHS = [(case, path) for case in CASES for path in (None, REFERENCE) if not (path and case.split("-")[0] in CPU_ONLY)]
+every_case_on_its_paths = pytest.mark.parametrize(
+    ("case", "paged_with"), PATHS, ids=[f"{case}-{'paged' if path else 'cpu'}" for case, path in PATHS]
+)
+"""Some families run by the CPU's path only."""
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +197,7 @@ def test_one_request_equals_generate(case, checkpoint):
     assert outputs == [expected]
 
 
-@every_path
-@every_case
+@every_case_on_its_paths
 def test_sixteen_requests_that_join_and_leave_equal_generate(case, paged_with, checkpoint):
     """With fewer blocks than they need, so that some are preempted and recomputed."""
     model, directory = checkpoint(case)
@@ -236,7 +281,8 @@ def test_a_tied_head_is_counted_twice_only_where_it_is_packed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "no model family 'mixtral'; there are gpt2, llama, "),
+        ({"model_type": "gemma"}, "no model family 'gemma'; there are gpt2, llama, "),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, "'tiny' of the family llama has experts, which is run only of "),
         ({"quantization_config": {"quant_method": "gptq"}}, "'tiny' is quantized by gptq"),
         ({"vision_config": {}}, "'tiny' is multimodal, and only its part for text can be planned; it cannot be run"),
         ({"head_dim": 15}, "rotary positions need an even number of dimensions, not 15"),
@@ -253,6 +299,13 @@ def test_what_is_not_supported_is_named(change, message):
 
     with pytest.raises(InputError, match=message):
         load()
+
+
+@pytest.mark.parametrize("family", CPU_ONLY)
+def test_attention_without_kernels_is_not_run_over_blocks(family):
+    spec = model_spec({"model_type": family, **CASES[family]}, name="tiny")
+    with pytest.raises(InputError, match=f"'tiny' has {CPU_ONLY[family]}, which runs on a CPU only, not over blocks"):
+        ModelRunner(spec, num_blocks=1, dummy_weights=True, paged_with=REFERENCE)
 
 
 def test_an_unknown_dtype_is_named():

@@ -14,7 +14,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, save_profile
-from exeplan.core.schedule import Schedule, single_stage
+from exeplan.core.schedule import ReplicaGroup, Schedule, single_stage
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan, read_plan
@@ -188,3 +188,15 @@ def test_a_plan_without_profile_or_workload_is_not_watched(plan):
 def test_an_unknown_mode_is_refused(plan):
     with pytest.raises(InputError, match="--replan must be one of off, advise, auto, found 'maybe'"):
         Replanner(None, plan, SPEC, setup=setup, mode="maybe")
+
+
+def test_unequal_replicas_keep_their_gpus_and_each_may_get_another_schedule(plan):
+    other = ReplicaGroup(schedule=SLOW, placement=plan.placement, first_devices=(1, 2))
+    served = replace(plan, more_replicas=(other,), router="shortest-queue")
+    replanner = Replanner(None, served, SPEC, setup=setup)
+    orca = Schedule("orca", {"max_num_seqs": 4})
+    replanner._check(replace(served, schedule=orca, more_replicas=(replace(other, schedule=orca),)))
+    with pytest.raises(InputError, match=r"3 replicas on the GPUs from 0, 1, 3 on .*, this server runs .* 0, 1, 2 on"):
+        replanner._check(replace(served, more_replicas=(replace(other, first_devices=(1, 3)),)))
+    with pytest.raises(InputError, match="the plan has one replica, this server runs 3"):
+        replanner._check(plan)

@@ -1,0 +1,118 @@
+"""GroupWatch: whether a plan whose replicas are not equal is still the right one, group by group.
+
+All groups serve the same requests, by the router's law, so that they share the lengths that were seen; each has a Watch
+of its own, with the problem of one of its replicas. A proposal changes the replicas of one group and leaves the others
+as they are; what another group gains is proposed at a later look. Figures are of all replicas together.
+
+Not here: how many replicas there are, and on which GPUs: a running service keeps these.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from exeplan.core.plan import Plan, group_plans, with_group
+from exeplan.core.schedule import Estimate
+from exeplan.drift.length_monitor import LengthMonitor
+from exeplan.drift.state import DriftState, RequestLengths, Rules
+from exeplan.drift.watch import Proposal, Watch
+from exeplan.errors import Infeasible
+from exeplan.planner.pipelines import with_headroom
+from exeplan.planner.problem import Problem
+from exeplan.planner.replicas import together
+from exeplan.workload.workload import Workload
+
+
+class GroupWatch:
+    """A Watch of a plan with several groups of replicas; its members are those of Watch."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        problems: Sequence[Problem],
+        *,
+        rules: Rules | None = None,
+        policies: tuple[str, ...] | None = None,
+    ) -> None:
+        """`problems` are those of one replica of each group, on its placement."""
+        self.plan, self.monitor = plan, LengthMonitor()
+        pairs = zip(group_plans(plan), problems, strict=True)
+        self._watches = [
+            Watch(own, problem, rules=rules, policies=policies, monitor=self.monitor) for own, problem in pairs
+        ]
+        self._proposed: tuple[int, Proposal] | None = None
+        """The last proposal: of which group, and what its own Watch proposed."""
+
+    @property
+    def problem(self) -> Problem:
+        """Of one replica of the first group."""
+        return self._watches[0].problem
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return self._watches[0].policies
+
+    @property
+    def planned(self) -> Workload:
+        """See `Watch.planned`: of the first group."""
+        return self._watches[0].planned
+
+    @property
+    def observed(self) -> Workload | None:
+        return self._watches[0].observed
+
+    def note(self, ended: Iterable[RequestLengths], running: Sequence[RequestLengths]) -> None:
+        """See `LengthMonitor.note`."""
+        self.monitor.note(ended, running)
+
+    def adopted(self, proposal_or_plan: Proposal | Plan, *, now: float, problems: Sequence[Problem] = ()) -> None:
+        """The service runs this plan now, or the last proposal; `problems` as at the start, of a plan."""
+        if isinstance(proposal_or_plan, Plan):
+            self.plan = proposal_or_plan
+            for watch, own, problem in zip(self._watches, group_plans(self.plan), problems, strict=True):
+                watch.adopted(own, now=now, problems=[problem])
+            return
+        assert self._proposed is not None
+        number, own_proposal = self._proposed
+        self._watches[number].adopted(own_proposal, now=now)
+        self.plan = proposal_or_plan.plan
+
+    def vetoed(self, *, now: float) -> None:
+        """See `Watch.vetoed`: for no group."""
+        for watch in self._watches:
+            watch.vetoed(now=now)
+
+    def look(self, now: float, *, predict: bool = True) -> tuple[DriftState, Proposal | None]:
+        """See `Watch.look`: the first group's state without a proposal, else that of the group which it is for."""
+        states = []
+        for number, watch in enumerate(self._watches):
+            state, proposal = watch.look(now, predict=predict)
+            if proposal:
+                self._proposed = number, proposal
+                return state, self._of_all(number, proposal)
+            states.append(state)
+        return states[0], None
+
+    def _of_all(self, number: int, proposal: Proposal) -> Proposal:
+        """The proposal of a group as one of the whole plan."""
+        plan = with_group(self.plan, number, proposal.plan)
+        plan = replace(plan, workload=None, workload_fingerprint=proposal.plan.workload_fingerprint, replay=None)
+        alone = [watch.problem.at(group.placement) for watch, group in zip(self._watches, plan.groups, strict=True)]
+        new = self._estimate(plan)
+        assert new is not None
+        return replace(
+            proposal,
+            plan=with_headroom(replace(plan, estimate=new), alone),
+            old=self._estimate(self.plan),
+            new=new,
+            reason=f"{proposal.reason} (for {len(plan.groups[number].first_devices)} of {plan.num_replicas} replicas)",
+        )
+
+    def _estimate(self, plan: Plan) -> Estimate | None:
+        """All replicas of a plan under the observed lengths; None where one of them cannot keep up."""
+        found = []
+        for watch, group in zip(self._watches, plan.groups, strict=True):
+            try:
+                found.append(watch.problem.at(group.placement).estimate(group.schedule))
+            except Infeasible:
+                return None
+        return together(found, [group.num_replicas for group in plan.groups])

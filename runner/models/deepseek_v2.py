@@ -1,0 +1,102 @@
+"""DeepSeek-V2: latent attention, and experts chosen within groups, with shared ones, after the first dense layers.
+
+Weights of chosen experts are their shares of all, times `routed_scaling_factor`; with `group_limited_greedy` only the
+groups with the best expert are chosen from. Norms and order of a layer are Llama's. Source: DeepSeek-V2 (2024). Not
+here: DeepSeek-V3, whose router has a correction bias.
+"""
+
+import math
+
+from torch import Tensor
+
+from exeplan.core.model import ModelSpec
+from exeplan.errors import InputError, shown
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.experts import ExpertNames, Routing, expert_block
+from exeplan.runner.compute.latent_attention import latent_attention
+from exeplan.runner.compute.layers import Attend, Block, RMSNorm, added, gated_mlp, integer
+from exeplan.runner.compute.rotary import Angles, Rotary, rope_parameters
+from exeplan.runner.compute.shard import Shard
+from exeplan.runner.compute.vocabulary import Vocabulary
+
+PREFIX = "model."
+EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
+"""Within a layer: self_attn.{q_proj or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj}, the norms between
+them, mlp.{gate,up,down}_proj or mlp.{gate,experts,shared_experts}, input_layernorm, post_attention_layernorm."""
+_EXPERTS = ExpertNames(shared="mlp.shared_experts")
+_THETA = 10000.0
+
+
+class Model:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
+        if spec.latent is None:
+            raise InputError(f"'{spec.name}' is of the family deepseek_v2 and its config has no kv_lora_rank")
+        head = EMBEDDING if spec.config.get("tie_word_embeddings", False) else HEAD
+        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
+        self.angles = Rotary(
+            spec,
+            dtype=weights.dtype,
+            device=weights.device,
+            kernels=weights.kernels,
+            dim=spec.latent.rope_dim,
+            theta=_THETA,
+        )
+        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
+        if shard.last:
+            self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6))
+
+    def embed(self, token_N: Tensor, _position_N: Tensor) -> Tensor:
+        return self.vocabulary.embed(token_N)
+
+    def head(self, hidden_RE: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.norm(hidden_RE))
+
+
+class Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
+        name, eps = LAYER.format(index), spec.config.get("rms_norm_eps", 1e-6)
+        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
+        self.attention = latent_attention(weights, spec, shard, index, f"{name}.self_attn", scale=_scale(spec))
+        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
+        self.mlp = _feed_forward(spec, weights, shard, index)
+
+    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
+        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+
+
+def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> Block:
+    name = LAYER.format(index)
+    if not spec.has_experts(index):
+        return gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=bool(spec.config.get("mlp_bias")))
+    return expert_block(weights, spec, shard.group, name, names=_EXPERTS, routing=_routing(spec))
+
+
+def _routing(spec: ModelSpec) -> Routing:
+    config = spec.config
+    assert spec.experts is not None
+    method, groups = config.get("topk_method", "greedy"), integer(config, "n_group", 1)
+    if method not in ("greedy", "group_limited_greedy") or config.get("norm_topk_prob"):
+        raise InputError(
+            f"'{spec.name}' chooses experts by topk_method={shown(method)} and norm_topk_prob="
+            f"{shown(config.get('norm_topk_prob'))}; deepseek_v2 is run with greedy or group_limited_greedy, and false"
+        )
+    if spec.experts.count % groups:
+        raise InputError(f"'{spec.name}': {spec.experts.count} experts cannot be divided into {groups} groups")
+    limited = method != "greedy"
+    return Routing(
+        per_token=spec.experts.per_token,
+        normalized=False,
+        scale=float(config.get("routed_scaling_factor") or 1.0),
+        num_groups=groups if limited else 1,
+        num_chosen_groups=integer(config, "topk_group", 1) if limited else 1,
+    )
+
+
+def _scale(spec: ModelSpec) -> float:
+    """With YaRN the temperature of the scores grows by `mscale_all_dim`, which the rotation then leaves out."""
+    rope = rope_parameters(spec, _THETA)
+    scale: float = spec.head_dim**-0.5
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim") and rope["factor"] > 1:
+        scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0) ** 2
+    return scale

@@ -1,0 +1,112 @@
+"""gpt-oss: Llama's order of a layer, with sinks in its attention, windows in every other layer, experts with biases.
+
+A sink is a learned score of each head that takes a share of the softmax and adds nothing. The router normalizes over
+the chosen experts; their gate and up products are clamped, and lie interleaved in a checkpoint. Not here: weights in
+MXFP4.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from exeplan.core.model import ModelSpec
+from exeplan.kernels.linear import Linear
+from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.experts import Experts, Router, Routing
+from exeplan.runner.compute.layers import (
+    MLP,
+    Attend,
+    Block,
+    RMSNorm,
+    SelfAttention,
+    added,
+    attention_shape,
+    product,
+    projections,
+    summed,
+)
+from exeplan.runner.compute.rotary import Angles, Rotary
+from exeplan.runner.compute.shard import Group, Shard, head_ranges, inner_range
+from exeplan.runner.compute.vocabulary import Vocabulary
+
+PREFIX = "model."
+EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
+"""Within a layer: self_attn.{q,k,v,o}_proj, self_attn.sinks, mlp.router, mlp.experts.{gate_up,down}_proj of all experts
+together with inputs before outputs, and their biases, input_layernorm, post_attention_layernorm."""
+_THETA, _EPS = 150000.0, 1e-5
+
+
+class Model:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
+        head = EMBEDDING if spec.config.get("tie_word_embeddings", False) else HEAD
+        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
+        self.angles = Rotary(spec, dtype=weights.dtype, device=weights.device, kernels=weights.kernels, theta=_THETA)
+        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
+        if shard.last:
+            self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", _EPS))
+
+    def embed(self, token_N: Tensor, _position_N: Tensor) -> Tensor:
+        return self.vocabulary.embed(token_N)
+
+    def head(self, hidden_RE: Tensor) -> Tensor:
+        return self.vocabulary.logits(self.norm(hidden_RE))
+
+
+class Layer:
+    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
+        name, eps = LAYER.format(index), spec.config.get("rms_norm_eps", _EPS)
+        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
+        self.attention = _attention(spec, weights, shard, index)
+        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
+        self.mlp = _experts(spec, weights, shard.group, f"{name}.mlp")
+
+    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
+        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+
+
+def _attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> SelfAttention:
+    name, bias = f"{LAYER.format(index)}.self_attn", bool(spec.config.get("attention_bias", True))
+    qkv, output = projections(weights, spec, shard.group, name, qkv_bias=bias, output_bias=bias)
+    sinks_H = weights.take(f"{name}.sinks", head_ranges(spec, shard.group)[0]).float()
+    shape = attention_shape(spec, shard, index, window=spec.attention_window(index), sinks=sinks_H)
+    return SelfAttention(shape, qkv, output)
+
+
+def _experts(spec: ModelSpec, weights: Weights, group: Group, name: str) -> Block:
+    assert spec.experts is not None
+    count, size = spec.experts.count, spec.hidden_size
+    inner = inner_range(spec, group, spec.experts.width)
+    gate_up_XEO = weights.take(f"{name}.experts.gate_up_proj", count, size, inner.times(2))
+    gate_up_XO = weights.take(f"{name}.experts.gate_up_proj_bias", count, inner.times(2))
+    down_XIE = weights.take(f"{name}.experts.down_proj", count, inner, size)
+    down_XE = weights.take(f"{name}.experts.down_proj_bias", count, size)
+    limits = {name: float(spec.config.get(name, usual)) for name, usual in _LIMITS.items()}
+    experts = [
+        MLP(
+            product(weights, _apart(gate_up_XEO[number].t()), _apart(gate_up_XO[number])),
+            product(weights, down_XIE[number].t().contiguous(), down_XE[number] if group.rank == 0 else None),
+            partial(clamped_swiglu, alpha=limits["swiglu_alpha"], limit=limits["swiglu_limit"]),
+        )
+        for number in range(count)
+    ]
+    router = Linear(weights.take(f"{name}.router.weight", count, size), weights.take(f"{name}.router.bias", count))
+    routing = Routing(per_token=spec.experts.per_token, normalized=True)
+    return summed(Experts(Router(router, routing), experts, padded=router.packed), group)
+
+
+def _apart(interleaved: Tensor) -> Tensor:
+    """Gate before up."""
+    return torch.cat([interleaved[::2], interleaved[1::2]])
+
+
+def clamped_swiglu(gate_up_NF: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, both within the limit, of gate before up."""
+    gate_NF, up_NF = gate_up_NF.chunk(2, -1)
+    gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
+    return torch.sigmoid(gate_NF * alpha).mul_(gate_NF).mul_(up_NF.add_(1.0))
+
+
+_LIMITS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""Where a config has none."""

@@ -1,0 +1,84 @@
+"""A plan whose replicas are not equal is planned anew group by group, on the lengths that all of them see."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from exeplan.core.bounds import Bound
+from exeplan.core.plan import as_json, parse_plan
+from exeplan.core.schedule import ROUTERS, ReplicaGroup, Schedule
+from exeplan.drift.group_watch import GroupWatch
+from exeplan.drift.state import RequestLengths, Rules
+from exeplan.planner.optimize import optimize
+from exeplan.planner.problem import make_problem
+from exeplan.workload.workload import Workload
+
+POLICIES, BOUND = ("rra", "orca"), 0.45
+RULES = Rules(every=4.0, dwell=0.0)
+
+
+@pytest.fixture(scope="module")
+def problem(profile):
+    rng = np.random.default_rng(0)
+    outputs = np.minimum(rng.gamma(2.0, 30.0, 20_000).astype(int) + 1, 400)
+    workload = Workload.of("planned", inputs=np.full(20_000, 30), outputs=outputs, weights=np.ones(20_000))
+    return make_problem(profile, workload, Bound(seconds=BOUND))
+
+
+@pytest.fixture(scope="module")
+def plan(problem):
+    """One replica with the best schedule, and two with a slower one."""
+    best = optimize(problem, policies=POLICIES).plan
+    slower = ReplicaGroup(
+        schedule=Schedule("orca", {"max_num_seqs": 3}), placement=best.placement, first_devices=(1, 2)
+    )
+    return replace(best, more_replicas=(slower,), router=ROUTERS[0])
+
+
+def proposals(watch: GroupWatch, *, scale: float, number: int) -> list:
+    """Of so many looks, each after 200 requests with lengths times `scale`; all are adopted."""
+    rng, found = np.random.default_rng(1), []
+    for look in range(1, number + 1):
+        outputs = np.minimum((rng.gamma(2.0, 30.0, 200) * scale).astype(int) + 1, 400)
+        start = RULES.every * look
+        watch.note([RequestLengths(start + i / 200, 30, n, True) for i, n in enumerate(outputs.tolist())], [])
+        state, proposal = watch.look(start)
+        if proposal:
+            watch.adopted(proposal, now=start)
+            found.append((state, proposal))
+    return found
+
+
+def test_each_group_is_mended_on_its_own(plan, problem):
+    watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    found = proposals(watch, scale=1.6, number=12)
+    changed = [
+        tuple(new.schedule != old.schedule for new, old in zip(one.plan.groups, before.groups, strict=True))
+        for (_, one), before in zip(found, [plan, *(one.plan for _, one in found)], strict=False)
+    ]
+    assert {*changed[:2]} == {(True, False), (False, True)}
+    assert all(sum(one) == 1 for one in changed)
+    for (_, one), before in zip(found[:2], [plan, found[0][1].plan], strict=True):
+        assert [group.first_devices for group in one.plan.groups] == [(0,), (1, 2)]
+        assert one.plan.router == before.router
+        assert parse_plan(as_json(one.plan)).groups == one.plan.groups
+        assert "of 3 replicas)" in one.reason
+    assert found[1][1].new.latency <= BOUND < found[0][1].old.latency
+    assert found[1][1].new.throughput > found[0][1].new.throughput / 3
+
+
+def test_nothing_is_proposed_while_the_lengths_are_those_planned(plan, problem):
+    watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    assert proposals(watch, scale=1.0, number=8) == []
+    assert watch.observed is not None
+
+
+def test_a_plan_by_hand_begins_anew(plan, problem):
+    watch = GroupWatch(plan, [problem, problem], rules=RULES, policies=POLICIES)
+    (first, *_) = proposals(watch, scale=1.6, number=6)
+    watch.adopted(plan, now=30.0, problems=[problem, problem])
+    assert watch.plan is plan
+    assert first[1].plan != plan
+    watch.vetoed(now=31.0)
+    assert watch.planned is problem.workload

@@ -430,6 +430,9 @@ def paper_stage_times(record: Record) -> str:
     return percent(max(abs(claim["difference"]) for claim in claims))
 
 
+_POOLED = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
+
+
 def silicon_errors(record: Record) -> str:
     total = next(row for row in record["errors"] if row[0] == "all")
     ttft, tpot, e2e = (cell.split()[0] for cell in total[2:])
@@ -440,6 +443,17 @@ def silicon_picks(record: Record) -> str:
     pick = next(row for row in record["picks"] if row[:2] == ["each measured e2e", "none"])
     broken = round(float(pick[3].split()[0]) / 100 * int(pick[2]))
     return f"{share_of(broken, int(pick[2]))}, keeping {pick[5]} of the best throughput"
+
+
+def pooling_sentence(record: Record) -> str:
+    """Medians over deployments left out whole, without and with three of their runs."""
+    found, medians = record["deployments"], record["medians"]
+    without, three = (
+        ", ".join(f"{words} {100 * medians[kind][name]:.0f} %" for name, words in _POOLED.items())
+        for kind in ("none of its rows", "three of its rows")
+    )
+    runs = sum(one["runs"] for one in found)
+    return f"{without}; with three of its runs {three} ({len(found)} deployments, {runs} runs)"
 
 
 def pooling_medians(record: Record) -> str:
@@ -708,7 +722,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
         "stage-times": paper_stage_times,
     },
     "silicon": {"errors": silicon_errors, "picks": silicon_picks},
-    "silicon-pooling": {"medians": pooling_medians},
+    "silicon-pooling": {"medians": pooling_medians, "sentence": pooling_sentence},
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "kills": {

@@ -71,12 +71,11 @@ class CalibrationLaw:
 
 def _spreads(covariance: Floats, noise: Floats) -> dict[str, float]:
     """Of a new run of 16 times e rows."""
-    rows = {"ttft": (1.0, 0.0, 1.0, 0.0, 1.0, 1.0), "tpot": (1.0, 1.0, _PROMPTS, _SUMS, 0.0, 0.0)}
-    rows["latency"] = tuple(_FIRST * t + (1 - _FIRST) * d for t, d in zip(rows["ttft"], rows["tpot"], strict=True))
+    moves = {"ttft": np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0]), "tpot": np.array([1.0, 1.0, _PROMPTS, _SUMS, 0.0, 0.0])}
+    moves["latency"] = _FIRST * moves["ttft"] + (1 - _FIRST) * moves["tpot"]
     runs = {"ttft": noise[0], "tpot": noise[1], "latency": math.hypot(_FIRST * noise[0], (1 - _FIRST) * noise[1])}
     return {
-        name: round(float(math.sqrt(np.array(row) @ covariance @ np.array(row) + runs[name] ** 2)), 4)
-        for name, row in rows.items()
+        name: round(math.sqrt(float(move @ covariance @ move) + runs[name] ** 2), 4) for name, move in moves.items()
     }
 
 

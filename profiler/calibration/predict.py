@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.batch import BLOCK_SIZE
-from exeplan.core.correction import THETA, Correction
+from exeplan.core.correction import Correction
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
@@ -77,7 +77,11 @@ def cost_of(profile: Profile, size: int) -> CostModel:
 
 def with_theta(profile: Profile, theta: tuple[float, ...]) -> Profile:
     """The profile with these values of `correction.THETA`."""
-    return replace(profile, correction=Correction(**dict(zip(THETA, theta, strict=True))))
+    level, slope, prefill, links, first, first_slope = theta
+    correction = Correction(
+        level=level, slope=slope, prefill=prefill, links=links, first=first, first_slope=first_slope
+    )
+    return replace(profile, correction=correction)
 
 
 def replayed_means(run: Run) -> Prediction:

@@ -27,7 +27,6 @@ from exeplan.profiler.calibration.serving_run import ServingRun
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _NUMBERS = ("tensor_parallel_size", "input_tokens", "output_tokens", "concurrency")
-_TEXTS = ("engine", "version", "model", "dtype", "device")
 _MOST = 2**31
 _VLLM = ("mean_ttft_ms", "mean_tpot_ms", "total_input_tokens", "total_output_tokens", "completed")
 
@@ -121,14 +120,18 @@ def _of_guidellm(one: Any, where: str) -> dict[str, Any]:
 
 
 def _run(cells: Mapping[str, Any], where: str, defaults: Defaults) -> ServingRun:
-    texts = {name: str(cells.get(name) or getattr(defaults, name, "") or "") for name in _TEXTS}
     size = cells.get("tensor_parallel_size") or defaults.tensor_parallel_size
     if size is None:
         raise InputError(f"{where} does not say its tensor_parallel_size; give --tensor-parallel-size")
-    numbers = {name: _whole(cells.get(name), f"{where}: {name}") for name in _NUMBERS[1:]}
     return ServingRun(
-        **texts,
-        **numbers,
+        engine=str(cells.get("engine") or defaults.engine),
+        version=str(cells.get("version") or ""),
+        model=str(cells.get("model") or defaults.model),
+        dtype=str(cells.get("dtype") or defaults.dtype),
+        device=str(cells.get("device") or defaults.device),
+        input_tokens=_whole(cells.get("input_tokens"), f"{where}: input_tokens"),
+        output_tokens=_whole(cells.get("output_tokens"), f"{where}: output_tokens"),
+        concurrency=_whole(cells.get("concurrency"), f"{where}: concurrency"),
         tensor_parallel_size=_whole(size, f"{where}: tensor_parallel_size"),
         ttft=_seconds(cells, "ttft", where),
         tpot=_seconds(cells, "tpot", where),

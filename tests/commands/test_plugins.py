@@ -43,5 +43,5 @@ def test_commands_stand_by_their_positions(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = re.findall(r"^    (\w+)", capsys.readouterr().out, re.MULTILINE)
-    first = ["profile", "convert", "greet", "optimize"]
+    first = ["profile", "calibrate", "convert", "greet", "optimize"]
     assert listed == [*first, "compare", "simulate", "diff", "drift", "serve", "bench", "demo"]

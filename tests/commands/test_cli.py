@@ -297,7 +297,7 @@ def test_without_a_profile_times_are_those_of_the_clusters_datasheet(
     told = capsys.readouterr()
     assert "note: 32 of 32 layers of 'mixtral-8x7b' send each token to 2 of 8 experts" in told.err
     assert "note: times are of the datasheet h100-80gb, links of cluster h100; a profile that was measured" in told.err
-    assert told.out.endswith("plan written to plan.yaml; other engines run this model, `exeplan serve` does not\n")
+    assert told.out.endswith("plan written to plan.yaml; run it with `exeplan serve plan.yaml`\n")
     assert main(["profile", "mixtral-8x7b", "--datasheet", "h100-80gb", "--cluster", "h100", "-o", "m.json"]) == 0
     same = ["optimize", "--profile", "m.json", "--cluster", "h100", "--gpus", "2", *asked, "-o", "same.yaml"]
     assert main(same) == 0

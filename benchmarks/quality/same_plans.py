@@ -201,6 +201,7 @@ MACHINES = {
     "qwen3-235b-a22b": ("h100-80gb", "h100", (8,), 0.03),
     "deepseek-v2-lite": ("h100-80gb", "h100", (1, 2), 0.008),
     "deepseek-v3": ("h200-141gb", "h200", (8,), 0.04),
+    "minimax-m2": ("h100-80gb", "h100", (8,), 0.03),
 }
 """Where each model runs: device, cluster, numbers of GPUs, and about what a decode iteration takes there in seconds, so
 that random bounds are neither hopeless nor idle."""
@@ -247,6 +248,7 @@ mixtral-8x7b     4    S                --latency-bound 10s --arrival-rate 4
 qwen3-235b-a22b  8    azure-2023-conv  --latency-bound 30s --policy rra
 deepseek-v2-lite 1    S                --latency-bound 10s
 deepseek-v3      8    S                --latency-bound 60s --policy orca
+minimax-m2       8    S                --latency-bound 60s --policy chunked
 """
 """Model, GPUs (1 is the device without a cluster), workload, options of `optimize`."""
 BY_POLICY = """
@@ -317,6 +319,11 @@ IMPORTED = (
     ("cpu.csv --model demo --device cpu-generic --dtype float32", "--gpus 2 --workload alpaca --fit-context"),
 )
 """Arguments of `profile import`, and of `optimize` with the profile."""
+CORRECTED = (
+    "--model Qwen/Qwen3-235B-A22B-FP8 --cluster h100 --gpus 8 --engine vllm --workload S --latency-bound 60s",
+    "--model llama-3.1-8b --cluster h100 --gpus 2 --engine trtllm --workload C1 --latency-bound 20s --risk 5%",
+)
+"""Arguments of `optimize` without a profile: a datasheet's times, corrected by the runs in plans/calibration."""
 DRIFTED = ("steady.csv", "longer.csv", "shorter.csv")
 """Traces on which the plans of DRIFTS are watched."""
 ARRIVALS = 8.0
@@ -341,6 +348,7 @@ def problems(cases: int, seed: int, *, quick: bool = False) -> list[Problem]:
         *_drifting(),
         *_by_hand(),
         *_imported(),
+        *(Problem("corrected", (f"optimize {options} --json -o plan.yaml",)) for options in CORRECTED),
         *(Problem("table", (f"compare {options} --csv rows.csv",)) for options in TABLES),
         *(_drawn(random.Random(f"{seed} {number}")) for number in range(cases)),
     ]
@@ -480,9 +488,10 @@ def _between(rng: random.Random, low: float, high: float) -> float:
 
 
 def unused(found: Sequence[Problem], tree: Path = ROOT) -> list[str]:
-    """Files under plans/ that no problem names; errors belong to a device or an engine and are named by none."""
+    """Files under plans/ that no problem names, but errors and calibrations, which belong to a device or an engine."""
     words = set(re.split(r"[\s/]+", " ".join(command for problem in found for command in problem.commands)))
-    files = sorted(file for file in (tree / "plans").glob("*/*.yaml") if file.parent.name != "errors")
+    every = sorted((tree / "plans").glob("*/*.yaml"))
+    files = [file for file in every if file.parent.name not in ("errors", "calibration")]
     return [str(file.relative_to(tree)) for file in files if not {file.stem, f"{file.stem}.json"} & words]
 
 

@@ -169,18 +169,13 @@ class Engine:
         stage only became free. Raises WorkerError where workers died: `restart` continues from there.
         """
         self.last_steps = ()
-        self.launch()
-        if self._executor.pending:
-            self._due += self._results()
-        return self._take_due()
-
-    def launch(self) -> None:
-        """Starts all batches that can run, as the next step would: they run while the caller delivers the last one's
-        outputs. What expires meanwhile comes with that step."""
         self._due += self._expire()
         for phase in self._executor.phases:
             while self._executor.accepts(phase) and self._may_schedule and (batch := self._scheduler.next_batch(phase)):
                 self._start(batch)
+        if self._executor.pending:
+            self._due += self._results()
+        return self._take_due()
 
     def switch_plan(
         self,

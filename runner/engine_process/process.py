@@ -200,25 +200,18 @@ class _EngineLoop:
     def run(self, inbox: _Inbox, heartbeat: float) -> NoReturn:
         while True:
             outputs: list[Output] = []
-            taken = self._take_all(inbox, outputs, wait=0.0 if self._engine.has_work else heartbeat)
-            if not (taken or self._engine.has_work):
+            commands = list(inbox.take_all(wait=0.0 if self._engine.has_work else heartbeat))
+            for command in commands:
+                if answer := self._take(command, outputs):
+                    self._send(answer)
+            if not (commands or self._engine.has_work):
                 self._send(Alive())
                 continue
             outputs += self._step()
-            self._take_all(inbox, outputs, wait=0.0)
-            self._engine.launch()  # Devices compute while the outputs are sent.
             # A request that got tokens during a switch of plans may have been aborted since.
             due = [output for output in outputs if output.request_id in self._requests]
             events = [event for output in due if (event := self._due(output))]
             self._send(IterationDone(events=events, stats=_stats(self._engine)))
-
-    def _take_all(self, inbox: _Inbox, outputs: "list[Output]", *, wait: float) -> bool:
-        """Carries out all commands that have come. Returns whether there were any."""
-        commands = list(inbox.take_all(wait=wait))
-        for command in commands:
-            if answer := self._take(command, outputs):
-                self._send(answer)
-        return bool(commands)
 
     def _take(self, command: Command, outputs: "list[Output]") -> EngineEvent | None:
         """Carries a command out. Returns the answer, if there is one now."""

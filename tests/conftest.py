@@ -29,9 +29,9 @@ if find_spec("hypothesis"):  # Tests of a GPU do without.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes more than cores for the whole suite, as some wait; none for a part of it, which ends sooner."""
+    """One process more than cores for the whole suite, because some wait; none for a part of it, which ends sooner."""
     whole = config.args == config.getini("testpaths")
-    return min(len(os.sched_getaffinity(0)) + 2, _MOST_PROCESSES) if whole else 0
+    return min(len(os.sched_getaffinity(0)) + 1, _MOST_PROCESSES) if whole else 0
 
 
 @pytest.fixture(scope="session")

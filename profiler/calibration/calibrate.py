@@ -93,11 +93,15 @@ def _engine_of(profile: Profile, runs: Sequence[ServingRun]) -> str:
         raise InputError(f"the profile is '{profile.source}', the runs are of {engines[0]}")
     for run in runs:
         for what, theirs, ours in (
+            ("model", run.model, profile.model.name),
             ("device", run.device, profile.device.name),
             ("dtype", run.dtype, profile.dtype),
         ):
             if theirs != ours:
-                raise InputError(f"a run is of {what} {theirs}, the profile of {ours}")
+                raise InputError(
+                    f"a run is of {what} {theirs}, the profile of {ours}; where another name means the same, leave the "
+                    f"column {what} out"
+                )
         if run.tensor_parallel_size not in profile.tensor_parallel_sizes:
             there = ", ".join(map(str, profile.tensor_parallel_sizes))
             raise InputError(f"a run has tensor_parallel_size {run.tensor_parallel_size}, the profile has {there}")

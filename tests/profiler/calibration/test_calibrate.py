@@ -82,6 +82,8 @@ def test_runs_of_another_engine_or_size_are_refused(profile: Profile, runs: list
         calibrate(profile, [replace(runs[0], engine="sglang")])
     with pytest.raises(InputError, match="tensor_parallel_size 8, the profile has 1"):
         calibrate(profile, [replace(runs[0], tensor_parallel_size=8)])
+    with pytest.raises(InputError, match=r"a run is of model opt-13b, the profile of .*; where another name means"):
+        calibrate(profile, [replace(runs[0], model="opt-13b")])
     with pytest.raises(InputError, match="no measured run"):
         calibrate(profile, [])
 

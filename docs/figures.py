@@ -366,7 +366,7 @@ _PICTURES = {
 }
 """By part what `python -m docs.make_pictures` draws of it."""
 PAPER_PARTS = (
-    *("fig6", "fig7", "fig8", "fig9", "fig10", "table4", "table5", "table6", "table7", "drift", "search"),
+    *("fig6", "fig7", "fig8", "fig9", "splits", "fig10", "table4", "table5", "table6", "table7", "drift", "search"),
     *("orca8", "orca9", "orca10", "tcb"),
 )
 """Of benchmarks/paper, in the order of its record."""

@@ -100,7 +100,7 @@ class Waits:
         self.rows: list[int] = []
         self._ended: dict[int, float] = {}
         self._results = executor.results
-        executor.results = self._watched  # type: ignore[method-assign]
+        executor.results = self._watched  # type: ignore[method-assign] # to watch it
 
     def _watched(self) -> Sequence[BatchDone | KVArrived]:
         found = self._results()

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.silicon.rows import Row
 from exeplan.arrays import Floats
-from exeplan.core.pooled_effects import LEVELS, Effects, Evidence, PlacementName, Spread, pooled_effects
 from exeplan.profiler.calibration.law import CalibrationLaw, Observation, evidence_of
+from exeplan.profiler.calibration.pooled_effects import LEVELS, Effects, Evidence, PlacementName, Spread, pooled_effects
 from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
 Strength = tuple[float, float, float]

@@ -33,11 +33,11 @@ from benchmarks.silicon.rows import Row, read_rows
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
 from exeplan.core.model import load_model_spec
-from exeplan.core.pooled_effects import LEVELS, PlacementName
 from exeplan.core.profile import Profile
 from exeplan.files import write_text
 from exeplan.planner.tables import table
 from exeplan.profiler.calibration.law import CalibrationLaw, Observation, evidence_of, observation, placement_name
+from exeplan.profiler.calibration.pooled_effects import LEVELS, PlacementName
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, with_engine
@@ -223,7 +223,7 @@ def law_text(law: CalibrationLaw) -> str:
     """As `read_law` reads it."""
     c = law.constants
     lines = [
-        "# What measured serving runs say of predictions from datasheets: exeplan/core/pooled_effects.py has the law.",
+        "# Measured serving runs against predictions from datasheets; the law: profiler/calibration/pooled_effects.py.",
         f"# Measured: {sum(one.num_runs for one in law.evidence)} runs published with AIConfigurator 0.12.0 (NVIDIA, "
         "Apache-2.0), end to end, closed loops.",
         "# Written by: python -m benchmarks.silicon.pooling --data FOLDER --write plans/calibration/serving.yaml",

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.core.profile import load_profile, save_profile
     from exeplan.errors import InputError
     from exeplan.profiler.calibration.calibrate import calibrate
+    from exeplan.profiler.calibration.predict import OPTIONS
     from exeplan.profiler.calibration.read_runs import Defaults, read_runs
 
     profile = load_profile(Path(args.profile))
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     found = calibrate(profile, [one for path in args.runs for one in read_runs(path, defaults)])
     output = args.output or Path(args.profile)
     save_profile(found.profile, output)
+    if (name := found.runs[0][0].engine) not in OPTIONS:
+        print(f"note: how {name} admits requests is not known here; its runs were replayed as vllm admits them")
     print(_table(found))
     print(f"\n{found.profile.correction.said if found.profile.correction else ''}\nwrote {output}")
     return 0

@@ -11,7 +11,7 @@ The first four change a profile's times where they are read (`simulator/correcte
 and every policy's passes move with them. The last two change a time to the first token that is reported, and the centre
 of its error law.
 
-Not here: where the numbers come from (`pooled_effects.py`, `profiler/calibration`).
+Not here: where the numbers come from (`profiler/calibration`).
 """
 
 import math

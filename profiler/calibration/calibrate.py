@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exeplan.core.correction import Correction
-from exeplan.core.pooled_effects import Evidence, PlacementName
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.profiler.calibration.law import (
@@ -22,6 +21,7 @@ from exeplan.profiler.calibration.law import (
     placement_name,
     shipped_law,
 )
+from exeplan.profiler.calibration.pooled_effects import Evidence, PlacementName
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 from exeplan.profiler.datasheets.engine_constants import with_engine

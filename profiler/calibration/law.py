@@ -2,7 +2,7 @@
 
 `plans/calibration/serving.yaml` holds the constants of an engine before any correction, the spread of a single run, the
 variances of the effects by level, and for each measured placement the number of its runs and their evidence
-(`exeplan/core/pooled_effects.py`). Written by `benchmarks/silicon/pooling.py`.
+(`exeplan/profiler/calibration/pooled_effects.py`). Written by `benchmarks/silicon/pooling.py`.
 """
 
 import math
@@ -17,9 +17,9 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
 from exeplan.core.model import ModelSpec
-from exeplan.core.pooled_effects import LEVELS, Evidence, PlacementName, Spread, theta_of
 from exeplan.core.profile import Profile
 from exeplan.files import read_yaml, shipped
+from exeplan.profiler.calibration.pooled_effects import LEVELS, Evidence, PlacementName, Spread, theta_of
 from exeplan.profiler.calibration.predict import predicted_by_passes, with_theta
 from exeplan.profiler.calibration.serving_run import ServingRun
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, engine_of

@@ -3,37 +3,34 @@
 Weights of chosen experts are their shares of all, times `routed_scaling_factor`; with `group_limited_greedy` only the
 groups with the best expert are chosen from. Norms and order of a layer are Llama's. Source: DeepSeek-V2 (2024). Not
 here: DeepSeek-V3, whose router has a correction bias.
+
+Tensors of a layer: self_attn.{q_proj or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj}, the norms
+between them, mlp.{gate,up,down}_proj or mlp.{gate,experts,shared_experts}, and its norms.
 """
 
 import math
-
-from torch import Tensor
+from functools import partial
 
 from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError, shown
 from exeplan.runner.compute.checkpoint import Weights
 from exeplan.runner.compute.experts import ExpertNames, Routing, expert_block
 from exeplan.runner.compute.latent_attention import latent_attention
-from exeplan.runner.compute.layers import Attend, Block, RMSNorm, added, gated_mlp, integer
-from exeplan.runner.compute.rotary import Angles, Rotary, rope_parameters
+from exeplan.runner.compute.layers import Block, gated_mlp, integer
+from exeplan.runner.compute.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.rotary import Rotary, rope_parameters
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.compute.vocabulary import Vocabulary
 
-PREFIX = "model."
-EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
-"""Within a layer: self_attn.{q_proj or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj}, the norms between
-them, mlp.{gate,up,down}_proj or mlp.{gate,experts,shared_experts}, input_layernorm, post_attention_layernorm."""
+__all__ = ["PREFIX", "Model"]
 _EXPERTS = ExpertNames(shared="mlp.shared_experts")
 _THETA = 10000.0
 
 
-class Model:
+class Model(PreNormDecoder):
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
         if spec.latent is None:
             raise InputError(f"'{spec.name}' is of the family deepseek_v2 and its config has no kv_lora_rank")
-        head = EMBEDDING if spec.config.get("tie_word_embeddings", False) else HEAD
-        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
-        self.angles = Rotary(
+        rotary = Rotary(
             spec,
             dtype=weights.dtype,
             device=weights.device,
@@ -41,28 +38,13 @@ class Model:
             dim=spec.latent.rope_dim,
             theta=_THETA,
         )
-        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
-        if shard.last:
-            self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", 1e-6))
-
-    def embed(self, token_N: Tensor, _position_N: Tensor) -> Tensor:
-        return self.vocabulary.embed(token_N)
-
-    def head(self, hidden_RE: Tensor) -> Tensor:
-        return self.vocabulary.logits(self.norm(hidden_RE))
+        super().__init__(spec, weights, shard, rotary, partial(_layer, spec, weights, shard))
 
 
-class Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
-        name, eps = LAYER.format(index), spec.config.get("rms_norm_eps", 1e-6)
-        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
-        self.attention = latent_attention(weights, spec, shard, index, f"{name}.self_attn", scale=_scale(spec))
-        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
-        self.mlp = _feed_forward(spec, weights, shard, index)
-
-    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
-        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+def _layer(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> PreNormLayer:
+    name = LAYER.format(index)
+    attention = latent_attention(weights, spec, shard, index, f"{name}.self_attn", scale=_scale(spec))
+    return PreNormLayer(spec, weights, name, attention, _feed_forward(spec, weights, shard, index))
 
 
 def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> Block:

@@ -3,6 +3,9 @@
 A sink is a learned score of each head that takes a share of the softmax and adds nothing. The router normalizes over
 the chosen experts; their gate and up products are clamped, and lie interleaved in a checkpoint. Not here: weights in
 MXFP4.
+
+Tensors of a layer: self_attn.{q,k,v,o}_proj, self_attn.sinks, mlp.router, mlp.experts.{gate_up,down}_proj of all
+experts together with inputs before outputs, and their biases, and its norms.
 """
 
 from functools import partial
@@ -16,54 +19,31 @@ from exeplan.runner.compute.checkpoint import Weights
 from exeplan.runner.compute.experts import Experts, Router, Routing
 from exeplan.runner.compute.layers import (
     MLP,
-    Attend,
     Block,
-    RMSNorm,
     SelfAttention,
-    added,
     attention_shape,
     product,
     projections,
     summed,
 )
-from exeplan.runner.compute.rotary import Angles, Rotary
+from exeplan.runner.compute.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.rotary import Rotary
 from exeplan.runner.compute.shard import Group, Shard, head_ranges, inner_range
-from exeplan.runner.compute.vocabulary import Vocabulary
 
-PREFIX = "model."
-EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
-"""Within a layer: self_attn.{q,k,v,o}_proj, self_attn.sinks, mlp.router, mlp.experts.{gate_up,down}_proj of all experts
-together with inputs before outputs, and their biases, input_layernorm, post_attention_layernorm."""
+__all__ = ["PREFIX", "Model"]
 _THETA, _EPS = 150000.0, 1e-5
 
 
-class Model:
+class Model(PreNormDecoder):
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
-        head = EMBEDDING if spec.config.get("tie_word_embeddings", False) else HEAD
-        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, spec.hidden_size)
-        self.angles = Rotary(spec, dtype=weights.dtype, device=weights.device, kernels=weights.kernels, theta=_THETA)
-        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
-        if shard.last:
-            self.norm = RMSNorm(weights, NORM, spec.hidden_size, spec.config.get("rms_norm_eps", _EPS))
-
-    def embed(self, token_N: Tensor, _position_N: Tensor) -> Tensor:
-        return self.vocabulary.embed(token_N)
-
-    def head(self, hidden_RE: Tensor) -> Tensor:
-        return self.vocabulary.logits(self.norm(hidden_RE))
+        rotary = Rotary(spec, dtype=weights.dtype, device=weights.device, kernels=weights.kernels, theta=_THETA)
+        super().__init__(spec, weights, shard, rotary, partial(_layer, spec, weights, shard), eps=_EPS)
 
 
-class Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
-        name, eps = LAYER.format(index), spec.config.get("rms_norm_eps", _EPS)
-        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
-        self.attention = _attention(spec, weights, shard, index)
-        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
-        self.mlp = _experts(spec, weights, shard.group, f"{name}.mlp")
-
-    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
-        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+def _layer(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> PreNormLayer:
+    name = LAYER.format(index)
+    mlp = _experts(spec, weights, shard.group, f"{name}.mlp")
+    return PreNormLayer(spec, weights, name, _attention(spec, weights, shard, index), mlp, eps=_EPS)
 
 
 def _attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> SelfAttention:

@@ -3,35 +3,32 @@
 RMSNorm before attention and before a gated feed-forward block, rotary positions, grouped key/value heads, an output
 head that may be tied to the embedding. A family with the same layer is added as a row of `VARIANTS`; one with another
 layer is a file of its own.
+
+Tensors of a layer: self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj, its norms, and with `qk_norm`
+self_attn.{q,k}_norm; a layer with experts has those of `Variant.experts` instead of mlp's.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from exeplan.core.model import ModelSpec
 from exeplan.runner.compute.checkpoint import Weights
 from exeplan.runner.compute.experts import ExpertNames, Routing, expert_block
 from exeplan.runner.compute.layers import (
-    Attend,
     Block,
     RMSNorm,
     SelfAttention,
-    added,
     attention_shape,
     gated_mlp,
     projections,
 )
-from exeplan.runner.compute.rotary import Angles, Rotary
+from exeplan.runner.compute.prenorm_decoder import EPS, LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.rotary import Rotary
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.compute.vocabulary import Vocabulary
 
-PREFIX = "model."
-EMBEDDING, NORM, HEAD, LAYER = "model.embed_tokens.weight", "model.norm", "lm_head.weight", "model.layers.{}"
-"""Within a layer: self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj, input_layernorm, post_attention_layernorm, and
-with `qk_norm` self_attn.{q,k}_norm; a layer with experts has those of `Variant.experts` instead of mlp's."""
+__all__ = ["PREFIX", "VARIANTS", "Model"]
 
 Config = Mapping[str, Any]
 Flag = bool | str
@@ -73,35 +70,18 @@ _TRUE = ("qkv_bias",)
 """Keys that are true where a config has them not."""
 
 
-class Model:
+class Model(PreNormDecoder):
     def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard) -> None:
-        config, size = spec.config, spec.hidden_size
-        head = EMBEDDING if config.get("tie_word_embeddings", False) else HEAD
-        self.vocabulary = Vocabulary(weights, shard, EMBEDDING, head, spec.vocab_size, size)
-        self.angles = Rotary(spec, dtype=weights.dtype, device=weights.device, kernels=weights.kernels)
-        self.layers = [Layer(spec, weights, shard, index) for index in range(*shard.layers)]
-        if shard.last:
-            self.norm = RMSNorm(weights, NORM, size, config.get("rms_norm_eps", 1e-6))
-
-    def embed(self, token_N: Tensor, _position_N: Tensor) -> Tensor:
-        return self.vocabulary.embed(token_N)
-
-    def head(self, hidden_RE: Tensor) -> Tensor:
-        return self.vocabulary.logits(self.norm(hidden_RE))
+        rotary = Rotary(spec, dtype=weights.dtype, device=weights.device, kernels=weights.kernels)
+        super().__init__(spec, weights, shard, rotary, partial(_layer, spec, weights, shard))
 
 
-class Layer:
-    def __init__(self, spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> None:
-        variant, name = VARIANTS[spec.family], LAYER.format(index)
-        eps = spec.config.get("rms_norm_eps", 1e-6)
-        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", spec.hidden_size, eps)
-        self.attention = _attention(spec, weights, shard, index, variant, eps)
-        self.post_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", spec.hidden_size, eps)
-        self.mlp = _feed_forward(spec, weights, shard, index, variant)
-
-    def __call__(self, hidden_NE: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        attended_NE = self.attention(self.input_norm(hidden_NE), angles, attend)
-        return added(self.mlp, self.post_norm.of_sum(attended_NE, hidden_NE), hidden_NE)
+def _layer(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> PreNormLayer:
+    variant = VARIANTS[spec.family]
+    attention = _attention(spec, weights, shard, index, variant)
+    return PreNormLayer(
+        spec, weights, LAYER.format(index), attention, _feed_forward(spec, weights, shard, index, variant)
+    )
 
 
 def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int, variant: Variant) -> Block:
@@ -113,9 +93,7 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int, v
     return expert_block(weights, spec, shard.group, name, names=variant.experts, routing=routing)
 
 
-def _attention(
-    spec: ModelSpec, weights: Weights, shard: Shard, index: int, variant: Variant, eps: float
-) -> SelfAttention:
+def _attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int, variant: Variant) -> SelfAttention:
     config, name = spec.config, f"{LAYER.format(index)}.self_attn"
     qkv, output = projections(
         weights,
@@ -127,6 +105,7 @@ def _attention(
     )
     norms = None
     if variant.qk_norm:
+        eps = config.get("rms_norm_eps", EPS)
         queries, keys = (RMSNorm(weights, f"{name}.{part}_norm", spec.head_dim, eps) for part in "qk")
         norms = (queries, keys)
     shape = attention_shape(spec, shard, index, window=spec.attention_window(index))

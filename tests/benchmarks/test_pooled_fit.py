@@ -9,8 +9,8 @@ from benchmarks.silicon.pooled_fit import Sample, fitted_law
 from benchmarks.silicon.pooling import CONSTANTS, law_text
 from benchmarks.silicon.rows import Row
 from exeplan.core.correction import THETA
-from exeplan.core.pooled_effects import PlacementName
 from exeplan.profiler.calibration.law import CalibrationLaw, Observation, read_law
+from exeplan.profiler.calibration.pooled_effects import PlacementName
 
 DEPLOYMENT, NOISE = 0.2, 0.05
 ROW = Row(

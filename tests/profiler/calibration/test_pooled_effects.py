@@ -6,7 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exeplan.core.pooled_effects import LEVELS, Evidence, PlacementName, Spread, pooled_effects, theta_of
+from exeplan.profiler.calibration.pooled_effects import (
+    LEVELS,
+    Evidence,
+    PlacementName,
+    Spread,
+    pooled_effects,
+    theta_of,
+)
 
 NAME = PlacementName(
     engine="vllm",

@@ -35,6 +35,7 @@ QUANTITIES = ("ttft", "tpot")
 _SHARED = ("engine", "device", "family", "kind", "dtype")
 _STEPS = {"slope": 0.1, "prefill": 0.2, "links": -0.4}
 """Of the differences by which a run's sensitivities are found."""
+_OF_FIRST = ("first", "first_seconds")
 _ANY_SIZE = 0
 FREEDOM = 4.0
 """Of Student's law, of the errors of runs, deployments and placements."""
@@ -118,9 +119,10 @@ class Observation:
     sensitivities: Floats
 
 
-def observation(profile: Profile, run: ServingRun) -> Observation:
-    """Of a run and the profile that is to be corrected, without any correction that it has."""
-    base = replace(profile, correction=None)
+def observation(profile: Profile, run: ServingRun, at: Correction | None = None) -> Observation:
+    """Of a run and the profile that is to be corrected, without any correction that it has; linear near `at`."""
+    theta = np.array([getattr(at, name) if at and name not in _OF_FIRST else 0.0 for name in THETA])
+    base = with_theta(profile, tuple(theta.tolist())) if at else replace(profile, correction=None)
     found = predicted_by_passes(base, run)
     columns = {"level": (1.0, 1.0), "first": (1.0, 0.0)}
     # Exact where nothing else is off: the logarithmic mean, between the measured time and the predicted one.
@@ -128,10 +130,12 @@ def observation(profile: Profile, run: ServingRun) -> Observation:
     steps = {name: step for name, step in _STEPS.items() if name != "links" or run.tensor_parallel_size > 1}
     columns["links"] = (0.0, 0.0)
     for name, step in steps.items():
-        moved = predicted_by_passes(with_theta(base, tuple(step if key == name else 0.0 for key in THETA)), run)
+        there = theta + [step if key == name else 0.0 for key in THETA]
+        moved = predicted_by_passes(with_theta(base, tuple(there.tolist())), run)
         columns[name] = math.log(moved.ttft / found.ttft) / step, math.log(moved.tpot / found.tpot) / step
-    logs = np.log([run.ttft / found.ttft, run.tpot / found.tpot])
-    return Observation(logs, np.array([columns[name] for name in THETA]).T)
+    sensitivities = np.array([columns[name] for name in THETA]).T
+    logs = np.log([run.ttft / found.ttft, run.tpot / found.tpot]) + sensitivities @ theta
+    return Observation(logs, sensitivities)
 
 
 def _logarithmic_mean(one: float, other: float) -> float:

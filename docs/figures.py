@@ -361,13 +361,13 @@ def paper_claims(part: str) -> Callable[[Record], str]:
 
 
 _PICTURES = {
-    **{part: f"paper-{part}" for part in ("fig6", "fig7", "fig8", "fig10", "orca10")},
+    **{part: f"paper-{part}" for part in ("fig6", "fig7", "fig8", "fig10", "orca10", "orca11")},
     "drift": "paper-fig11",
 }
 """By part what `python -m docs.make_pictures` draws of it."""
 PAPER_PARTS = (
     *("fig6", "fig7", "fig8", "fig9", "splits", "fig10", "table4", "table5", "table6", "table7", "drift", "search"),
-    *("orca8", "orca9", "orca10", "tcb"),
+    *("orca8", "orca9", "orca10", "orca11", "tcb"),
 )
 """Of benchmarks/paper, in the order of its record."""
 

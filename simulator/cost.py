@@ -20,7 +20,7 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Cluster
-from exeplan.core.handover import pieces
+from exeplan.core.handover import num_receivers, pieces
 from exeplan.core.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Placement
@@ -118,11 +118,13 @@ class CostModel(PlacementTimings):
         self, number: int, num_tokens: float, layer_seconds: float, send: Callable[[float], Floats]
     ) -> float:
         """Seconds after a stage's pass until a device has sent its last piece."""
-        stage, dtype = self.placement[number], self.profile.dtype
-        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, dtype) / stage.tensor_parallel_size
+        stage, dtype, shares = self.placement[number], self.profile.dtype, self.spec.num_kv_shares
+        width = stage.tensor_parallel_size
+        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, dtype) / min(width, shares)
         parts = pieces(stage.layers, layer_bytes)
         layers = (stage.layers[1] - stage.layers[0]) / len(parts)
-        piece = float(send(layers * layer_bytes))
+        receivers = max(self.placement[decoding].tensor_parallel_size for decoding in self.decode_stages)
+        piece = num_receivers(shares, width, receivers) * float(send(layers * layer_bytes))
         return piece + (len(parts) - 1) * max(piece - layers * layer_seconds, 0.0)
 
     def _num_encoded_sends(self) -> int:

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
-from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
 from exeplan.progress import OnProgress, Progress, no_progress
@@ -44,13 +43,8 @@ def engine_setup(
     `launcher` describes the hosts of a plan that spans several; None where all devices are on this one.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
-    prefill time that the plan predicts. Raises InputError for a placement on which the model does not run.
+    prefill time that the plan predicts.
     """
-    if spec.latent and any(stage.phase for stage in plan.placement):
-        raise InputError(
-            f"'{spec.name}' has latent attention, which prefills and decodes on the same devices; policy "
-            f"{plan.schedule.policy} divides them: plan with another --policy"
-        )
     return EngineSetup(
         model=model_source(spec),
         schedule=plan.schedule,

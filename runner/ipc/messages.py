@@ -114,6 +114,7 @@ class Sampling(Part, frozen=True):
     prompt_logprobs: int | None
     logit_bias: Mapping[int, float]
     structure: str | None
+    shown_token_ids: tuple[int, ...] = ()
 
 
 class Prompt(Part, frozen=True):
@@ -451,6 +452,8 @@ class ToolFormat(Part, frozen=True):
     functions: tuple[str, ...]
     single: bool
     """At most one call is reported."""
+    types: Mapping[str, Mapping[str, list[str]]] = {}
+    """By function, the JSON types of its arguments; of formats that write arguments without their types."""
 
 
 class Generate(Message, frozen=True):

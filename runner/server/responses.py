@@ -344,7 +344,7 @@ class ChatBuilder(ResponseBuilder):
     def _choice(self, choice: Choice) -> ChatChoice:
         message: ChatMessage = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._parsers:
-            parsed = self._parsed(choice, choice.text)
+            parsed = self._parsers[choice.index].whole(choice.text)
             if calls := whole_calls(parsed.calls):
                 message |= {"content": parsed.content or None, "tool_calls": calls}
         return {

@@ -40,6 +40,7 @@ PROGRAMS = Path(__file__).parent / "client_programs"
 HUB_ID, COMMIT = "exeplan/demo", "0" * 40
 INPUT_TOKENS, OUTPUT_TOKENS = 57, 30
 CHAT = (
+    "{% if tools %}A call is <tool_call>{name, arguments}</tool_call>{% endif %}"
     "{% for m in messages %}<|begin|>{{ m.role }}: {{ m.content or '' }}"
     "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}\n{% endif %}assistant:"

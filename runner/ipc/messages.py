@@ -219,12 +219,13 @@ class JobRefused(Message, frozen=True):
     """Whether the engine is to blame, and not the request."""
 
 
-class Logprob(Record, frozen=True):
-    """A token and its log-probability."""
+class Logprob(Record, frozen=True, gc=False):
+    """A token and its log-probability. An answer may have a million of them, all numbers, and no cycle: they, and the
+    tuples in them, are none of the garbage collector's business, whose pauses would stop the server."""
 
     token_id: int
     logprob: float
-    top: Sequence[tuple[int, float]] = ()
+    top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with theirs, best first."""
 
 

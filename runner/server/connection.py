@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.clients import Client, network_of, set_client
-from exeplan.runner.server.listener import MAX_CONNECTIONS, Listener, set_buffers
+from exeplan.runner.server.listener import MAX_CONNECTIONS, Listener, set_options
 from exeplan.runner.server.places import Places
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import new_request_id, note
@@ -66,7 +66,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
         if connection := transport.get_extra_info("socket"):
-            set_buffers(connection, VANISHED_SECONDS)
+            set_options(connection, VANISHED_SECONDS)
             if self.listener is not None:
                 self.listener.has_begun(connection.fileno())
         self._expect_header()

@@ -35,7 +35,10 @@ def grammar_of(structure: Structure, *, space_first: bool = False) -> str:
         case "choice":
             output = " | ".join(map(_quoted, structure.value))
         case _:
-            output = f"%json {_schema(structure.value or _ANY_OBJECT, structure.param)}"
+            schema = _schema(structure.value or _ANY_OBJECT, structure.param)
+            if not space_first:
+                return LLMatcher.grammar_from_json_schema(schema)
+            output = f"%json {schema}"
     return LLMatcher.grammar_from_lark(f"start: {'/ ?/ ' * space_first}output\noutput: {output}")
 
 

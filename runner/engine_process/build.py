@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
@@ -50,6 +51,11 @@ def engine_setup(
         raise InputError(
             f"'{spec.name}' has latent attention, which prefills and decodes on the same devices; policy "
             f"{plan.schedule.policy} divides them: plan with another --policy"
+        )
+    if needs_other_engine(plan.placement):
+        raise InputError(
+            "the plan has expert parallelism or attention data parallelism, which the engine here does not run; other "
+            "engines do; plan without --engine for this one"
         )
     return EngineSetup(
         model=model_source(spec),

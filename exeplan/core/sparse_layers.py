@@ -6,10 +6,9 @@
 Configs spell the same numbers differently; the first spelling present is taken. Not here: what they cost
 (`layer_costs.py`, and `profiler/datasheets`).
 
-With expert parallelism a token's k of E experts lie among p parts of n = E / p experts. Of T tokens with even routing a
-part has T k / p rows on average, with the variance of T draws of k of E without replacement, and it reads each of its
-experts with the chance 1 - (1 - k / E)^T. A layer waits for the busiest part: the mean and as many standard deviations
-as the expected maximum of p normal numbers (as in DeepSeek-V3's report, section 3.4).
+With expert parallelism a token's k of E experts lie among p parts of whole experts. A layer waits for the busiest part
+(as in DeepSeek-V3's report, section 3.4): with even routing it has the expected maximum of the rows, and reads that of
+the experts touched, which lie anywhere (`fullest.py`).
 """
 
 import math
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exeplan.core.fullest import normal_maximum
+from exeplan.core.fullest import fullest
 from exeplan.errors import InputError, shown
 
 RUN_SPARSE = ("deepseek_v2", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -54,19 +53,23 @@ class Experts:
         """Rows of the products of the busiest of `parts` of whole experts, `per_token` for each token in all."""
         if parts == 1:
             return num_tokens * self.per_token
-        mean = self.per_token / parts
-        variance = mean * (1 - 1 / parts) * (self.count - self.per_token) / (self.count - 1)
-        rows = num_tokens * mean + normal_maximum(parts) * math.sqrt(num_tokens * variance)
+        rows = self._busiest(num_tokens * self.per_token, parts, drawn=self.per_token)
         return float(min(rows, num_tokens * min(self.per_token, self.count / parts)))
 
     def busiest_touched(self, num_tokens: float, parts: int) -> float:
         """Experts that a pass of so many tokens reads on the busiest of `parts`, on average."""
         if parts == 1:
             return self.touched(num_tokens)
-        own, share = self.count / parts, self.touched(num_tokens) / self.count
-        among = (self.count - own) / (self.count - 1)
-        found = own * share + normal_maximum(parts) * math.sqrt(own * share * (1 - share) * among)
-        return float(min(found, own, self.busiest_rows(num_tokens, parts)))
+        touched = self.touched(num_tokens)
+        found = self._busiest(touched, parts, drawn=touched)
+        return float(min(found, self.count / parts, self.busiest_rows(num_tokens, parts)))
+
+    def _busiest(self, things: float, parts: int, *, drawn: float) -> float:
+        """Of things on experts, those of the part that has the most: so many at once are drawn without replacement,
+        and lie less unevenly for it than those that are dealt out at random."""
+        even = things / parts
+        less = math.sqrt(max(self.count - drawn, 0.0) / (self.count - 1))
+        return even + (float(fullest(things, parts)) - even) * less
 
     def copies_sent(self, devices: int, parts: int) -> float:
         """Of a token, how often it goes to another of the devices: to each of those of a part that has one of its

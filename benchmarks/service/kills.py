@@ -70,7 +70,8 @@ def main() -> None:
         if run.num_kills < args.kills:
             _measure(name, run, kept, args)
         plans.append(run.figures(name))
-        print(table(("", ""), [[key, str(value)] for key, value in plans[-1].items()]), flush=True)
+        shown = {**plans[-1], "held": f"{run.held[0]}, at the end {run.held[-1]}"}
+        print(table(("", ""), [[key, str(value)] for key, value in shown.items()]), flush=True)
     print(f"\nrecord: {write_record('kills', {'plans': plans})}")
 
 

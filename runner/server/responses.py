@@ -234,7 +234,8 @@ class ResponseBuilder(ABC):
         """Whether the body of a finished response takes milliseconds to make."""
         scored = sum(len(choice.logprobs) for choice in self.choices) * (1 + (self._request.sampling.logprobs or 0))
         prompts = self._request.sampling.prompt_logprobs is not None
-        return prompts or scored > _LARGE_SCORES or sum(len(choice.text) for choice in self.choices) > _LARGE_CHARS
+        chars = self._request.n * sum(map(len, self._request.echoes)) + sum(len(choice.text) for choice in self.choices)
+        return prompts or scored > _LARGE_SCORES or chars > _LARGE_CHARS
 
     def pieces(self) -> Iterator[bytes]:
         """The body of a finished response that is not streamed, as JSON in pieces: one is a choice, which is not kept.

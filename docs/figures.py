@@ -555,13 +555,13 @@ def answers(record: Record) -> str:
     found: Counter[str] = Counter()
     for plan in record["plans"]:
         found.update(plan["answers"])
-    del found["not let in (503)"]  # They were told to come again.
+    again = found.pop("not let in (503)", 0)
     total = sum(found.values())
     equal, errors = found["as undisturbed"], found["clear error after a second crash"]
     other = total - equal - errors
     return (
         f"{share_of(equal, total)} answers equal an undisturbed run, {errors} ended with a clear error after a second "
-        f"crash, {other} ({span(*wilson(other, total), percent)}) otherwise"
+        f"crash, {other} ({span(*wilson(other, total), percent)}) otherwise; {again} more were told 503 and sent again"
     )
 
 

@@ -65,6 +65,8 @@ class ChatTemplate:
             raise InputError(f"the model's chat template is not valid: {error}") from None
         self.tool_format = tool_format(source) if self.takes_tools else None
         """Of the calls that it asks the model for; None where it is not known."""
+        self.has_channels = self.tool_format == "harmony"
+        """Whether every output is in that format, also without a call."""
 
     def render(
         self,
@@ -90,6 +92,7 @@ class ChatTemplate:
 
 
 _TOOL_WORDS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]")),
@@ -107,7 +110,8 @@ def tool_format(source: str) -> str | None:
 
     `hermes` (Hermes, Qwen 2.5, Qwen 3), `qwen3_coder`, `glm45` (GLM 4.5 to 4.7), `mistral` (a list, as up to Mistral
     Small 3.1), `mistral_v11` (a name before its arguments, as from Mistral Small 3.2), `deepseek_v3` (V3, R1),
-    `deepseek_v31`, and `llama3_json` (Llama 3.1 to 3.3): `runner/server/tool_calls.py` says how each is written.
+    `deepseek_v31`, `harmony` (gpt-oss), and `llama3_json` (Llama 3.1 to 3.3): `runner/server/tool_calls.py` says how
+    each is written.
     """
     return next((name for name, words in _TOOL_WORDS if all(word in source for word in words)), None)
 

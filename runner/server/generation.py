@@ -122,7 +122,13 @@ class Generation(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async for chunks in self._chunks(builder, first):
-                body = b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
+                body = b""
+                for chunk in chunks:
+                    body += b"data: " + _json(chunk) + b"\n\n"
+                    if len(body) > _PART_BYTES:  # Of many choices, each of which repeats a long prompt.
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        await asyncio.sleep(0)
+                        body = b""
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except (InputError, EngineError) as error:
             note(ended=str(error)[:200])

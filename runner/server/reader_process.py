@@ -132,7 +132,10 @@ class Reader:
             # The decoders of such models' tokenizers leave out the space before the first word of an output.
             stated = grammar_of(structure, space_first=self._spec.is_encoder_decoder)
             return self._checked(stated, structure.param), None, ()
-        if not isinstance(request, ChatRequest) or not (functions := request.told_functions):
+        template = self._tokenizer.chat_template
+        if not isinstance(request, ChatRequest):
+            return None, None, ()
+        if not (functions := request.told_functions) and not (template and template.has_channels):
             return None, None, ()
         forced = request.forced_functions
         name = self._tool_format(forced=bool(forced))

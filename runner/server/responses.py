@@ -17,9 +17,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from exeplan.runner.ipc.messages import Event, Generate, Logprob, PromptLogprobs
+from exeplan.runner.server.harmony import parser_of
 from exeplan.runner.server.prompt_scores import PromptScores, encoded, entries, finite, prompt_scores
 from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
-from exeplan.runner.server.tool_calls import Parsed, ToolCall, ToolParser, whole_calls
+from exeplan.runner.server.tool_calls import Parsed, ToolCall, whole_calls
 
 _FREED = 512
 """Tokens whose log-probabilities are freed at a time."""
@@ -103,6 +104,8 @@ class ChatMessage(TypedDict):
     content: str | None
     """None where there are only calls."""
     refusal: None
+    reasoning_content: NotRequired[str]
+    """DeepSeek's name, of models whose format tells reasoning from content."""
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -116,6 +119,7 @@ class ChatChoice(TypedDict):
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -230,7 +234,8 @@ class ResponseBuilder(ABC):
         """Whether the body of a finished response takes milliseconds to make."""
         scored = sum(len(choice.logprobs) for choice in self.choices) * (1 + (self._request.sampling.logprobs or 0))
         prompts = self._request.sampling.prompt_logprobs is not None
-        return prompts or scored > _LARGE_SCORES or sum(len(choice.text) for choice in self.choices) > _LARGE_CHARS
+        chars = self._request.n * sum(map(len, self._request.echoes)) + sum(len(choice.text) for choice in self.choices)
+        return prompts or scored > _LARGE_SCORES or chars > _LARGE_CHARS
 
     def pieces(self) -> Iterator[bytes]:
         """The body of a finished response that is not streamed, as JSON in pieces: one is a choice, which is not kept.
@@ -357,7 +362,7 @@ class ChatBuilder(ResponseBuilder):
 
     def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
         super().__init__(texts, request, model=model)
-        self._parsers = [ToolParser(request.tools) for _ in self.choices] if request.tools else []
+        self._parsers = [parser_of(request.tools) for _ in self.choices] if request.tools else []
 
     def _end(self) -> dict[str, Any]:
         scores = self._prompt_scores(self.choices[0])
@@ -367,8 +372,11 @@ class ChatBuilder(ResponseBuilder):
         message: ChatMessage = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._parsers:
             parsed = self._parsers[choice.index].whole(choice.text)
+            message["content"] = parsed.content
             if calls := whole_calls(parsed.calls):
                 message |= {"content": parsed.content or None, "tool_calls": calls}
+            if parsed.reasoning:
+                message["reasoning_content"] = parsed.reasoning
         return {
             "index": choice.index,
             "message": message,
@@ -381,7 +389,7 @@ class ChatBuilder(ResponseBuilder):
         parser = self._parsers[choice.index]
         parsed = parser.push(text)
         if choice.finish_reason:
-            parsed.content += parser.finish().content
+            parser.end(parsed)
         return parsed
 
     def _finish_reason(self, choice: Choice) -> str | None:
@@ -414,6 +422,8 @@ class ChatBuilder(ResponseBuilder):
         parsed, delta = self._parsed(choice, text), ChatDelta()
         if parsed.content:
             delta["content"] = parsed.content
+        if parsed.reasoning:
+            delta["reasoning_content"] = parsed.reasoning
         if parsed.calls:
             delta["tool_calls"] = parsed.calls
         return delta

@@ -169,8 +169,18 @@ DIALECTS = {
         tags=GLM45,
         markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    "harmony": Dialect(
+        begin="",
+        head=re.compile(r"(?!)"),
+        end="",
+        forced=Written(
+            call=(f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", ""), between=None
+        ),
+        markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    ),
 }
-"""By the names of `chat_template.tool_format`, and `json` for a template whose format is not known."""
+"""By the names of `chat_template.tool_format`, and `json` for a template whose format is not known; `harmony.py` reads
+the last one."""
 
 
 class CalledFunction(TypedDict):
@@ -194,6 +204,8 @@ class Parsed:
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     """At most one piece a call."""
+    reasoning: str = ""
+    """Of formats that tell it from content."""
 
 
 class ToolParser:
@@ -226,8 +238,16 @@ class ToolParser:
             piece = self.push(text[begin : begin + _PIECE_CHARS])
             parsed.content += piece.content
             parsed.calls += piece.calls
-        parsed.content += self.finish().content
+            parsed.reasoning += piece.reasoning
+        self.end(parsed)
         return parsed
+
+    def end(self, parsed: Parsed) -> None:
+        """Adds what was held back to what the last text has added."""
+        rest = self.finish()
+        parsed.content += rest.content
+        parsed.reasoning += rest.reasoning
+        parsed.calls += rest.calls
 
     def finish(self) -> Parsed:
         """What was held back, after the last text."""

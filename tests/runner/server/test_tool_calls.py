@@ -22,6 +22,7 @@ from exeplan.runner.compute.structures import check_grammar
 from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT, ChatTemplate
 from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.messages import ToolFormat
+from exeplan.runner.server.harmony import parser_of
 from exeplan.runner.server.protocol import Function, RequestError
 from exeplan.runner.server.structure import tool_grammar
 from exeplan.runner.server.tool_arguments import MAX_HELD_CHARS, declared_types
@@ -71,6 +72,7 @@ FORMATS = {
     "deepseek": ToolFormat(name="deepseek_v3", functions=("weather", "clock"), single=False),
     "deepseek 3.1": ToolFormat(name="deepseek_v31", functions=("weather", "clock"), single=False),
     "qwen": ToolFormat(name="qwen3_coder", functions=("weather", "clock"), single=False, types=TYPES),
+    "harmony": ToolFormat(name="harmony", functions=("weather", "clock"), single=False),
     "glm": ToolFormat(name="glm45", functions=("weather", "clock"), single=False, types=TYPES),
 }
 Read = tuple[str, list[tuple[str, str]]]
@@ -78,7 +80,7 @@ Read = tuple[str, list[tuple[str, str]]]
 
 def read(how: str, text: str, cuts: list[int] = []) -> Read:  # noqa: B006 - never changed
     """Content and calls of a text that comes in pieces."""
-    parser, places = ToolParser(FORMATS[how]), [0, *sorted(cuts), len(text)]
+    parser, places = parser_of(FORMATS[how]), [0, *sorted(cuts), len(text)]
     parsed = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)] + [parser.finish()]
     calls = whole_calls(piece for each in parsed for piece in each.calls)
     assert len({call["id"] for call in calls}) == len(calls) == parser.num_calls
@@ -199,6 +201,35 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         "<tool_call><function=x></function></tool_call>",
         ("<tool_call><function=x></function></tool_call>", []),
     ),
+    "harmony": (
+        "harmony",
+        "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        f"{ARGUMENTS}<|call|>",
+        ("I look.", [("weather", ARGUMENTS)]),
+    ),
+    "harmony, recipient first": (
+        "harmony",
+        " to=functions.clock<|channel|>commentary json<|message|>{}<|call|>",
+        ("", [("clock", "{}")]),
+    ),
+    "harmony, no call": (
+        "harmony",
+        "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>final<|message|>hello <b>",
+        ("hello <b>", []),
+    ),
+    "harmony, two contents": (
+        "harmony",
+        "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        ("a\nb", []),
+    ),
+    "harmony, an unknown function": (
+        "harmony",
+        "<|channel|>commentary to=functions.x<|message|>{}<|call|>",
+        ("{}", []),
+    ),
+    "harmony, text": ("harmony", "it is so", ("it is so", [])),
+    "harmony, cut in a header": ("harmony", "<|channel|>anal", ("", [])),
     "keys": (
         "glm",
         "so\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n<arg_key>days</arg_key>\n"
@@ -253,6 +284,11 @@ def test_types_of_arguments_are_found_in_schemas_that_go_in_circles() -> None:
         assert declared_types(other) == {}
 
 
+def test_reasoning_is_told_from_content() -> None:
+    parsed = parser_of(FORMATS["harmony"]).whole(READINGS["harmony"][1])
+    assert (parsed.reasoning, parsed.content) == ("I think", "I look.")
+
+
 def test_a_call_streams_before_it_is_complete() -> None:
     parser = ToolParser(FORMATS["hermes"])
     head = parser.push('<tool_call>{"name": "weather", "arguments": {"ci').calls
@@ -282,9 +318,10 @@ def test_what_is_held_back_is_bounded() -> None:
         ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n", True, "deepseek_v3"),
         ("{{ tools }}<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", True, "deepseek_v31"),
         ("{{ tools }}<tool_call>{{ call | tojson }}", True, "hermes"),
+        ("{{ tools }}<|start|>assistant<|channel|>final<|message|>", True, "harmony"),
         ("{{ tools }}<tools>", True, None),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_a_template_says_whether_and_how_calls_are_made(template: str, takes: bool, form: str | None) -> None:
     found = ChatTemplate(template)
@@ -457,6 +494,26 @@ def test_calls_are_found_by_marks_that_are_special_tokens(
         check(one.message.tool_calls[0])
         text = chat(client, tool_choice="none", max_tokens=40, logit_bias={"300": 5}).choices[0].message.content
         assert "[TOOL_CALLS]" not in text
+
+
+def test_messages_of_harmony_are_told_apart(
+    launch: Callable[..., AbstractContextManager[Running]], checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "tiny"
+    shutil.copytree(checkpoint, directory)
+    words = "{% if tools %}{{ tools }}{% endif %}{{ messages }}<|start|>assistant{# <|channel|>final<|message|> #}"
+    marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"]
+    served_with(directory, words, marks)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    number = {mark: str(tokenizer.token_to_id(mark)) for mark in marks}
+    with launch(directory=directory) as running, running.client() as client:
+        forced = chat(client, tool_choice="required").choices[0]
+        check(forced.message.tool_calls[0])
+        assert forced.message.content is None
+        # No header can be complete where the mark before a body is banned, so that none of a body is told.
+        banned = {number["<|message|>"]: -100, "0": -100}
+        text = chat(client, tool_choice="none", max_tokens=20, logit_bias=banned | {number["<|channel|>"]: 100})
+        assert text.choices[0].message.content == ""
 
 
 def test_a_format_that_is_not_known_is_said_at_the_start_and_in_the_answer(

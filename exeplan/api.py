@@ -145,7 +145,7 @@ def datasheet_profile(
         return times()
     name, constants_of_engine = fspath(engine), load_engine(fspath(engine))
     shardings = expert_shardings(constants_of_engine, spec, sizes or tensor_parallel_sizes_of(spec))
-    profile = times(shardings=shardings)
+    profile = times(shardings=shardings, passes_over=constants_of_engine.expert_rows)
     return with_shipped_engine(profile, name) or with_engine(profile, constants_of_engine)
 
 

@@ -118,11 +118,13 @@ def profile_from_datasheet(
     kv_dtype: str | None = None,
     tensor_parallel_sizes: Sequence[int] | None = None,
     shardings: Sequence[Sharding] = (),
+    passes_over: str = "own",
 ) -> Profile:
     """Rows of every operation at every tensor parallel size: those given, or those of 1, 2, 4, 8 that share the heads.
 
     `shardings` are further ones, with expert parallelism or attention data parallelism, of a mixture of experts, whose
-    tensor parallel sizes are among them.
+    tensor parallel sizes are among them. Where all tokens are on every device, small kernels of the experts pass over
+    the rows of its `own` experts, or of `all`.
 
     `dtype` is of the layers' weights: with fp8 the rest is in bfloat16. `kv_dtype` is of keys and values, `dtype` where
     it is None. Raises InputError when a given size does not divide the heads, or the device has no such dtype.
@@ -130,7 +132,7 @@ def profile_from_datasheet(
     sizes = _sizes(spec, tensor_parallel_sizes)
     rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size)]
     if spec.experts:
-        rows += _expert_rows(spec, spec.experts, sheet, dtype, shardings)
+        rows += _expert_rows(spec, spec.experts, sheet, dtype, shardings, all_rows=passes_over == "all")
     around = embedding_parameters(spec) * (1 if spec.tied_head else 2)
     return Profile(
         model=spec,
@@ -170,7 +172,13 @@ def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, si
 
 
 def _expert_rows(
-    spec: ModelSpec, experts: Experts, sheet: Datasheet, dtype: str, shardings: Sequence[Sharding]
+    spec: ModelSpec,
+    experts: Experts,
+    sheet: Datasheet,
+    dtype: str,
+    shardings: Sequence[Sharding],
+    *,
+    all_rows: bool,
 ) -> Iterator[Measurement]:
     """What further layouts take: a layer's products where all tokens are on every device; where ranks attend for their
     own requests, those of a rank's tokens, those of the experts, and the exchanges between them."""
@@ -179,7 +187,8 @@ def _expert_rows(
         row = partial(Measurement, **one._asdict())
         for tokens in _grid(MAX_TOKENS):
             if one.data_parallel_size == 1:
-                took = _rest(spec, sheet, dtype, one.tensor_parallel_size, tokens, "", parts=one.expert_parallel_size)
+                size, parts = one.tensor_parallel_size, one.expert_parallel_size
+                took = _rest(spec, sheet, dtype, size, tokens, "", parts=parts, all_rows=all_rows)
                 yield row(op="rest", num_tokens=tokens, seconds=took)
             else:
                 took = routed_seconds(experts, spec.hidden_size, sheet, dtype, one, tokens)
@@ -269,7 +278,15 @@ def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
 
 
 def _rest(
-    spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int, phase: str, *, parts: int = 1
+    spec: ModelSpec,
+    sheet: Datasheet,
+    dtype: str,
+    size: int,
+    tokens: int,
+    phase: str,
+    *,
+    parts: int = 1,
+    all_rows: bool = False,
 ) -> float:
     """A layer but its attention: matrix products, two norms with the residual, rotation or bias, and activation.
 
@@ -279,7 +296,7 @@ def _rest(
     routed = 0.0
     if spec.experts:
         sharding = Sharding(size, expert_parallel_size=parts)
-        routed = routed_seconds(spec.experts, spec.hidden_size, sheet, dtype, sharding, tokens)
+        routed = routed_seconds(spec.experts, spec.hidden_size, sheet, dtype, sharding, tokens, all_rows=all_rows)
     return _dense(spec, sheet, dtype, size, tokens, phase, routed=routed)
 
 
@@ -337,10 +354,17 @@ def _mlp(spec: ModelSpec, sheet: Datasheet, dtype: str, tokens: int, inner: int)
 
 
 def routed_seconds(
-    experts: Experts, hidden: int, sheet: Datasheet, dtype: str, sharding: Sharding, tokens: int
+    experts: Experts,
+    hidden: int,
+    sheet: Datasheet,
+    dtype: str,
+    sharding: Sharding,
+    tokens: int,
+    *,
+    all_rows: bool = False,
 ) -> float:
     """Router and experts on the device with the most rows, of the tokens of all ranks; a kernel gathers the rows by
-    expert, and one sums them."""
+    expert, and one sums them: its own, or those of experts elsewhere too."""
     parts = sharding.expert_parallel_size
     rows, inner = experts.busiest_rows(tokens, parts), -(-experts.width * parts // sharding.num_devices)
     touched = experts.busiest_touched(tokens, parts)
@@ -348,7 +372,7 @@ def routed_seconds(
     own = tokens / sharding.data_parallel_size
     took = gemm_seconds(sheet, between_layers(dtype), own, experts.count, hidden)
     took += product(2 * inner, hidden) + product(hidden, inner)
-    moved = rows * DTYPE_BYTES[between_layers(dtype)]
+    moved = (tokens * experts.per_token if all_rows else rows) * DTYPE_BYTES[between_layers(dtype)]
     return took + 2 * elementwise_seconds(sheet, 2 * hidden * moved) + elementwise_seconds(sheet, 3 * inner * moved)
 
 

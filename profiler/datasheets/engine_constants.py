@@ -16,9 +16,11 @@ from `benchmarks/silicon/`. A file may also state which layouts of a mixture of 
 
     data_parallel_attention    any: ranks of any tensor-parallel degree; whole: each device a rank, or all together
     expert_parallel            whole: all devices hold whole experts, or each a part of every one
+    expert_rows                all: where all tokens are on every device, small kernels of the experts pass over the
+                               rows of experts elsewhere too; own: they do not
 
-Where it states neither, experts and attention are tensor parallel. Not here: an engine's admission of requests, which
-is a policy's.
+Where it states no such thing, experts and attention are tensor parallel. Not here: an engine's admission of requests,
+which is a policy's.
 """
 
 import math
@@ -41,7 +43,11 @@ _MANY_ROWS = 4096
 """Where the second point of the host's straight line lies."""
 _LEAST_LAYER = 0.5
 """Share of a layer's time in the tables that fused kernels cannot take away."""
-_LAYOUTS = {"data_parallel_attention": ("any", "whole"), "expert_parallel": ("whole",)}
+_LAYOUTS = {
+    "data_parallel_attention": ("any", "whole"),
+    "expert_parallel": ("whole",),
+    "expert_rows": ("own", "all"),
+}
 _MOST_DEVICES = 32
 """Over which experts are spread."""
 
@@ -67,6 +73,8 @@ class EngineConstants:
     """`any` or `whole`; '' where it has none."""
     expert_parallel: str = ""
     """`whole`; '' where it has none."""
+    expert_rows: str = "own"
+    """`own` or `all`."""
 
 
 def load_engine(name: str) -> EngineConstants:

@@ -164,7 +164,7 @@ def _unbatched_attention(placed: Problem, rows: int, prompt: int) -> float:
     contexts = prompt + np.arange(_OUTPUTS - 1, dtype=float)
     extra = 0.0
     for stage in placed.cost.placement:
-        attention = placed.cost.timings.shard(len(stage.devices)).decode_attention
+        attention = placed.cost.timings.shard(stage.sharding).decode_attention
         alone, together = (attention(np.full(len(contexts), float(number)), contexts) for number in (1, rows))
         extra += (stage.layers[1] - stage.layers[0]) * float((rows * alone - together).sum())
     return max(extra, 0.0)

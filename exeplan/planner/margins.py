@@ -56,7 +56,7 @@ class Risk:
         return max((self._law(problem, name) for name in quantities(bound)), key=lambda law: law.margin(self.share))
 
     def _law(self, problem: Problem, quantity: str) -> ErrorLaw:
-        size = max(stage.tensor_parallel_size for stage in problem.cost.placement)
+        size = max(stage.num_devices for stage in problem.cost.placement)
         own = self.own.get(quantity)
         if own is None and problem.profile.correction is not None:
             return correction_law(problem.profile.correction, quantity)

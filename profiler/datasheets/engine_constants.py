@@ -7,20 +7,32 @@ only), and prepares each row of a pass on the host. Of a decoder-only model's ro
     rest         decode    + layer
                  prefill   max((rest + layer) * prefill_factor, uncaptured_layer)
     attention    prefill   * prefill_factor
-    all_reduce             + all_reduce_skew * log2(tensor_parallel_size)
+    all_reduce, all_to_all + all_reduce_skew * log2(tensor_parallel_size)
     overhead               row * rows of the pass, instead of what there was
 
-and of its memory only `memory_share` goes to weights, keys and values. The shipped ones (`plans/engines/*.yaml`) come
-from `benchmarks/silicon/`. Not here: an engine's admission of requests, which is a policy's.
+where `dense` and `experts` rows of one layout together are a `rest` row, whose tokens the ranks share evenly; and
+of its memory only `memory_share` goes to weights, keys and values. The shipped ones (`plans/engines/*.yaml`) come
+from `benchmarks/silicon/`. A file may also state which layouts of a mixture of experts the engine runs:
+
+    data_parallel_attention    any: ranks of any tensor-parallel degree; whole: each device a rank, or all together
+    expert_parallel            whole: all devices hold whole experts, or each a part of every one
+
+Where it states neither, experts and attention are tensor parallel. Not here: an engine's admission of requests, which
+is a policy's.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from exeplan.core.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 from exeplan.units import seconds
@@ -29,6 +41,9 @@ _MANY_ROWS = 4096
 """Where the second point of the host's straight line lies."""
 _LEAST_LAYER = 0.5
 """Share of a layer's time in the tables that fused kernels cannot take away."""
+_LAYOUTS = {"data_parallel_attention": ("any", "whole"), "expert_parallel": ("whole",)}
+_MOST_DEVICES = 32
+"""Over which experts are spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +63,10 @@ class EngineConstants:
     """Kernels of passes with prompts in a busy device over the same ones measured alone."""
     memory_share: float
     """Of the device's memory, for weights, keys and values."""
+    data_parallel_attention: str = ""
+    """`any` or `whole`; '' where it has none."""
+    expert_parallel: str = ""
+    """`whole`; '' where it has none."""
 
 
 def load_engine(name: str) -> EngineConstants:
@@ -60,16 +79,35 @@ def load_engine(name: str) -> EngineConstants:
 
 def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
     """The constants of a file's mapping. Raises InputError as `load_engine` does."""
-    names = [field.name for field in fields(EngineConstants) if field.name != "name"]
-    for wrong in sorted(set(body) ^ set(names), key=str):
+    names = [field.name for field in fields(EngineConstants) if field.name not in ("name", *_LAYOUTS)]
+    for wrong in sorted((set(body) - set(_LAYOUTS)) ^ set(names), key=str):
         what = "unknown" if wrong in body else "missing"
         raise InputError(f"{path} must give {', '.join(names)}; '{wrong}' is {what}")
+    read: dict[str, Callable[[object, str], Any]]
     read = {name: _signed_seconds if name == "layer" else _seconds for name in names}
     read |= {"prefill_factor": _number, "memory_share": _number}
+    for name, known in _LAYOUTS.items():
+        if body.get(name, known[0]) not in known:
+            raise InputError(f"{path}: {name} must be {' or '.join(known)}, found {body[name]!r}")
     found = EngineConstants(name=path.stem, **{name: read[name](body[name], f"{path}: {name}") for name in names})
+    layouts: dict[str, Any] = {name: body[name] for name in _LAYOUTS if name in body}
+    found = replace(found, **layouts)
     if found.memory_share > 1:
         raise InputError(f"{path}: memory_share is at most 1, found {found.memory_share:g}")
     return found
+
+
+def expert_shardings(engine: EngineConstants, spec: ModelSpec, sizes: Sequence[int]) -> tuple[Sharding, ...]:
+    """Layouts with whole experts on 2, 4, 8 ... devices that the engine runs, attention cut over one of these `sizes`:
+    on all of these devices, or on ranks with requests of their own. None of a dense model."""
+    if not spec.experts or not engine.expert_parallel:
+        return ()
+    numbers = [n for k in range(1, _MOST_DEVICES.bit_length()) if spec.experts.count % (n := 2**k) == 0]
+    found = [Sharding(n, 1, n) for n in numbers if n in sizes]
+    if engine.data_parallel_attention:
+        cut = [size for size in sizes if engine.data_parallel_attention == "any" or size == 1]
+        found += [Sharding(size, n // size, n) for n in numbers for size in cut if size < n and n % size == 0]
+    return tuple(found)
 
 
 def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
@@ -81,7 +119,8 @@ def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
         raise InputError(f"constants of {engine.name} are of decoder-only models, and {profile.model.name} is none")
     if " with " in profile.source:
         raise InputError(f"the profile is '{profile.source}' already; {engine.name} needs one of kernels alone")
-    rows = [row for old in profile.measurements if old.op != "overhead" for row in _changed(old, engine)]
+    dense = _dense_seconds(profile)
+    rows = [row for old in profile.measurements if old.op != "overhead" for row in _changed(old, engine, dense)]
     return replace(
         profile,
         measurements=(*rows, *_overheads(engine)),
@@ -90,8 +129,34 @@ def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
     )
 
 
-def _changed(row: Measurement, engine: EngineConstants) -> Iterator[Measurement]:
-    if row.op == "rest":
+def _dense_seconds(profile: Profile) -> Callable[[Measurement], float]:
+    """Of the `dense` part of a layer whose `experts` part is the row, on a rank with its share of the tokens."""
+    points: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for row in profile.measurements:
+        if row.op == "dense":
+            points[row.tensor_parallel_size].append((row.num_tokens, row.seconds))
+    curves = {size: np.array(sorted(found)).T for size, found in points.items()}
+
+    def seconds(row: Measurement) -> float:
+        return float(np.interp(row.num_tokens / row.data_parallel_size, *curves[row.tensor_parallel_size]))
+
+    return seconds
+
+
+def _changed(
+    row: Measurement, engine: EngineConstants, dense_seconds: Callable[[Measurement], float]
+) -> Iterator[Measurement]:
+    if row.op == "dense":
+        layer = max(row.seconds + engine.layer, _LEAST_LAYER * row.seconds)
+        yield replace(row, phase="decode", seconds=layer)
+        yield replace(row, phase="prefill", seconds=engine.prefill_factor * layer)
+    elif row.op == "experts":
+        dense = dense_seconds(row)
+        others = engine.prefill_factor * max(dense + engine.layer, _LEAST_LAYER * dense)
+        yield replace(row, phase="decode")
+        least = engine.uncaptured_layer - others
+        yield replace(row, phase="prefill", seconds=max(engine.prefill_factor * row.seconds, least))
+    elif row.op == "rest":
         layer = max(row.seconds + engine.layer, _LEAST_LAYER * row.seconds)
         if row.phase != "prefill":
             yield replace(row, phase="decode", seconds=layer)
@@ -99,7 +164,7 @@ def _changed(row: Measurement, engine: EngineConstants) -> Iterator[Measurement]
             yield replace(row, phase="prefill", seconds=max(engine.prefill_factor * layer, engine.uncaptured_layer))
     elif (row.op, row.phase) == ("attention", "prefill"):
         yield replace(row, seconds=engine.prefill_factor * row.seconds)
-    elif row.op == "all_reduce":
+    elif row.op in ("all_reduce", "all_to_all"):
         yield replace(row, seconds=row.seconds + engine.all_reduce_skew * math.log2(row.tensor_parallel_size))
     else:
         yield row

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import needs_other_engine
+from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
 from exeplan.progress import OnProgress, Progress, no_progress
@@ -43,8 +45,13 @@ def engine_setup(
     `launcher` describes the hosts of a plan that spans several; None where all devices are on this one.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
-    prefill time that the plan predicts.
+    prefill time that the plan predicts. Raises InputError for a plan of another engine's shape.
     """
+    if needs_other_engine(plan.placement):
+        raise InputError(
+            "the plan has expert parallelism or attention data parallelism, which the engine here does not run; other "
+            "engines do; plan without --engine for this one"
+        )
     return EngineSetup(
         model=model_source(spec),
         schedule=plan.schedule,

@@ -7,8 +7,8 @@ The demo model with random weights and decode passes alone, of 2, 8 and 32 reque
 pipeline of two stages is busy if two micro-batches of half of the requests are in it; then each stage runs two passes
 while one core runs a single one of all requests. A tensor-parallel group of two runs one pass, each core with half of
 the heads and of the feed-forward width. At best, nothing else takes time: no sampling, no message, no sum, no engine.
-A worker a core runs all of these by turns, first alone and then with the other; medians over the rounds, CPU seconds of
-the thread. Writes records/two-cores.json.
+A worker a core runs all of these by turns, in every round once alone and once with the other; medians over the rounds,
+CPU seconds of the thread. Writes records/two-cores.json.
 """
 
 import argparse
@@ -34,8 +34,10 @@ from exeplan.runner.compute.shard import Shard
 REQUESTS = (2, 8, 32)
 PROMPT, PASSES = 40, 40
 PARTS = ("all layers", "first half", "last half", "half of the heads")
+Round = dict[tuple[str, int], float]
+"""Milliseconds of CPU a pass by part and rows."""
 Times = dict[tuple[str, int], list[float]]
-"""Milliseconds of CPU a pass by part and rows, one entry a round."""
+"""The same of all rounds."""
 
 
 class Half:
@@ -84,9 +86,14 @@ def main() -> None:
         worker.start()
         ends.append(ours)
         workers.append(worker)
-    alone, together = ask(ends[:1], args.rounds), ask(ends, args.rounds)
+    alone: Times = defaultdict(list)
+    together: Times = defaultdict(list)
+    for _ in range(args.rounds):
+        for times, asked in ((alone, ends[:1]), (together, ends)):
+            for key, taken in ask(asked).items():
+                times[key].append(taken)
     for end in ends:
-        end.send(0)
+        end.send(False)
     for worker in workers:
         worker.join()
     rows = {"alone": rows_of(alone, alone), "the other core busy": rows_of(alone, together)}
@@ -105,10 +112,10 @@ def main() -> None:
     print(f"record: {write_record('two-cores', {**body, 'slower_together': shared})}")
 
 
-def ask(ends: "list[Connection[int, Times]]", rounds: int) -> Times:
-    """Rounds on all of these workers at once; the times of the first."""
+def ask(ends: "list[Connection[bool, Round]]") -> Round:
+    """A round on all of these workers at once; the times of the first."""
     for end in ends:
-        end.send(rounds)
+        end.send(True)
     first, *_ = [end.recv() for end in ends]
     return first
 
@@ -131,17 +138,13 @@ def cells(name: str, row: Row) -> list[str]:
     return [str(row.requests), name, *(f"{x:.2f}" for x in figures), *(f"{x:.2f} times" for x in bounds)]
 
 
-def work(end: "Connection[Times, int]", core: int) -> None:
-    """A worker on its core: as many rounds as each message says, none to end."""
+def work(end: "Connection[Round, bool]", core: int) -> None:
+    """A worker on its core: a round for each message, until one says that it was the last."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     passes = all_passes()
-    while rounds := end.recv():
-        found: Times = defaultdict(list)
-        for _ in range(rounds):
-            for key, run in passes.items():
-                found[key].append(run())
-        end.send(dict(found))
+    while end.recv():
+        end.send({key: run() for key, run in passes.items()})
 
 
 def all_passes() -> dict[tuple[str, int], Callable[[], float]]:

@@ -7,12 +7,19 @@ only), and prepares each row of a pass on the host. Of a decoder-only model's ro
     rest         decode    + layer
                  prefill   max((rest + layer) * prefill_factor, uncaptured_layer)
     attention    prefill   * prefill_factor
-    all_reduce, all_to_all + all_reduce_skew * log2(tensor_parallel_size)
+    all_reduce             by NCCL or the engine's own kernels, below, + all_reduce_skew * log2(tensor_parallel_size)
+    all_to_all             + all_reduce_skew * log2(tensor_parallel_size)
     overhead               row * rows of the pass, instead of what there was
 
-where `dense` and `experts` rows of one layout together are a `rest` row, whose tokens the ranks share evenly; and
-of its memory only `memory_share` goes to weights, keys and values. The shipped ones (`plans/engines/*.yaml`) come
-from `benchmarks/silicon/`. A file may also state which layouts of a mixture of experts the engine runs:
+where `dense` and `experts` rows of one layout together are a `rest` row, whose tokens the ranks share evenly.
+
+A datasheet's sums inside a node are NCCL's. Engines sum small tensors by kernels of their own, which are taken where
+they are faster: S bytes over t devices take one launch and (t - 1) S over the link where every device reads all others
+(one shot), or two and a half launches and 2 (t - 1) / t S where each sums a part and reads the others' (two shots).
+
+Of the memory of an engine only `memory_share` goes to weights, keys and values. The shipped ones
+(`plans/engines/*.yaml`) come from `benchmarks/silicon/`. A file may also state which layouts of a mixture of experts
+the engine runs:
 
     data_parallel_attention    any: ranks of any tensor-parallel degree; whole: each device a rank, or all together
     expert_parallel            whole: all devices hold whole experts, or each a part of every one
@@ -50,6 +57,9 @@ _LAYOUTS = {
 }
 _MOST_DEVICES = 32
 """Over which experts are spread."""
+_SUM_LAUNCH, _TWO_SHOTS = 3.3e-6, 2.5
+"""Of an engine's own kernels that sum over GPUs: 2.5 to 5.6 us for 4 KB over 2 to 8 GPUs, in CUDA graphs, of vLLM 0.24,
+SGLang 0.5.14 and TensorRT-LLM 1.3 in AIConfigurator 0.12.0's tables; NCCL takes 6.5 to 16 us there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +138,9 @@ def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
     if " with " in profile.source:
         raise InputError(f"the profile is '{profile.source}' already; {engine.name} needs one of kernels alone")
     dense = _dense_seconds(profile)
-    rows = [row for old in profile.measurements if old.op != "overhead" for row in _changed(old, engine, dense)]
+    byte_seconds = _seconds_per_byte(profile.measurements) if profile.source.startswith("datasheet") else None
+    old = [row for row in profile.measurements if row.op != "overhead"]
+    rows = [row for one in old for row in _changed(one, engine, dense, byte_seconds)]
     return replace(
         profile,
         measurements=(*rows, *_overheads(engine)),
@@ -151,8 +163,30 @@ def _dense_seconds(profile: Profile) -> Callable[[Measurement], float]:
     return seconds
 
 
+def _seconds_per_byte(rows: Sequence[Measurement]) -> float | None:
+    """Of a send inside a node, by its two largest sizes; None where there are none."""
+    sends = sorted((row.bytes, row.seconds) for row in rows if (row.op, row.phase) == ("send", "intra"))[-2:]
+    if len(sends) < 2:
+        return None
+    (few, fast), (many, slow) = sends
+    return (slow - fast) / (many - few)
+
+
+def _sum_seconds(row: Measurement, seconds_per_byte: float | None) -> float:
+    """Of a sum inside a node by NCCL, or by the engine's kernels where they are faster."""
+    if seconds_per_byte is None or row.phase != "intra":
+        return row.seconds
+    others, whole = row.tensor_parallel_size - 1, row.bytes * seconds_per_byte
+    one_shot = _SUM_LAUNCH + others * whole
+    two_shots = _TWO_SHOTS * _SUM_LAUNCH + 2 * others / row.tensor_parallel_size * whole
+    return min(row.seconds, one_shot, two_shots)
+
+
 def _changed(
-    row: Measurement, engine: EngineConstants, dense_seconds: Callable[[Measurement], float]
+    row: Measurement,
+    engine: EngineConstants,
+    dense_seconds: Callable[[Measurement], float],
+    seconds_per_byte: float | None,
 ) -> Iterator[Measurement]:
     if row.op == "dense":
         layer = max(row.seconds + engine.layer, _LEAST_LAYER * row.seconds)
@@ -173,7 +207,8 @@ def _changed(
     elif (row.op, row.phase) == ("attention", "prefill"):
         yield replace(row, seconds=engine.prefill_factor * row.seconds)
     elif row.op in ("all_reduce", "all_to_all"):
-        yield replace(row, seconds=row.seconds + engine.all_reduce_skew * math.log2(row.tensor_parallel_size))
+        taken = _sum_seconds(row, seconds_per_byte) if row.op == "all_reduce" else row.seconds
+        yield replace(row, seconds=taken + engine.all_reduce_skew * math.log2(row.tensor_parallel_size))
     else:
         yield row
 

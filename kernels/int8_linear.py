@@ -23,7 +23,7 @@ _DIGITS = {torch.float32: 3}
 
 
 class Int8Linear:
-    """`y_NO = x_NI @ (scale_O * value_OI).T + bias_O`."""
+    """`y_NO = x_NI @ (scale_O * value_OI + offset_O).T + bias_O`."""
 
     packed = True
 
@@ -34,11 +34,12 @@ class Int8Linear:
         bias_O: Tensor | None = None,
         *,
         dtype: torch.dtype,
+        offset_O: Tensor | None = None,
         quantized_rows: bool = False,
     ) -> None:
         """`value_OI` is int8, `dtype` that of rows; with `quantized_rows` these are rounded to 8 bits."""
         self.out_features, self.in_features = value_OI.shape
-        self.scale_O, self.bias_O = scale_O.float(), bias_O
+        self.scale_O, self.bias_O, self.offset_O = scale_O.float(), bias_O, offset_O
         self.num_digits = 1 if quantized_rows else _DIGITS.get(dtype, 2)
         self.weight = torch.ops.onednn.qlinear_prepack(value_OI.contiguous(), None)
         self._zero_O = torch.zeros(self.out_features, dtype=torch.int32)
@@ -46,7 +47,8 @@ class Int8Linear:
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and scales."""
-        return self.weight.numel() + self.scale_O.nbytes + self._zero_O.nbytes
+        offset = 0 if self.offset_O is None else self.offset_O.nbytes
+        return self.weight.numel() + self.scale_O.nbytes + self._zero_O.nbytes + offset
 
     def __call__(self, x_NI: Tensor) -> Tensor:
         if not len(x_NI):
@@ -59,6 +61,8 @@ class Int8Linear:
         for number in range(1, self.num_digits):
             y_NO.add_(sums[number], alpha=_STEP**-number)
         y_NO.mul_(scale_N1)
+        if self.offset_O is not None:
+            y_NO.addcmul_(x_NI.sum(1, keepdim=True, dtype=torch.float32), self.offset_O)
         return (y_NO if self.bias_O is None else y_NO.add_(self.bias_O)).to(x_NI.dtype)
 
 

@@ -103,10 +103,7 @@ class Checkpoint:
         if tensor is None:
             tensor = self._stored(name, *shape)
             if not tensor.is_floating_point() or tensor.itemsize == 1:
-                raise InputError(
-                    f"tensor '{name}' in {self._path(name)} is {tensor.dtype}, which its config.json does not say how "
-                    "to dequantize"
-                )
+                raise InputError(f"tensor '{name}' in {self._path(name)} is {tensor.dtype}{self._unscaled()}")
         tensor = tensor.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
         if not tensor.isfinite().all():
             raise InputError(f"tensor '{name}' in {self._path(name)} holds values that are not finite in {self.dtype}")
@@ -139,6 +136,12 @@ class Checkpoint:
         if how.layout == "fp8":
             return fp8_matrix(self._stored, self.holds, wanted, how)
         return int_matrix(self._stored, self.holds, wanted, how).dequantized(self.dtype)
+
+    def _unscaled(self) -> str:
+        """Why a tensor of 8 bits is not read."""
+        if self.quantization is None or not (scales := QUANTIZED_BY[self.quantization.layout]):
+            return ", which its config.json does not say how to dequantize"
+        return f" without {' or '.join(scales)}, which its quantization ({self.quantization}) needs"
 
     def _is_quantized(self, layer: str, how: Quantization) -> bool:
         return any(self.holds(f"{layer}.{tensor}") for tensor in QUANTIZED_BY[how.layout])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exeplan.core.quantization import Quantization
 from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.int4_linear import Int4Linear, fits_int4, multiplies_int4
 from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
@@ -16,7 +17,7 @@ from exeplan.kernels.linear import Linear
 from exeplan.runner.compute.checkpoint import Weights
 from exeplan.runner.compute.quantized import IntMatrix, joined
 
-_LEAST, _LARGEST = -128, 127
+_MIDDLE = 128
 
 
 class Joined:
@@ -65,13 +66,10 @@ def merged(weights: Weights, parts: Sequence[Tensor | IntMatrix], biases: Sequen
 
 def _packed(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None) -> Int8Linear | Int4Linear | None:
     """The product that multiplies integers; None where the device, the dtype or the groups have none."""
-    rows = weights.quantization is not None and weights.quantization.int8_rows
-    if matrix.num_groups == 1 and multiplies_int8(weights.device):
-        value_OI = matrix.values.short() - matrix.zeros.short()
-        if value_OI.min() < _LEAST or value_OI.max() > _LARGEST:
-            return None
-        value_OI, scale_O = value_OI.to(torch.int8), matrix.scales[:, 0]
-        return Int8Linear(value_OI, scale_O, bias_O, dtype=weights.dtype, quantized_rows=rows)
+    how = weights.quantization
+    assert how is not None
+    if how.group_size is None:
+        return _in_int8(weights, matrix, bias_O, how) if multiplies_int8(weights.device) else None
     if matrix.bits != 4 or weights.dtype != torch.bfloat16 or not multiplies_int4(weights.device):
         return None
     order_I = matrix.groups.argsort(stable=True)
@@ -81,5 +79,19 @@ def _packed(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None) -> Int8L
         return None
     adjacent = bool((matrix.groups.diff() >= 0).all())
     value_OI = matrix.values if adjacent else matrix.values.index_select(1, order_I)
-    order = None if adjacent else order_I
+    order = None if adjacent else order_I.int()
     return Int4Linear(value_OI, matrix.scales, matrix.zeros, bias_O, order_I=order)
+
+
+def _in_int8(weights: Weights, matrix: IntMatrix, bias_O: Tensor | None, how: Quantization) -> Int8Linear:
+    """Less their zeros the values may be beyond 8 bits; then what is left of a zero is the same of all inputs."""
+    zero_O, scale_O = matrix.zeros[:, 0], matrix.scales[:, 0]
+    taken_O = zero_O if matrix.bits < 8 else torch.full_like(zero_O, _MIDDLE)
+    return Int8Linear(
+        (matrix.values.short() - taken_O[:, None].short()).to(torch.int8),
+        scale_O,
+        bias_O,
+        dtype=weights.dtype,
+        offset_O=None if torch.equal(taken_O, zero_O) else (taken_O - zero_O) * scale_O,
+        quantized_rows=how.int8_rows,
+    )

@@ -175,8 +175,11 @@ def rounded(weight_OI: Tensor, wanted: Wanted, how: Quantization) -> IntMatrix:
     value_OI = (weight_OI / _RANDOM_LARGEST * (middle - 1)).round_().clamp_(1 - middle, middle - 1)
     groups = _num_groups(wanted, how)
     shape = (len(wanted.outputs), groups)
+    group_I = (
+        torch.arange(wanted.inputs.start, wanted.inputs.stop) % groups if how.ordered else _adjacent(wanted, groups)
+    )
     scale_OG, zero_OG = torch.full(shape, _RANDOM_LARGEST / (middle - 1)), torch.full(shape, middle)
-    return _grouped(value_OI.int() + middle, scale_OG, zero_OG, _adjacent(wanted, groups), how)
+    return _grouped(value_OI.int() + middle, scale_OG, zero_OG, group_I, how)
 
 
 def fp8_matrix(read: Read, holds: Callable[[str], bool], wanted: Wanted, how: Quantization) -> Tensor:

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of random models, packed here value by value, and the same models with the weights that they mean.
+"""Quantized checkpoints of random models, packed here value by value, and the same models with the weights they mean.
 
 The packing follows the formats' descriptions in plain integers and shares no code with what reads it.
 """
@@ -163,7 +163,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Packer]] = {
     "gptq-8": ({**GPTQ, "bits": 8, "group_size": 128, "desc_act": False}, gptq(8, 128)),
     "gptq-8-order": ({**GPTQ, "bits": 8, "group_size": 32, "desc_act": True}, gptq(8, 32, ordered=True)),
     "gptq-4-channel": ({**GPTQ, "bits": 4, "group_size": -1}, gptq(4, None)),
-    "packed": (compressed("pack-quantized", {**INT4, "group_size": 32, "symmetric": False}), packed(32, symmetric=False)),
+    "packed": (
+        compressed("pack-quantized", {**INT4, "group_size": 32, "symmetric": False}), packed(32, symmetric=False)
+    ),
     "packed-symmetric": (
         compressed("pack-quantized", {**INT4, "group_size": 64, "symmetric": True}), packed(64, symmetric=True)
     ),
@@ -218,6 +220,30 @@ def packed_tensors(
             yield part, (value, torch.from_numpy(weight) if part == name else None)
         if name not in found:
             yield name, (None, torch.from_numpy(weight))
+
+
+def save_mxfp4(folder: Path) -> Path:
+    """A gpt-oss whose experts are in MXFP4, as it is published."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_oss"](**sizes))
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    draw, tensors = np.random.default_rng(0), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor.bfloat16()
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.from_numpy(draw.integers(0, 256, (*shape, 16), dtype=np.uint8))
+        tensors[f"{name}_scales"] = torch.from_numpy(draw.integers(122, 126, shape, dtype=np.uint8))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": how}))
+    return folder
 
 
 def copied(directory: Path, to: Path, **tensors: torch.Tensor | None) -> Path:

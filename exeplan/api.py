@@ -138,7 +138,8 @@ def datasheet_profile(
         sheet = with_links(sheet, load_cluster(cluster))
     spec = load_model(model)
     if dtype == "auto":
-        dtype = spec.weight_dtype or ("bfloat16" if sheet.kind == "cuda" else "float32")
+        stored = spec.quantization.planned_dtype if spec.quantization else None
+        dtype = stored or ("bfloat16" if sheet.kind == "cuda" else "float32")
     sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
     times = partial(profile_from_datasheet, spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
     if engine is None:

@@ -69,12 +69,23 @@ def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
     around = embedding_parameters(spec) * (first + (last and not (spec.tied_head and first)))
     layers = (stage.layers[1] - stage.layers[0]) * layer_parameters(spec)
     encoder = (stage.encoder_layers[1] - stage.encoder_layers[0]) * layer_parameters(spec, encoder=True)
+    if profile.layer_weight_bytes is not None:
+        own_share = (layers + encoder) / layer_parameters(spec) * profile.layer_weight_bytes
+        return (own_share + _around_bytes(profile, around)) / stage.tensor_parallel_size
     held = profile.weight_bytes / (model_parameters(spec) * DTYPE_BYTES[profile.dtype])
     if stage.data_parallel_size == 1:
         return held * DTYPE_BYTES[profile.dtype] * (layers + encoder + around) / stage.num_devices
     experts = (stage.layers[1] - stage.layers[0]) * expert_parameters(spec)
     parameters = (layers + around - experts) / stage.tensor_parallel_size + experts / stage.num_devices
     return held * DTYPE_BYTES[profile.dtype] * parameters
+
+
+def _around_bytes(profile: Profile, around: float) -> float:
+    """Of so many parameters of embedding and output head, where layers have a dtype of their own."""
+    spec = profile.model
+    encoder = spec.num_encoder_layers * layer_parameters(spec, encoder=True) / layer_parameters(spec)
+    rest = profile.weight_bytes - (spec.num_layers + encoder) * (profile.layer_weight_bytes or 0)
+    return max(0.0, rest) * around / (embedding_parameters(spec) * (1 if spec.tied_head else 2))
 
 
 def _fixed_bytes(profile: Profile, placement: Placement, number: int) -> float:

@@ -151,6 +151,9 @@ class Profile:
     workspace_bytes: int
     """Peak bytes of activations at the largest measured prefill."""
     measurements: tuple[Measurement, ...] = field(repr=False)
+    layer_weight_bytes: int | None = None
+    """Of them those of a layer, the mean of all, where a checkpoint's layers are quantized and what is around them is
+    not; None where all weights are of one dtype."""
     kv_dtype: str | None = None
     """Of keys and values, where it is not the same."""
     calibration: float = 1.0
@@ -201,12 +204,13 @@ class Profile:
         ]
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         body += [self.kv_dtype] if self.kv_dtype else []
+        body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
         body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_OPTIONAL = ("prefill_calibration", "calibration_error", "speed_spread")
+_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "calibration_error", "speed_spread")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -289,6 +293,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
+        **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
     }
     for name, value in positive.items():
         if not _is_positive(value):

@@ -127,8 +127,14 @@ def profile_from_datasheet(
     the rows of its `own` experts, or of `all`.
 
     `dtype` is of the layers' weights: with fp8 the rest is in bfloat16. `kv_dtype` is of keys and values, `dtype` where
-    it is None. Raises InputError when a given size does not divide the heads, or the device has no such dtype.
+    it is None. Raises InputError when a given size does not divide the heads, the device has no such dtype, or the
+    weights are quantized in a way that has no roofline.
     """
+    if spec.quantization and spec.quantization.planned_dtype is None:
+        raise InputError(
+            f"'{spec.name}' is quantized ({spec.quantization}), whose products are measured (`exeplan profile MODEL`) "
+            "and neither derived from a datasheet nor imported; its unquantized checkpoint has the same sizes"
+        )
     sizes = _sizes(spec, tensor_parallel_sizes)
     rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size)]
     if spec.experts:

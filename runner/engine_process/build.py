@@ -19,7 +19,7 @@ from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
-from exeplan.progress import OnProgress, Progress, no_progress
+from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, LauncherSetup, ModelSource
 
 if TYPE_CHECKING:
@@ -114,10 +114,12 @@ def build_engine(
     import torch
 
     from exeplan.runner.compute.kv_budget import warn_if_below_plan
+    from exeplan.runner.compute.precision import holding_remarks
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.tokenizer import Tokenizer
 
     spec = _spec(setup)
+    note(holding_remarks(spec, setup.engine.dtype, torch.device(setup.engine.device)))
     torch.set_num_threads(setup.num_threads)
     executor = _executor(setup, spec, launcher, on_loss, on_progress)
     kv_budget, planned = executor.kv_budget, setup.engine.num_blocks

@@ -54,6 +54,10 @@ class Codec(Protocol):
     def special_token_ids(self) -> Mapping[str, int]:
         """The tokens that `skip_special` leaves out, by name."""
 
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text does not have the space of its first token."""
+
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         """The bytes of `vocab_size` tokens, as llguidance wants them; `ends` end a sequence."""
 
@@ -147,6 +151,11 @@ class Tokenizer:
         assert self.codec
         return self.codec.decode([token for token in token_ids if token not in hidden], skip_special=False)
 
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text does not have the space of its first token."""
+        return self.codec is not None and self.codec.drops_first_space
+
     def special_token_ids(self, names: Iterable[str]) -> dict[str, int]:
         """Of these names, those that are special tokens."""
         known = self.codec.special_token_ids if self.codec else {}
@@ -172,6 +181,7 @@ class ByteCodec:
 
     bos_token_id, eos_token_id, num_ids = 256, 257, 258
     eos_token_ids: tuple[int, ...] = (eos_token_id,)
+    drops_first_space = False
 
     @property
     def longest_token(self) -> int:
@@ -213,7 +223,7 @@ class FileCodec:
     def __init__(self, tokenizer: HuggingFaceTokenizer, eos_token: str | None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._steps = tokenizer, _decoder_steps(tokenizer)
         eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None
         self.eos_token_ids: tuple[int, ...] = () if eos_token_id is None else (eos_token_id,)
 
@@ -238,22 +248,29 @@ class FileCodec:
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
-        return LLTokenizer(_with_plain_decoder(self._tokenizer.to_str()), vocab_size, ends)
+        text = self._tokenizer.to_str()
+        if any(step["type"] == "Metaspace" for step in self._steps):  # Which llguidance knows by other words.
+            plain = [_spaces(step["replacement"]) if step["type"] == "Metaspace" else step for step in self._steps]
+            decoder = {"type": "Sequence", "decoders": [*plain, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+            text = json.dumps({**json.loads(text), "decoder": decoder})
+        return LLTokenizer(text, vocab_size, ends)
+
+    @property
+    def drops_first_space(self) -> bool:
+        return any(
+            (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+            or (step["type"] == "Strip" and step["start"] > 0)
+            for step in self._steps
+        )
 
 
-def _with_plain_decoder(text: str) -> str:
-    """A tokenizer's JSON with what Metaspace does to each token, in the words that llguidance knows.
-
-    Of the beginning of a text it takes the space, which llguidance must see.
-    """
-    given = json.loads(text)
-    found = given["decoder"] or {}
-    steps = found.get("decoders", [found])
-    if not any(step.get("type") == "Metaspace" for step in steps):
-        return text
-    plain = [_spaces(step["replacement"]) if step["type"] == "Metaspace" else step for step in steps]
-    given["decoder"] = {"type": "Sequence", "decoders": [*plain, {"type": "ByteFallback"}, {"type": "Fuse"}]}
-    return json.dumps(given)
+def _decoder_steps(tokenizer: HuggingFaceTokenizer) -> list[dict[str, Any]]:
+    """What its decoder does to tokens, one thing after the other, as in tokenizer.json."""
+    if tokenizer.decoder is None:
+        return []
+    found = json.loads(tokenizer.decoder.__getstate__())
+    steps: list[dict[str, Any]] = found.get("decoders", [found])
+    return steps
 
 
 def _spaces(replacement: str) -> dict[str, Any]:

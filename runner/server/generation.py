@@ -51,7 +51,6 @@ class Generation(Response):
     def __init__(self, service: Service, job: Job, request: Generate) -> None:
         super().__init__()
         self._service, self._job, self._request = service, job, request
-        self._builder = service.response_builder(request)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note(job=self._job.job_id)
@@ -72,15 +71,13 @@ class Generation(Response):
             disconnecting.cancel()
             await asyncio.gather(responding, disconnecting, return_exceptions=True)
             self._service.release(self._job)
-            if self._builder.is_large:
-                await self._in_thread(self._builder.forget)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: Response
         try:
             self._service.start(self._job, self._request)
             first = await self._job.next_events()
-            builder = self._builder
+            builder = self._service.response_builder(self._request)
             if self._request.stream:
                 await self._stream(builder, first, send)
                 return note(**builder.usage())

@@ -18,7 +18,7 @@ from exeplan.runner.server.tool_calls import Parsed, ToolParser
 _BODY, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([a-zA-Z0-9_.-]+)")
-_BEGINS = re.compile(r"\s*(?:<|to=|$)")
+_HEADS = ("<|", "to=")
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 
 
@@ -50,9 +50,10 @@ class HarmonyParser(ToolParser):
 
     def _first(self, parsed: Parsed) -> bool:
         """Whether the output has headers at all."""
-        if not self._held.strip():
+        begins = self._held.lstrip()
+        if any(begins != mark and mark.startswith(begins) for mark in _HEADS):
             return False
-        self._state = self._header if _BEGINS.match(self._held) else self._content
+        self._state = self._header if begins.startswith(_HEADS) else self._content
         return True
 
     def _header(self, parsed: Parsed) -> bool:

@@ -129,8 +129,9 @@ class Reader:
         """The grammar that the output must have, how calls of functions are found in it, and the special tokens that
         its text has for that."""
         if structure := request.structure:
-            # The decoders of such models' tokenizers leave out the space before the first word of an output.
-            stated = grammar_of(structure, space_first=self._spec.is_encoder_decoder)
+            # Outputs of other models continue their prompts.
+            begins = self._spec.is_encoder_decoder
+            stated = grammar_of(structure, space_first=begins and self._tokenizer.drops_first_space)
             return self._checked(stated, structure.param), None, ()
         template = self._tokenizer.chat_template
         if not isinstance(request, ChatRequest):

@@ -7,7 +7,7 @@ several choices it has the earliest start, the earliest first token and the late
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -19,11 +19,10 @@ from typing_extensions import TypedDict
 from exeplan.runner.ipc.messages import Event, Generate, Logprob, PromptLogprobs
 from exeplan.runner.server.harmony import parser_of
 from exeplan.runner.server.prompt_scores import PromptScores, encoded, entries, finite, prompt_scores
+from exeplan.runner.server.scores import Scores
 from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
 from exeplan.runner.server.tool_calls import Parsed, ToolCall, whole_calls
 
-_FREED = 512
-"""Tokens whose log-probabilities are freed at a time."""
 _LARGE_SCORES, _LARGE_CHARS = 2048, 1 << 16
 """Log-probabilities and characters of an answer that take about two milliseconds to write."""
 FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length", "tool_calls"]})]
@@ -152,7 +151,8 @@ class Choice:
     index: int
     text: str = ""
     num_tokens: int = 0
-    logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: Scores = field(default_factory=Scores)
+    """None of a stream, whose chunks have them."""
     finish_reason: str | None = None
     first: Event | None = None
     last: Event | None = None
@@ -166,11 +166,6 @@ class Choice:
         self.num_tokens += len(event.token_ids)
         self.prompt = event.prompt or self.prompt
         self.finish_reason = event.finish_reason
-
-    def forget(self) -> None:
-        """Frees its log-probabilities."""
-        while self.logprobs:
-            del self.logprobs[-_FREED:]
 
 
 class ResponseBuilder(ABC):
@@ -193,14 +188,9 @@ class ResponseBuilder(ABC):
             event = replace(event, token_ids=(), text="", logprobs=(), finish_reason=reason)
         choice = self.choices[int(event.request_id.rpartition("-")[2])]
         choice.take(event)
-        if not self._request.stream:  # A stream has told them with the event.
+        if not self._request.stream:
             choice.logprobs.extend(event.logprobs)
         return choice, event
-
-    def forget(self) -> None:
-        """Lets go of what it has collected, a bit at a time: what is freed at once holds up all threads for as long."""
-        for choice in self.choices:
-            choice.forget()
 
     @property
     def finished(self) -> bool:
@@ -245,7 +235,7 @@ class ResponseBuilder(ABC):
         yield msgspec.json.encode({**self._head, "object": self.kind})[:-1] + b',"choices":['
         for choice in self.choices:
             yield b"," * (choice.index > 0) + msgspec.json.encode(self._whole(choice))
-            choice.forget()
+            choice.logprobs = Scores()
         yield b"]," + msgspec.json.encode(self._end())[1:]
 
     def _end(self) -> dict[str, Any]:
@@ -307,7 +297,7 @@ class CompletionBuilder(ResponseBuilder):
         }
 
     def _choice(
-        self, choice: Choice, text: str, logprobs: Sequence[Logprob], finish_reason: str | None, *, begins: bool
+        self, choice: Choice, text: str, logprobs: Iterable[Logprob], finish_reason: str | None, *, begins: bool
     ) -> CompletionChoice:
         """What is generated, or what an event adds; the echo of the prompt comes with the beginning."""
         echo = self._echo(choice) if begins else ""

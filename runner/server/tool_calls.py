@@ -51,6 +51,8 @@ class Dialect:
     """After `end`, if another call follows."""
     close: str = ""
     """After the last `end`."""
+    bare: str = ""
+    """What a head begins with, where models are known to leave out `begin`."""
     tags: Tags | None = None
     """Of arguments that are not one JSON object."""
     early: re.Pattern[str] | None = None
@@ -158,7 +160,9 @@ DIALECTS = {
     "qwen3_coder": Dialect(
         begin="<tool_call>",
         head=re.compile(r"\s*<function=([^>\s]+)>"),
-        end="</tool_call>",
+        bare="<function=",
+        end="</function>",
+        close="</tool_call>",
         tags=QWEN3_CODER,
         markers=("<tool_call>", "</tool_call>"),
     ),
@@ -273,11 +277,19 @@ class ToolParser:
             self._held = ""
             return False
         before, found, after = self._held.partition(begin)
-        if found:
-            parsed.content += before.rstrip()
-            self._held, self._state, self._opening = after, self._in_head, begin
-            return True
-        sure = self._held[: len(self._held) - overlap(self._held, begin)]
+        bare = self._dialect.bare
+        if bare and (place := before.find(bare)) >= 0:
+            before, found, after = before[:place], "", self._held[place:]
+        elif not found:
+            return self._text(parsed)
+        parsed.content += before.rstrip()
+        self._held, self._state, self._opening = after, self._in_head, found
+        return True
+
+    def _text(self, parsed: Parsed) -> bool:
+        """What is held, but for what may begin a call."""
+        kept = max(overlap(self._held, mark) for mark in (self._dialect.begin, self._dialect.bare))
+        sure = self._held[: len(self._held) - kept]
         said = sure.rstrip()
         if len(sure) - len(said) > MAX_HELD_CHARS:
             said = sure
@@ -375,14 +387,15 @@ class ToolParser:
 
     def _between(self, parsed: Parsed) -> bool:
         """After a call of a list: another one, or the end of the list."""
-        again, close = self._dialect.again, self._dialect.close
-        self._held = self._held.lstrip()
-        if not self._held or any(mark != self._held and mark.startswith(self._held) for mark in (again, close)):
+        again, close, rest = self._dialect.again, self._dialect.close, self._held.lstrip()
+        unsure = not rest or any(mark != rest and mark.startswith(rest) for mark in (again, close))
+        if unsure and len(self._held) <= MAX_HELD_CHARS:
             return False
-        if self._held.startswith(again):
-            self._held, self._opening, self._state = self._held.removeprefix(again), again, self._in_head
-            return True
-        self._held, self._state = self._held.removeprefix(close), self._content
+        if again and rest.startswith(again):
+            self._held, self._opening, self._state = rest.removeprefix(again), again, self._in_head
+        else:
+            self._held = rest.removeprefix(close) if rest.startswith(close) else self._held
+            self._state = self._content
         return True
 
 

@@ -261,7 +261,10 @@ def metaspace(scheme: str) -> HuggingFace:
 def test_pieces_of_sentencepiece_are_text_with_their_spaces(scheme: str) -> None:
     tokenizer = metaspace(scheme)
     size = tokenizer.get_vocab_size()
-    vocabulary = FileCodec(tokenizer, "<e>").for_structures(size, [1])
+    codec = FileCodec(tokenizer, "<e>")
+    vocabulary = codec.for_structures(size, [1])
+    assert codec.drops_first_space
+    assert not FileCodec(byte_level("b"), "<e>").drops_first_space
     structures = Structures(lambda: vocabulary)
 
     def names(asking: Row) -> set[str | None]:

@@ -1,12 +1,15 @@
 """Answers of any size are whole and the same as streamed ones, and nothing of them waits, neither here nor below."""
 
 import json
+import math
 import socket
 from typing import Any
 
 import pytest
 
+from exeplan.runner.ipc.messages import Logprob
 from exeplan.runner.server.listener import open_listener, set_options
+from exeplan.runner.server.scores import Scores
 
 from .conftest import Running
 
@@ -46,3 +49,15 @@ def test_a_part_of_an_answer_is_sent_before_the_one_before_it_is_acknowledged() 
         with connection:
             set_options(connection, 60)
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_scores_come_back_as_they_were() -> None:
+    given = [
+        Logprob(7, -0.125, ((7, -0.125), (9, -math.inf))),
+        Logprob(2**31 - 1, -3.5),
+        Logprob(0, 0.0, ((1, -1e-300),)),
+    ]
+    scores = Scores()
+    scores.extend(given[:1])
+    scores.extend(given[1:])
+    assert (len(scores), list(scores)) == (3, given)

@@ -196,6 +196,11 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         "<tool_call><function=weather><parameter=city>par",
         ("", [("weather", '{"city": "par')]),
     ),
+    "tags without the mark before them": (
+        "qwen",
+        "so\n<function=clock>\n</function>\n</tool_call>\n<function=clock></function> it <fun",
+        ("so it <fun", [("clock", "{}")] * 2),
+    ),
     "an unknown function in tags": (
         "qwen",
         "<tool_call><function=x></function></tool_call>",

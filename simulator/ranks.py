@@ -23,6 +23,10 @@ from exeplan.policies.interface import Cycle
 from exeplan.simulator.timings import prompt_points
 
 
+_CUT = 1 / 3
+"""Square of the spread, relative, of the part of a prompt that is in a pass where it may be cut anywhere."""
+
+
 @dataclass(slots=True)
 class RankLoad:
     """What a rank has in one real pass."""
@@ -75,7 +79,8 @@ class FullestRank:
         missing = np.maximum(full - rows, 0.0)
         apart = most * np.sqrt(missing * (num_ranks - 1)) / num_ranks
         least = np.maximum(share, np.minimum(rows, 1.0))
-        self.rows = np.maximum(np.minimum(share + apart, np.minimum(on_full, rows)), least)
+        of_full = on_full - missing / num_ranks + apart
+        self.rows = np.maximum(np.minimum(of_full, np.minimum(on_full, rows)), least)
         each = cycle.kv_tokens_std / np.sqrt(full)
         context = cycle.context_tokens / np.maximum(rows, 1e-12)
         above = most * np.sqrt(share * each**2 + context**2 * missing * (num_ranks - 1) / num_ranks**2)
@@ -86,9 +91,11 @@ class FullestRank:
         self.rows_with_prompts = np.minimum(share, np.maximum(full / num_ranks - self.prefills, 0.0))
         self.context_with_prompts = context
         mean = float(points.mean())
-        spread = float(points.std()) / mean
+        spread = float(points.std() / mean) ** 2
+        if cycle.prompt_tokens is not None:  # Of one that is cut any part is as likely.
+            spread += _CUT
         # One prompt is as long as any; of many the rank with the most tokens has long ones, too.
-        wider = np.sqrt(1 + spread**2 * num_ranks / (num_ranks - 1)) - 1
+        wider = np.sqrt(1 + spread * num_ranks / (num_ranks - 1)) - 1
         factor = 1 + wider * np.clip(prefills - 1, 0.0, 1.0)
         even = prefills / num_ranks
         self.prompt_share = (even + (self.prefills - even) * factor) / np.maximum(prefills, 1e-12)

@@ -13,7 +13,7 @@ from typing import Any
 
 from exeplan.core.bounds import Bound, binding, scaled, utilizations
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
+from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule, num_ranks
 from exeplan.errors import Infeasible
 from exeplan.planner.adjusting import adjusted_schedules, may_gain
 from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, reached, sustained
@@ -348,7 +348,7 @@ class Pipelines:
     def _prove(self, key: Key, proof: _Proof) -> None:
         """Keeps the better of this proof and the one that another variant had; looks for another variant where the
         closed form promised far more than was replayed."""
-        just, misjudged = self.found[key], self._promised_more(key, proof)
+        just, misjudged = self.found[key], self._promised_more(key, proof) or self._tightened_ranks(key)
         best = just, proof
         before = self.shelved.pop(key, None)
         if before and before[1].replayed.throughput >= proof.replayed.throughput:
@@ -396,6 +396,12 @@ class Pipelines:
 
     def _promised_more(self, key: Key, proof: _Proof) -> bool:
         return not self.problem.arrivals and sustained(self.found[key]) > _MISJUDGED * proof.replayed.throughput
+
+    def _tightened_ranks(self, key: Key) -> bool:
+        """Whether the bounds were tightened for a placement whose ranks the closed form knows less well: one without
+        ranks may be better then."""
+        placement = self.found[key].placement
+        return not self.problem.arrivals and placement is not None and num_ranks(placement) > 1 and self.tries[key] > 0
 
     def _another_variant(self, key: Key, *, at_least: float = 0.0) -> Candidate | None:
         """The best of a policy's variants that were not tried; None where there is none, or several were given up."""

@@ -121,6 +121,43 @@ def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
 
 
+# --- two cores and equal requests -------------------------------------------------------------------------------------
+
+
+def two_cores(record: Record) -> str:
+    """What a pipeline and a tensor-parallel group of two cores serve at best, times one core."""
+    header = (
+        "requests",
+        "pipeline, alone",
+        "pipeline, both busy",
+        "tensor parallel, alone",
+        "tensor parallel, both busy",
+    )
+    pairs = zip(record["alone"], record["together"], strict=True)
+    keys = ("pipeline", "tensor_parallel")
+    return rows(header, [(str(a["requests"]), *(times(x[key]) for key in keys for x in (a, b))) for a, b in pairs])
+
+
+def equal_requests(other: str) -> Callable[[Record], str]:
+    """CPU time of `orca` over that of another, over batches and prompts."""
+
+    def made(record: Record) -> str:
+        ratios = [row[f"over {other}"] for row in record["rows"]]
+        return span(min(ratios), max(ratios), times)
+
+    return made
+
+
+def equal_of_batch(batch: int) -> Callable[[Record], str]:
+    """The same over transformers, of one batch."""
+
+    def made(record: Record) -> str:
+        ratios = [row["over transformers"] for row in record["rows"] if row["batch"] == batch]
+        return span(min(ratios), max(ratios), times)
+
+    return made
+
+
 # --- plans and their search -------------------------------------------------------------------------------------------
 
 
@@ -754,5 +791,11 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
         "memory": memory,
     },
     "drift": {"traces": drift_table},
+    "two-cores": {"bounds": two_cores, "shared": lambda record: times(record["slower_together"])},
+    "equal": {
+        "static": equal_requests("static"),
+        "single": equal_of_batch(1),
+        "largest": equal_of_batch(32),
+    },
     "tcb": {"backlogs": tcb_backlogs, "slots": tcb_slots, "das": tcb_das, "cost": tcb_cost},
 }

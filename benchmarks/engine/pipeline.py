@@ -4,10 +4,9 @@
 
 The demo model with random weights, 8 to 64 tokens in and 64 to 192 out, without HTTP: the engine in this benchmark's
 processes, one of which computes itself, one of which has a worker a core in a pipeline with two micro-batches, and one
-a worker a core in a tensor-parallel group. They take turns in
-bursts of 0.8 s, each of which waits until other programs use less than `--others` of the machine; printed are medians,
-the ratio, and the share of a core that engine and workers used. To compare two versions, run both by turns. Writes
-nothing.
+a worker a core in a tensor-parallel group. They take turns in bursts of 0.8 s, each of which waits until other programs
+use less than `--others` of the machine; printed are medians, the ratio, and the share of a core that engine and workers
+used. To compare two versions, run both by turns. What they could win at most: `two_cores.py`. Writes nothing.
 """
 
 import argparse

@@ -7,6 +7,7 @@ and are not looked at. The closed form knows roughly what it changes: replays of
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from exeplan.core.bounds import percentile
 from exeplan.core.schedule import Schedule
 from exeplan.planner.problem import Problem
 from exeplan.policies import load_policy
+from exeplan.simulator.closed_form import steady_state
 
 PERCENT = 10
 _LARGEST, _SIZES = 2.0, 10
@@ -24,20 +26,28 @@ def may_gain(problem: Problem, policy: str) -> bool:
     """Whether adjustment may help the policy keep a bound."""
     tails = [percentile(bound.metric) for bound in problem.bounds if math.isfinite(bound.seconds)]
     on_ttft = any(found is not None and found[0] == "ttft" for found in tails)
-    return on_ttft and problem.arrivals is None and hasattr(load_policy(policy), "adjusted")
+    return on_ttft and problem.arrivals is None and hasattr(load_policy(policy), "enlarged")
 
 
 def adjusted_schedules(placed: Problem, schedule: Schedule) -> list[Schedule]:
     """Schedules on its placement like this one, adjusted, which by the closed form keep the bounds and serve as much or
     more: the one with the most throughput first."""
-    policy, found = load_policy(schedule.policy), []
-    batch, steps = schedule["prefill_batch"], schedule["decode_steps"]
-    least = placed.evaluate(schedule).throughput
-    for size in np.unique(np.geomspace(batch, _LARGEST * batch, _SIZES).round().astype(int)).tolist():
-        for slower in dict.fromkeys((steps, max(round(steps * size / batch), 1))):
-            variables = {**schedule.variables, "prefill_batch": size, "decode_steps": slower}
-            one = policy.adjusted(Schedule(schedule.policy, variables, schedule.order), placed.workload, PERCENT)
-            outcome = placed.evaluate(one)
+    policy, least = load_policy(schedule.policy), placed.evaluate(schedule).throughput
+    found = {}
+    for factor in np.geomspace(1.0, _LARGEST, _SIZES).tolist():
+        for one in policy.enlarged(schedule, placed.workload, factor):
+            adjusted = _adjusted(placed, one)
+            outcome = placed.evaluate(adjusted)
             if outcome.throughput >= least and outcome.latency <= placed.limit and outcome.memory <= 1:
-                found.append((outcome.throughput, one))
-    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+                found[str(adjusted)] = outcome.throughput, adjusted
+    return [one for _, one in sorted(found.values(), key=lambda pair: -pair[0])]
+
+
+def _adjusted(placed: Problem, schedule: Schedule) -> Schedule:
+    """Towards the loads of its steady state: towards slots that stay empty every prefill would be enlarged."""
+    residents = round(steady_state(schedule, placed.workload, placed.cost).cycle.num_seqs)
+    loads = {
+        "prefill_tokens": max(round(schedule["prefill_batch"] * placed.workload.mean_input), 1),
+        "decode_batch": max(min(residents, schedule.variables.get("decode_batch", residents)), 1),
+    }
+    return replace(schedule, variables={**schedule.variables, **loads, "adjust_percent": PERCENT})

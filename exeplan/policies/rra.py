@@ -65,12 +65,14 @@ def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("rra", variables)
 
 
-def adjusted(schedule: Schedule, workload: Workload, percent: int) -> Schedule:
-    """The mean loads of the steady state are the planned ones."""
-    batch = schedule["prefill_batch"]
-    active = workload.decode_law(first_token_from_prefill=True).comb(schedule["decode_steps"]).active[0]
-    loads = {"prefill_tokens": round(batch * workload.mean_input), "decode_batch": max(round(batch * active), 1)}
-    return replace(schedule, variables={**schedule.variables, **loads, "adjust_percent": percent})
+def enlarged(schedule: Schedule, workload: Workload, factor: float) -> tuple[Schedule, ...]:
+    """Prefills as often, and as much less often as they are larger."""
+    batch, steps = (max(round(factor * schedule[name]), 1) for name in ("prefill_batch", "decode_steps"))
+    pairs = dict.fromkeys(((batch, schedule["decode_steps"]), (batch, steps)))
+    return tuple(
+        replace(schedule, variables={**schedule.variables, "prefill_batch": batch, "decode_steps": steps})
+        for batch, steps in pairs
+    )
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:

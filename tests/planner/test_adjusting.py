@@ -52,7 +52,8 @@ def test_an_adjusted_plan_serves_more_than_the_best_one_without(
 
 def test_elsewhere_plans_have_none(on_cluster: Problem) -> None:
     assert may_gain(on_cluster, "rra")
-    assert not may_gain(on_cluster, "waa-c")
+    assert may_gain(on_cluster, "waa-c")
+    assert not may_gain(on_cluster, "orca")
     assert not may_gain(replace(on_cluster, arrivals=Arrivals(rate=1.0)), "rra")
     on_mean = replace(on_cluster, more_bounds=(Bound(seconds=0.12, metric="ttft"),))
     assert not may_gain(on_mean, "rra")

@@ -14,7 +14,14 @@ import numpy as np
 
 from benchmarks.silicon.rows import Row
 from exeplan.arrays import Floats
-from exeplan.profiler.calibration.law import CalibrationLaw, Observation, evidence_of
+from exeplan.profiler.calibration.law import (
+    FREEDOM,
+    CalibrationLaw,
+    Observation,
+    evidence_of,
+    left_squares,
+    run_weights,
+)
 from exeplan.profiler.calibration.pooled_effects import LEVELS, Effects, Evidence, PlacementName, Spread, pooled_effects
 from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
@@ -22,8 +29,10 @@ Strength = tuple[float, float, float]
 STRENGTHS: tuple[Strength, ...] = ((0.003, 0.012, 0.05), (0.003, 0.012, 0.15), (0.003, 0.1, 0.1), (0.03, 0.1, 0.1))
 """Standard deviations of a shared effect that are tried: of level, of sums over GPUs, and of the first token's."""
 _DEPLOYMENT, _PLACEMENT = (0.08, 0.32, 0.16), (0.04, 0.16, 0.08)
-_FREEDOM, _PRIOR_COUNT, _ITERATIONS = 4.0, 4.0, 12
+_PRIOR_COUNT, _ITERATIONS = 4.0, 12
 _NOISE = (0.25, 0.06)
+_SECONDS = 0.4
+"""Added to a first token, for each unit of the logarithm of a factor on it: as of a prompt of 0.4 s."""
 _OWN = ("deployment", "placement")
 
 
@@ -49,7 +58,7 @@ def fitted_law(samples: Sequence[Sample], strength: Strength, constants: EngineC
         effects = pooled_effects(evidence, Spread(variances=variances, weights=weights))
         variances, weights = _moved(effects, stated, variances)
         squares = _squares(samples, groups, effects)
-        of_runs = (_FREEDOM + 1) / (_FREEDOM + squares / noise)
+        of_runs = run_weights(squares, np.sqrt(noise))
         noise = (of_runs * squares).mean(0)
     return CalibrationLaw(
         constants=constants,
@@ -65,7 +74,7 @@ def _deviations(level: str, strength: Strength) -> Strength:
 
 def _stated(passes: float, sums: float, first: float) -> Floats:
     """By theta: a slope moves a pass of e^2 times the rows twice as far, and prompts are a part of a pass."""
-    return np.array([passes, 0.6 * passes, 2 * passes, sums, first, 0.5 * first])
+    return np.array([passes, 0.6 * passes, 2 * passes, sums, first, _SECONDS * first])
 
 
 def _evidence(
@@ -87,7 +96,7 @@ def _moved(
         square = effects.means[column] ** 2 + np.diagonal(effects.covariances[column, :, column])
         weight = 1.0
         if level in _OWN:
-            weight = (_FREEDOM + len(square)) / (_FREEDOM + float((square / variances[level]).sum()))
+            weight = (FREEDOM + len(square)) / (FREEDOM + float((square / variances[level]).sum()))
             weights[level, key] = weight
         sums[level] = sums[level] + weight * square
         counts[level] += 1
@@ -98,9 +107,5 @@ def _squares(samples: Sequence[Sample], groups: Mapping[PlacementName, Sequence[
     """Of what is left of each run's errors [runs, 2], with the variance of what was taken off."""
     found = np.empty((len(samples), 2))
     for name, numbers in groups.items():
-        theta, covariance = effects.of(name)
-        for i in numbers:
-            one = samples[i].observation
-            left = one.logs - one.sensitivities @ theta
-            found[i] = left**2 + np.einsum("qk,kl,ql->q", one.sensitivities, covariance, one.sensitivities)
+        found[list(numbers)] = left_squares([samples[i].observation for i in numbers], *effects.of(name))
     return found

@@ -10,7 +10,9 @@ Protocol: a deployment (engine, device, model, dtype) is left out whole; varianc
 pooling are found without it (the strength by leaving out each of the others in turn). Then its runs are predicted
 without any of them, and with three of them, drawn 20 times, in which case the other runs are judged. Its figure is the
 mean absolute error over its runs; told is the median over deployments. Without own runs every run is replayed with the
-corrected profile; with three, what a replay would say is taken to move as far as the law takes it to. --write writes
+corrected profile; with three, what a replay would say is taken to move as far as the law takes it to. The form of the
+correction and the kernels' constants are not found that way: residuals of all runs were seen while they were chosen,
+and the constants (products in fp8, an engine's sums over GPUs) come from tables of kernels, no run. --write writes
 `plans/calibration`'s file from all runs. Writes records/silicon-pooling.json.
 """
 
@@ -36,7 +38,7 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.files import write_text
 from exeplan.planner.tables import table
-from exeplan.profiler.calibration.law import CalibrationLaw, Observation, evidence_of, observation, placement_name
+from exeplan.profiler.calibration.law import CalibrationLaw, Observation, observation, own_evidence, placement_name
 from exeplan.profiler.calibration.pooled_effects import LEVELS, PlacementName
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
@@ -135,8 +137,8 @@ def chosen_strength(samples: Sequence[Sample]) -> Strength:
         for left in deployments:
             law = fitted_law([s for s in samples if s.name.deployment != left], strength, CONSTANTS)
             own = [s for s in samples if s.name.deployment == left]
-            theta = _theta(law.correction(own[0].name))
-            errors.append(_mean_errors([_linear(s, theta) for s in own]))
+            correction = law.correction(own[0].name)
+            errors.append(_mean_errors([_linear(s, correction) for s in own]))
         return sum(value / _TARGETS[name] for name, value in _medians(errors).items())
 
     return min(STRENGTHS, key=score)
@@ -150,13 +152,13 @@ def _judged(samples: Sequence[Sample], left: tuple[str, str, str, str]) -> dict[
     draws, draw = [], np.random.default_rng(0)
     for _ in range(_DRAWS if len(own) > _OWN else 0):
         picked = set(draw.choice(len(own), _OWN, replace=False).tolist())
-        theta = _theta(_with_own(law, [own[i] for i in picked]))
-        draws.append(_mean_errors([_linear(s, theta) for i, s in enumerate(own) if i not in picked]))
+        correction = _with_own(law, [own[i] for i in picked])
+        draws.append(_mean_errors([_linear(s, correction) for i, s in enumerate(own) if i not in picked]))
     return {
         "deployment": left,
         "runs": len(own),
         "strength": strength,
-        "uncorrected": _mean_errors([_linear(s, np.zeros(len(THETA))) for s in own]),
+        "uncorrected": _mean_errors([_linear(s, Correction()) for s in own]),
         "none of its rows": _replayed(own, law.correction(own[0].name)),
         "three of its rows": {name: float(np.mean([d[name] for d in draws])) for name in _TARGETS} if draws else {},
     }
@@ -178,28 +180,23 @@ def _profile_of(row: Row) -> Profile:
 
 def _with_own(law: CalibrationLaw, own: Sequence[Sample]) -> Correction:
     """Of the deployment of these runs, as `exeplan calibrate` finds it from them."""
-    groups: dict[PlacementName, list[Sample]] = defaultdict(list)
+    groups: dict[PlacementName, list[Observation]] = defaultdict(list)
     for one in own:
-        groups[one.name].append(one)
-    return law.correction(
-        own[0].name,
-        [
-            evidence_of(name, [s.observation for s in found], np.tile(1 / law.noise**2, (len(found), 1)))
-            for name, found in groups.items()
-        ],
-    )
+        groups[one.name].append(one.observation)
+    return law.correction(own[0].name, own_evidence(law, groups))
 
 
 def _theta(correction: Correction) -> Floats:
     return np.array([getattr(correction, name) for name in THETA])
 
 
-def _linear(sample: Sample, theta: Floats) -> tuple[float, float, float]:
+def _linear(sample: Sample, correction: Correction) -> tuple[float, float, float]:
     """Predicted over measured TTFT, TPOT and E2E, without another replay."""
-    ratios = np.exp(sample.observation.sensitivities @ theta - sample.observation.logs)
-    row = sample.row
-    ttft, tpot = ratios * (row.ttft, row.tpot)
-    return ratios[0], ratios[1], (ttft + tpot * (row.output_tokens - 1)) / row.e2e
+    row, found = sample.row, sample.observation
+    of_passes = replace(correction, first=0.0, first_seconds=0.0)
+    ratios = np.exp(found.sensitivities @ _theta(of_passes) - found.logs)
+    ttft, tpot = correction.first_token(ratios[0] * row.ttft), ratios[1] * row.tpot
+    return ttft / row.ttft, tpot / row.tpot, (ttft + tpot * (row.output_tokens - 1)) / row.e2e
 
 
 def _mean_errors(ratios: Sequence[tuple[float, float, float]]) -> Errors:

@@ -44,11 +44,14 @@ def run(args: argparse.Namespace) -> int:
         device=profile.device.name,
         tensor_parallel_size=args.tensor_parallel_size or (sizes[0] if len(sizes) == 1 else None),
     )
-    found = calibrate(profile, [one for path in args.runs for one in read_runs(path, defaults)])
+    files = [read_runs(path, defaults) for path in args.runs]
+    found = calibrate(profile, [run for file in files for run in file.runs])
     output = args.output or Path(args.profile)
     save_profile(found.profile, output)
     if (name := found.runs[0][0].engine) not in OPTIONS:
         print(f"note: how {name} admits requests is not known here; its runs were replayed as vllm admits them")
+    for remark in (remark for file in files for remark in file.remarks):
+        print(f"note: {remark}")
     print(_table(found))
     print(f"\n{found.profile.correction.said if found.profile.correction else ''}\nwrote {output}")
     return 0

@@ -4,8 +4,9 @@
     slope        on times of passes without prompts, for each unit of ln(rows / 16); rows from 1 to 512
     prefill      on what prompts take of a pass, in addition to level
     links        on sums over a tensor parallel group, in addition: engines have faster ones than NCCL's
-    first        on the time to the first token as serving reports it, in addition: what waits in front of the engine
-    first_slope  the same for each unit of ln(concurrency / 16)
+    first        on the time to the first token as serving reports it, in addition
+    first_seconds  added to that time, in seconds: what happens in front of the engine, or what passes with prompts take
+                 at least, whatever their prompts
 
 The first four change a profile's times where they are read (`simulator/corrected_rows.py`), so that rates, latencies
 and every policy's passes move with them. The last two change a time to the first token that is reported, and the centre
@@ -22,10 +23,12 @@ from typing import Any
 
 from exeplan.errors import InputError
 
-THETA = ("level", "slope", "prefill", "links", "first", "first_slope")
+THETA = ("level", "slope", "prefill", "links", "first", "first_seconds")
 REFERENCE_ROWS = 16
 _FEWEST_ROWS, _MOST_ROWS = 1, 512
 _MOST_LOG = 5.0
+_LEAST_SHARE = 0.2
+"""Of a time to the first token by the passes, which is left when seconds below 0 are added to a short one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class Correction:
     prefill: float = 0.0
     links: float = 0.0
     first: float = 0.0
-    first_slope: float = 0.0
+    first_seconds: float = 0.0
     own_runs: int = 0
     """Of this placement's deployment."""
     other_runs: int = 0
@@ -47,11 +50,11 @@ class Correction:
     shared: tuple[str, ...] = ()
     """What other measured deployments have in common with it: `engine`, `device`, `family`..."""
     spreads: Mapping[str, float] = field(default_factory=dict)
-    """Standard deviation of the logarithm of a new error of `ttft`, `tpot` and `latency`."""
+    """Standard deviation of the logarithm of a new error of `ttft`, `tpot` and `latency`, and of `first_seconds`."""
 
-    def first_token_factor(self, concurrency: float) -> float:
-        """On a predicted time to the first token."""
-        return math.exp(self.first + self.first_slope * rows_distance(concurrency))
+    def first_token(self, seconds: float) -> float:
+        """What is reported for a time to the first token by the passes."""
+        return max(math.exp(self.first) * seconds + self.first_seconds, _LEAST_SHARE * seconds)
 
     @property
     def said(self) -> str:
@@ -59,11 +62,14 @@ class Correction:
         factors = (
             f"passes of {REFERENCE_ROWS} rows x{math.exp(self.level):.2f}, prompts "
             f"x{math.exp(self.level + self.prefill):.2f}, sums over GPUs x{math.exp(self.level + self.links):.2f}, "
-            f"waiting for the first token x{math.exp(self.first):.2f}"
+            f"the first token x{math.exp(self.first):.2f} {1e3 * self.first_seconds:+.0f} ms"
         )
         own = f"{self.own_runs} measured runs of this deployment" if self.own_runs else "no run of this deployment"
         others = f"{self.other_runs} of others (in common: {', '.join(self.shared) or 'nothing'})"
-        spread = ", ".join(f"{name} +-{100 * value:.0f} %" for name, value in sorted(self.spreads.items()))
+        relative = {name: value for name, value in sorted(self.spreads.items()) if name != "first_seconds"}
+        spread = ", ".join(f"{name} +-{100 * value:.0f} %" for name, value in relative.items())
+        if seconds := self.spreads.get("first_seconds"):
+            spread += f", the first token another +-{1e3 * seconds:.0f} ms"
         return f"corrected by measured serving runs: {factors}; from {own} and {others}; a new error: {spread}"
 
 

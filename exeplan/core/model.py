@@ -252,6 +252,17 @@ def load_model_sizes(model: str) -> ModelSpec:
         raise
 
 
+def shipped_twin(spec: ModelSpec) -> str:
+    """The name of the shipped model that has a model's sizes, and else its own."""
+    names = shipped_names("models")
+    if spec.name in names:
+        return spec.name
+    for name in names:
+        if spec.name in _shipped(name)[1] or load_model_spec(name).fingerprint == spec.fingerprint:
+            return name
+    return spec.name
+
+
 def _shipped(name: str) -> tuple[Mapping[str, Any], Mapping[str, str | None]]:
     """The config of a shipped model, and the ids of the Hub that have its sizes, with the method where quantized."""
     config = dict(read_yaml(shipped("models", name)))

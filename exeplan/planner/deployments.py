@@ -40,6 +40,8 @@ _SHARED = {"measured": "tables with an engine"}
 _KINDS = {"measured": "measured", "imported": "tables", "datasheet": "datasheet"}
 """By the first word of a profile's source."""
 _OWN_ENGINE = "exeplan"
+_MOST_ADDED = 0.95
+"""Share of a bound that seconds in front of the engine may take: with more no prediction keeps it."""
 _LEAST_FREEDOM, _MOST_FREEDOM = 4.0, 1e6
 """Of the variances of single runs: as few as leave them a mean square, and as many as make them equal."""
 _FEW = 5
@@ -146,9 +148,12 @@ def deployment_law(
     )
 
 
-def correction_law(correction: Correction, quantity: str) -> ErrorLaw:
-    """The law of a new error of predictions that are corrected already. A time to the first token is corrected here
-    alone, as it has a part in front of the engine that no pass takes.
+def correction_law(correction: Correction, quantity: str, seconds: float = math.inf) -> ErrorLaw:
+    """The law of a new error of predictions that are corrected already, near a bound of so many `seconds`.
+
+    What happens in front of the engine no pass takes: its factor on a time to the first token, and the seconds that are
+    added to that and to a latency, are in the law alone. A prediction p keeps a bound b with seconds s if p f + s <= b,
+    so that the factor is f / (1 - s / b).
 
     Raises InputError where no run was of its engine or device, so that nothing says how far it may be off.
     """
@@ -158,9 +163,11 @@ def correction_law(correction: Correction, quantity: str) -> ErrorLaw:
             "runs of your own, or leave --risk out"
         )
     own = f"{correction.own_runs} runs of this deployment" if correction.own_runs else "no run of this deployment"
+    added = 0.0 if quantity == "tpot" else min(correction.first_seconds / seconds, _MOST_ADDED)
+    left = 0.0 if quantity == "tpot" else correction.spreads.get("first_seconds", 0.0) / seconds
     return ErrorLaw(
-        logs=(correction.first if quantity == "ttft" else 0.0,),
-        spread=correction.spreads[quantity],
+        logs=((correction.first if quantity == "ttft" else 0.0) - math.log(1 - added),),
+        spread=math.hypot(correction.spreads[quantity], left / (1 - added)),
         freedom=max(1.0, correction.deployments - 1.0),
         count=correction.own_runs + correction.other_runs,
         source=f"deployment: errors of {correction.deployments} that were measured, after correction; {own}",

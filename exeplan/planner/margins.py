@@ -53,13 +53,17 @@ class Risk:
 
     def law(self, problem: Problem, bound: Bound) -> ErrorLaw:
         """Of the bound's quantity on the problem's placement; of several together the one with the largest margin."""
-        return max((self._law(problem, name) for name in quantities(bound)), key=lambda law: law.margin(self.share))
+        return max(
+            (self._law(problem, name, bound) for name in quantities(bound)), key=lambda law: law.margin(self.share)
+        )
 
-    def _law(self, problem: Problem, quantity: str) -> ErrorLaw:
-        size = max(stage.tensor_parallel_size for stage in problem.cost.placement)
+    def _law(self, problem: Problem, quantity: str, bound: Bound) -> ErrorLaw:
+        size = max(stage.num_devices for stage in problem.cost.placement)
         own = self.own.get(quantity)
         if own is None and problem.profile.correction is not None:
-            return correction_law(problem.profile.correction, quantity)
+            return correction_law(
+                problem.profile.correction, quantity, dict(bound.targets).get(quantity, bound.seconds)
+            )
         here = deployment_of(problem.profile, size)
         return deployment_law(here, quantity, shipped_deployments(), own_logs=own.logs if own else ())
 

@@ -15,6 +15,7 @@ from exeplan.core.bounds import Bound, binding, scaled, utilizations
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.adjusting import adjusted_schedules, may_gain
 from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, reached, sustained
 from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
@@ -55,6 +56,8 @@ _DOUBT = 0.05
 _MOST_ADDED = 40_000
 """Requests of further seeds, after which the order may stay uncertain, and the means of one schedule's seeds decide
 whether it keeps the bounds."""
+_ADJUSTED, _ADJUSTED_SEEDS = 2, 3
+"""Adjusted schedules of the most throughput that are replayed for one, and the least; and the seeds of each."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
 at; and how many are given up at most."""
@@ -285,7 +288,9 @@ class Pipelines:
             self._disprove(key, proof)
 
     def _disprove(self, key: Key, proof: _Proof) -> None:
-        """Searches again, or gives the candidate up: its replays break a bound."""
+        """Adjusts the candidate, searches again, or gives it up: its replays break a bound."""
+        if self._adjust(key, proof):
+            return
         winner, replayed = self.found[key], proof.replayed
         assert winner.schedule is not None
         self.broken.append((winner.schedule, replayed))
@@ -352,6 +357,42 @@ class Pipelines:
             self.shelved[key], self.found[key] = best, again
             return
         self.found[key], self.proofs[key] = best
+        self._adjust(key, self.proofs[key])
+
+    def _adjust(self, key: Key, proof: _Proof) -> bool:
+        """Replaces a schedule by an adjusted one that keeps the bounds and serves certainly more, if there is one; the
+        place of one that breaks them any takes that keeps them, as the closed form has found no better.
+
+        By replays of the same requests, several seeds; a few of those that the closed form names are looked at.
+        """
+        winner = self.found[key]
+        if self.risk or not may_gain(self.problem, key[1]):
+            return False
+        assert winner.schedule is not None
+        assert winner.placement is not None
+        placed = _at(self.parts[key[0]], winner.placement)
+        schedules = adjusted_schedules(placed, winner.schedule)
+        for schedule in [*schedules[:_ADJUSTED], *schedules[_ADJUSTED:][-1:]]:
+            runs = [self._replay(placed, schedule)]
+            if not self._keep([runs[0][1]]):
+                continue
+            runs += [self._replay(placed, schedule, more=more) for more in range(1, _ADJUSTED_SEEDS)]
+            replays = tuple(replayed for _, replayed in runs)
+            if self._keep(replays) and (key not in self.proofs or self._gains(placed, winner.schedule, replays)):
+                self.found[key] = replace(winner, schedule=schedule, estimate=placed.estimate(schedule))
+                self.proofs[key] = replace(proof, run=runs[0][0], replays=replays)
+                return True
+        return False
+
+    def _keep(self, replays: Sequence[Estimate]) -> bool:
+        """Whether the mean of replays keeps all bounds."""
+        return max(utilizations(self.problem.bounds, mean_estimate(replays))) <= 1
+
+    def _gains(self, placed: Problem, schedule: Schedule, replays: Sequence[Estimate]) -> bool:
+        """Whether replays, by seed, serve certainly more than those of the schedule."""
+        before = [self._replay(placed, schedule, more=more)[1].throughput for more in range(len(replays))]
+        gain, interval = behind([one.throughput for one in replays], before)
+        return gain > interval
 
     def _promised_more(self, key: Key, proof: _Proof) -> bool:
         return not self.problem.arrivals and sustained(self.found[key]) > _MISJUDGED * proof.replayed.throughput

@@ -85,6 +85,7 @@ def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | No
         problem.cluster,
         problem.profile.model,
         problem.profile.tensor_parallel_sizes,
+        shardings=() if policy.SEPARATE_STAGES else problem.profile.expert_shardings,
         across_nodes=problem.across_nodes,
     )
     return _placed(problem, [replace(layout, num_prefill=number) for number in numbers for layout in found])

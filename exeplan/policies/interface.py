@@ -271,6 +271,11 @@ class Policy(Protocol):
         A policy may leave this out, which says all.
         """
 
+    def adjusted(self, schedule: Schedule, workload: Workload, percent: int) -> Schedule:
+        """The schedule with dynamic workload adjustment within so many percent of its mean loads (ExeGPT section 5.2).
+        A policy may leave this out, which says that plans gain nothing by it.
+        """
+
     def repeats(self, schedule: Schedule, queue: Queue, state: State) -> float:
         """How many more times the decode batch that has just begun follows itself, whatever waits, where one group runs
         everything: until a request arrives or has its last token, and at most that often. It spares a replay the
@@ -280,7 +285,9 @@ class Policy(Protocol):
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
     """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
-    optional = {"groups_used", "repeats"} | (set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"})
+    optional = {"adjusted", "groups_used", "repeats"} | (
+        set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"}
+    )
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
 
 

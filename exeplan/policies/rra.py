@@ -20,7 +20,7 @@ therefore weights every decode iteration with the probability that a request is 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -63,6 +63,14 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("rra", variables)
+
+
+def adjusted(schedule: Schedule, workload: Workload, percent: int) -> Schedule:
+    """The mean loads of the steady state are the planned ones."""
+    batch = schedule["prefill_batch"]
+    active = workload.decode_law(first_token_from_prefill=True).comb(schedule["decode_steps"]).active[0]
+    loads = {"prefill_tokens": round(batch * workload.mean_input), "decode_batch": max(round(batch * active), 1)}
+    return replace(schedule, variables={**schedule.variables, **loads, "adjust_percent": percent})
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:

@@ -8,16 +8,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from exeplan.core.correction import Correction
+from exeplan.core.model import load_model_sizes, shipped_twin
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.profiler.calibration.law import (
     CalibrationLaw,
     Observation,
-    evidence_of,
     observation,
+    own_evidence,
     placement_name,
     shipped_law,
 )
@@ -54,22 +53,16 @@ def calibrate(profile: Profile, runs: Sequence[ServingRun]) -> Calibrated:
     law = shipped_law()
     if not _is_shared(profile):
         law = replace(law, evidence=())
-    groups: dict[int, list[Observation]] = defaultdict(list)
+    groups: dict[PlacementName, list[Observation]] = defaultdict(list)
     for run in runs:
-        groups[run.tensor_parallel_size].append(observation(profile, run))
-    own = [_own_evidence(profile, engine, size, found, law) for size, found in groups.items()]
+        groups[_name(profile, engine, run.tensor_parallel_size)].append(observation(profile, run))
+    own = own_evidence(law, groups)
     corrected = replace(profile, correction=_correction(profile, engine, law, own))
     return Calibrated(corrected, tuple((run, predict_run(profile, run), predict_run(corrected, run)) for run in runs))
 
 
 def _correction(profile: Profile, engine: str, law: CalibrationLaw, own: Sequence[Evidence]) -> Correction:
     return law.correction(_name(profile, engine, min(profile.tensor_parallel_sizes)), own)
-
-
-def _own_evidence(
-    profile: Profile, engine: str, size: int, found: Sequence[Observation], law: CalibrationLaw
-) -> Evidence:
-    return evidence_of(_name(profile, engine, size), found, np.tile(1 / law.noise**2, (len(found), 1)))
 
 
 def _name(profile: Profile, engine: str, size: int) -> PlacementName:
@@ -93,7 +86,7 @@ def _engine_of(profile: Profile, runs: Sequence[ServingRun]) -> str:
         raise InputError(f"the profile is '{profile.source}', the runs are of {engines[0]}")
     for run in runs:
         for what, theirs, ours in (
-            ("model", run.model, profile.model.name),
+            ("model", _model_of(run.model, profile), profile.model.name),
             ("device", run.device, profile.device.name),
             ("dtype", run.dtype, profile.dtype),
         ):
@@ -106,3 +99,14 @@ def _engine_of(profile: Profile, runs: Sequence[ServingRun]) -> str:
             there = ", ".join(map(str, profile.tensor_parallel_sizes))
             raise InputError(f"a run has tensor_parallel_size {run.tensor_parallel_size}, the profile has {there}")
     return engines[0]
+
+
+def _model_of(name: str, profile: Profile) -> str:
+    """The profile's name for a run of a model of its sizes under another name."""
+    if name == profile.model.name:
+        return name
+    try:
+        spec = load_model_sizes(name)
+    except InputError:
+        return name
+    return profile.model.name if shipped_twin(spec) == shipped_twin(profile.model) else name

@@ -16,10 +16,17 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
-from exeplan.core.model import ModelSpec
+from exeplan.core.model import ModelSpec, shipped_twin
 from exeplan.core.profile import Profile
 from exeplan.files import read_yaml, shipped
-from exeplan.profiler.calibration.pooled_effects import LEVELS, Evidence, PlacementName, Spread, theta_of
+from exeplan.profiler.calibration.pooled_effects import (
+    LEVELS,
+    Evidence,
+    PlacementName,
+    Spread,
+    pooled_effects,
+    theta_of,
+)
 from exeplan.profiler.calibration.predict import predicted_by_passes, with_theta
 from exeplan.profiler.calibration.serving_run import ServingRun
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, engine_of
@@ -29,6 +36,9 @@ _SHARED = ("engine", "device", "family", "kind", "dtype")
 _STEPS = {"slope": 0.1, "prefill": 0.2, "links": -0.4}
 """Of the differences by which a run's sensitivities are found."""
 _ANY_SIZE = 0
+FREEDOM = 4.0
+"""Of Student's law, of the errors of runs, deployments and placements."""
+_ROUNDS = 8
 _PROMPTS, _SUMS, _FIRST = 0.15, 0.1, 0.1
 """Shares of a request's time: prompts in its passes, sums over GPUs, before its first token; where a spread is told."""
 
@@ -70,23 +80,25 @@ class CalibrationLaw:
 
 
 def _spreads(covariance: Floats, noise: Floats) -> dict[str, float]:
-    """Of a new run of 16 times e rows."""
-    moves = {"ttft": np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0]), "tpot": np.array([1.0, 1.0, _PROMPTS, _SUMS, 0.0, 0.0])}
+    """Of a new run of 16 times e rows; of the seconds that are added to the first token apart, in seconds."""
+    moves = {"ttft": np.array([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]), "tpot": np.array([1.0, 1.0, _PROMPTS, _SUMS, 0.0, 0.0])}
     moves["latency"] = _FIRST * moves["ttft"] + (1 - _FIRST) * moves["tpot"]
     runs = {"ttft": noise[0], "tpot": noise[1], "latency": math.hypot(_FIRST * noise[0], (1 - _FIRST) * noise[1])}
-    return {
+    spreads = {
         name: round(math.sqrt(float(move @ covariance @ move) + runs[name] ** 2), 4) for name, move in moves.items()
     }
+    seconds = THETA.index("first_seconds")
+    return {**spreads, "first_seconds": round(math.sqrt(covariance[seconds, seconds]), 5)}
 
 
 def placement_name(
     spec: ModelSpec, *, engine: str, device: str, dtype: str, tensor_parallel_size: int
 ) -> PlacementName:
-    """With the family that a model's type begins with, such as qwen3."""
+    """With the family that a model's type begins with, such as qwen3; a model of a shipped one's sizes is that one."""
     return PlacementName(
         engine=engine,
         device=device,
-        model=spec.name,
+        model=shipped_twin(spec),
         dtype=dtype,
         family=spec.family.split("_")[0],
         kind="mixture" if spec.experts else "dense",
@@ -107,7 +119,8 @@ def observation(profile: Profile, run: ServingRun) -> Observation:
     base = replace(profile, correction=None)
     found = predicted_by_passes(base, run)
     columns = {"level": (1.0, 1.0), "first": (1.0, 0.0)}
-    columns["first_slope"] = (math.log(run.concurrency / 16), 0.0)
+    # Exact where nothing else is off: the logarithmic mean, between the measured time and the predicted one.
+    columns["first_seconds"] = (1 / _logarithmic_mean(run.ttft, found.ttft), 0.0)
     steps = {name: step for name, step in _STEPS.items() if name != "links" or run.tensor_parallel_size > 1}
     columns["links"] = (0.0, 0.0)
     for name, step in steps.items():
@@ -115,6 +128,10 @@ def observation(profile: Profile, run: ServingRun) -> Observation:
         columns[name] = math.log(moved.ttft / found.ttft) / step, math.log(moved.tpot / found.tpot) / step
     logs = np.log([run.ttft / found.ttft, run.tpot / found.tpot])
     return Observation(logs, np.array([columns[name] for name in THETA]).T)
+
+
+def _logarithmic_mean(one: float, other: float) -> float:
+    return one if math.isclose(one, other, rel_tol=1e-6) else (one - other) / math.log(one / other)
 
 
 def evidence_of(name: PlacementName, found: Sequence[Observation], precision: Floats) -> Evidence:
@@ -126,6 +143,30 @@ def evidence_of(name: PlacementName, found: Sequence[Observation], precision: Fl
         information=np.einsum("nqk,nq,nql->kl", moves, precision, moves),
         vector=np.einsum("nqk,nq,nq->k", moves, precision, logs),
     )
+
+
+def own_evidence(law: CalibrationLaw, runs: Mapping[PlacementName, Sequence[Observation]]) -> tuple[Evidence, ...]:
+    """Of a deployment's own runs. Their errors have Student's law, as those of the law's runs had: of a run that lies
+    far off what the others and the law say, as one that waits for memory that was predicted to be free, little is
+    learned."""
+    weights = {name: np.ones((len(found), len(QUANTITIES))) for name, found in runs.items()}
+    for _ in range(_ROUNDS):
+        own = tuple(evidence_of(name, found, weights[name] / law.noise**2) for name, found in runs.items())
+        effects = pooled_effects([*law.evidence, *own], law.spread)
+        weights = {name: run_weights(left_squares(found, *effects.of(name)), law.noise) for name, found in runs.items()}
+    return own
+
+
+def left_squares(found: Sequence[Observation], theta: Floats, covariance: Floats) -> Floats:
+    """Of what is left of each run's errors [runs, 2], with the variance of what was taken off."""
+    logs, moves = np.stack([one.logs for one in found]), np.stack([one.sensitivities for one in found])
+    taken: Floats = np.einsum("nqk,kl,nql->nq", moves, covariance, moves)
+    return (logs - moves @ theta) ** 2 + taken
+
+
+def run_weights(squares: Floats, noise: Floats) -> Floats:
+    """Of runs whose errors have Student's law: below 1 for outliers."""
+    return (FREEDOM + 1) / (FREEDOM + squares / noise**2)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ from exeplan.simulator.run import Run
 _SPARE_TOKENS = 1500
 _SGLANG_TOKENS = 8192
 REQUESTS_PER_CLIENT = 10
-"""As in most measurements, and enough for every kind of pass."""
+"""As in most measurements, and enough for every kind of pass; of runs that do not say it."""
+_MOST_PER_CLIENT = 30
+"""Replayed; the first burst weighs little in more."""
 _SEED = 1
 
 
@@ -53,8 +55,9 @@ OPTIONS = {
 def predict_run(profile: Profile, run: ServingRun) -> Prediction:
     """By a profile that has the run's tensor parallel size, its correction included. Raises InputError without it."""
     corrected = predicted_by_passes(profile, run)
-    factor = profile.correction.first_token_factor(run.concurrency) if profile.correction else 1.0
-    return replace(corrected, ttft=factor * corrected.ttft)
+    if profile.correction is None:
+        return corrected
+    return replace(corrected, ttft=profile.correction.first_token(corrected.ttft))
 
 
 def predicted_by_passes(profile: Profile, run: ServingRun) -> Prediction:
@@ -77,9 +80,9 @@ def cost_of(profile: Profile, size: int) -> CostModel:
 
 def with_theta(profile: Profile, theta: tuple[float, ...]) -> Profile:
     """The profile with these values of `correction.THETA`."""
-    level, slope, prefill, links, first, first_slope = theta
+    level, slope, prefill, links, first, first_seconds = theta
     correction = Correction(
-        level=level, slope=slope, prefill=prefill, links=links, first=first, first_slope=first_slope
+        level=level, slope=slope, prefill=prefill, links=links, first=first, first_seconds=first_seconds
     )
     return replace(profile, correction=correction)
 
@@ -92,18 +95,18 @@ def replayed_means(run: Run) -> Prediction:
     return Prediction(float(np.mean(first)), float(np.mean(rest / later)))
 
 
-def replayed(cost: CostModel, row: ServingRun, options: EngineOptions, per_client: int = REQUESTS_PER_CLIENT) -> Run:
-    """`per_client` requests of each client, by the engine's policy."""
+def replayed(cost: CostModel, row: ServingRun, options: EngineOptions, per_client: int | None = None) -> Run:
+    """The run's requests, or `per_client` of each client, by the engine's policy."""
     room = kv_capacity_tokens(cost.profile, cost.placement, cost.profile.device.memory_bytes)
     admitted = row.input_tokens + options.reserved * row.output_tokens
     slots = max(1, min(row.concurrency - options.idle_slots, int(room / admitted)))
-    draw, count = np.random.default_rng(_SEED), row.concurrency * per_client
+    draw, count = np.random.default_rng(_SEED), _num_requests(row, per_client)
     inputs, outputs = (
         draw.integers(max(1, int(row.least_share * most)), most, size=count, endpoint=True)
         for most in (row.input_tokens, row.output_tokens)
     )
     return replay(
-        _schedule(row, options, slots),
+        _schedule(row, options, slots, cost.num_ranks),
         cost,
         input_tokens=inputs,
         output_tokens=outputs,
@@ -114,11 +117,19 @@ def replayed(cost: CostModel, row: ServingRun, options: EngineOptions, per_clien
     )
 
 
-def _schedule(row: ServingRun, options: EngineOptions, slots: int) -> Schedule:
+def _num_requests(row: ServingRun, per_client: int | None) -> int:
+    if per_client is None and row.num_requests is not None:
+        return min(row.num_requests, _MOST_PER_CLIENT * row.concurrency)
+    return row.concurrency * (per_client or REQUESTS_PER_CLIENT)
+
+
+def _schedule(row: ServingRun, options: EngineOptions, slots: int, num_ranks: int) -> Schedule:
+    """Each rank has the limits of an engine: together they have as many times the tokens and prompts of a pass."""
     if row.engine == "sglang":
-        return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": _SGLANG_TOKENS})
-    tokens = row.concurrency + row.input_tokens + _SPARE_TOKENS
+        tokens = num_ranks * _SGLANG_TOKENS
+        return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": tokens})
+    tokens = row.concurrency + num_ranks * (row.input_tokens + _SPARE_TOKENS)
     variables = {"max_num_seqs": slots, "max_num_batched_tokens": tokens}
     if options.max_num_prefills:
-        variables["max_num_prefills"] = options.max_num_prefills
+        variables["max_num_prefills"] = num_ranks * options.max_num_prefills
     return Schedule("chunked", variables)

@@ -2,15 +2,22 @@
 
     CSV         engine, model, dtype, device (or system), tensor_parallel_size, input_tokens, output_tokens,
                 concurrency, and ttft and tpot with their unit in the name: ttft_ms, ttft_s, tpot_ms, tpot_s;
-                optionally version
-    JSON        a result of `vllm bench serve --save-result --max-concurrency N`: mean_ttft_ms, mean_tpot_ms,
-                total_input_tokens, total_output_tokens, completed, max_concurrency
+                optionally version and num_requests
+    JSON        a result of `vllm bench serve --save-result --max-concurrency N`, or several, one a line, as
+                --append-result writes them: mean_ttft_ms, mean_tpot_ms, total_input_tokens, total_output_tokens,
+                completed, failed, max_concurrency, request_rate, model_id; and of --metadata KEY=VALUE the columns
+                engine, dtype, device, version and tensor_parallel_size
     JSON        guidellm's report: benchmarks[] with metrics.time_to_first_token_ms, inter_token_latency_ms,
-                prompt_token_count, output_token_count and request_concurrency, of successful requests, each its mean
+                prompt_token_count, output_token_count and request_concurrency, of successful requests, each its mean,
+                request_totals, and config.strategy (before 0.4: args.strategy)
 
 What a file does not say is taken from the profile: engine, model, dtype and device; a result in JSON does not say the
-tensor parallel size, which is then the profile's only one or stated by the caller. Means of lengths stand for all
-requests: lengths that vary much make a run less comparable.
+tensor parallel size unless its metadata does, which is then the profile's only one or stated by the caller. Means of
+lengths stand for all requests: lengths that vary much make a run less comparable.
+
+Comparable are runs in which a number of clients send their next prompt when they have their answer. Runs at a rate are
+not: a result of vllm's at a rate is refused; of a report of guidellm's, whose sweep has both, they are left out, and
+a remark says so. So is a run of which more than one request in a hundred failed.
 """
 
 import csv
@@ -21,11 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exeplan.core.model import load_model_sizes
 from exeplan.errors import InputError
 from exeplan.files import read_text
 from exeplan.profiler.calibration.serving_run import ServingRun
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_METADATA = ("engine", "dtype", "device", "version", "tensor_parallel_size")
+_CLOSED = ("synchronous", "concurrent")
+"""guidellm's strategies with a fixed number of clients."""
+_MOST_FAILED = 0.01
 _NUMBERS = ("tensor_parallel_size", "input_tokens", "output_tokens", "concurrency")
 _MOST = 2**31
 _VLLM = ("mean_ttft_ms", "mean_tpot_ms", "total_input_tokens", "total_output_tokens", "completed")
@@ -42,12 +54,30 @@ class Defaults:
     tensor_parallel_size: int | None = None
 
 
-def read_runs(path: Path, defaults: Defaults) -> list[ServingRun]:
-    """All runs of a file, in its order. Raises InputError naming the line, column or field that is missing or wrong."""
+@dataclass(frozen=True, slots=True)
+class FileRuns:
+    """Of one file, in its order, with a sentence for each that was left out."""
+
+    runs: tuple[ServingRun, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def read_runs(path: Path, defaults: Defaults) -> FileRuns:
+    """All runs of a file that can be compared.
+
+    Raises InputError naming the line, column or field that is missing or wrong, and where no run is left.
+    """
     text = read_text(path)
-    if text.lstrip()[:1] in ("{", "["):
-        return list(_of_json(text, path, defaults))
-    return list(_of_csv(text, path, defaults))
+    if text.lstrip()[:1] not in ("{", "["):
+        return FileRuns(tuple(_of_csv(text, path, defaults)))
+    body = _json(text, path)
+    if isinstance(body, dict) and "benchmarks" in body:
+        return _of_report(body["benchmarks"], path, defaults)
+    found = []
+    for number, one in enumerate(body if isinstance(body, list) else [body], 1):
+        where = f"{path} run {number}"
+        found.append(_run(_of_vllm(one, where), where, defaults))
+    return FileRuns(tuple(found))
 
 
 def _of_csv(text: str, path: Path, defaults: Defaults) -> Iterator[ServingRun]:
@@ -63,17 +93,12 @@ def _of_csv(text: str, path: Path, defaults: Defaults) -> Iterator[ServingRun]:
         yield _run(cells, f"{path} line {number}", defaults)
 
 
-def _of_json(text: str, path: Path, defaults: Defaults) -> Iterator[ServingRun]:
+def _json(text: str, path: Path) -> Any:
+    """A value, or those of several lines."""
     try:
-        body = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        body = [_object(line, number, path) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if isinstance(body, dict) and isinstance(body.get("benchmarks"), list):
-        for number, one in enumerate(body["benchmarks"], 1):
-            yield _run(_of_guidellm(one, f"{path} benchmark {number}"), f"{path} benchmark {number}", defaults)
-        return
-    for number, one in enumerate(body if isinstance(body, list) else [body], 1):
-        yield _run(_of_vllm(one, f"{path} run {number}"), f"{path} run {number}", defaults)
+        return [_object(line, number, path) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
 def _object(line: str, number: int, path: Path) -> Any:
@@ -91,17 +116,62 @@ def _of_vllm(one: Any, where: str) -> dict[str, Any]:
         raise InputError(
             f"{where} was not run with --max-concurrency, without which the number of clients is not known"
         )
+    if (rate := one.get("request_rate", "inf")) not in ("inf", math.inf, None) or one.get("ramp_up_strategy"):
+        raise InputError(
+            f"{where} was sent at a rate (request_rate {rate}); comparable are runs without --request-rate, in which "
+            "--max-concurrency clients send their next prompt when they have their answer"
+        )
     completed = _number(one["completed"], f"{where}: completed", least=1)
-    return {
+    if (failed := _count(one.get("failed"))) > _MOST_FAILED * completed:
+        raise InputError(f"{where}: {failed:g} requests failed, {completed:g} did not; so the load was another")
+    return {name: one[name] for name in _METADATA if name in one} | {
+        "model": _known_model(one.get("model_id")),
         "ttft_ms": one["mean_ttft_ms"],
         "tpot_ms": one["mean_tpot_ms"],
         "input_tokens": round(_number(one["total_input_tokens"], f"{where}: total_input_tokens") / completed),
         "output_tokens": round(_number(one["total_output_tokens"], f"{where}: total_output_tokens") / completed),
         "concurrency": one["max_concurrency"],
+        "num_requests": completed,
     }
 
 
-def _of_guidellm(one: Any, where: str) -> dict[str, Any]:
+def _known_model(name: Any) -> str:
+    """A name whose sizes are known here; none for a name that a server was given, which says nothing."""
+    try:
+        return load_model_sizes(str(name)).name if name else ""
+    except InputError:
+        return ""
+
+
+def _of_report(benchmarks: Any, path: Path, defaults: Defaults) -> FileRuns:
+    if not isinstance(benchmarks, list) or not benchmarks:
+        raise InputError(f"{path} has no list of benchmarks; write guidellm's report as JSON")
+    runs, remarks = [], []
+    for number, one in enumerate(benchmarks, 1):
+        where = f"{path} benchmark {number}"
+        strategy = _strategy(one)
+        if (kind := strategy.get("type_", "concurrent")) in _CLOSED:
+            runs.append(_run(_of_guidellm(one, strategy, where), where, defaults))
+        else:
+            remarks.append(f"{where} left out: '{kind}' sends at a rate, not when a client has its answer")
+    if not runs:
+        raise InputError(
+            f"{path} has no run with a number of clients ({', '.join(_CLOSED)}), only {len(remarks)} at a rate; run "
+            "guidellm with --profile concurrent"
+        )
+    return FileRuns(tuple(runs), tuple(remarks))
+
+
+def _strategy(one: Any) -> Mapping[str, Any]:
+    """How requests were sent; nothing where the report does not say it."""
+    for part in ("config", "args"):
+        of = one.get(part) if isinstance(one, Mapping) else None
+        if isinstance(of, Mapping) and isinstance(found := of.get("strategy"), Mapping):
+            return found
+    return {}
+
+
+def _of_guidellm(one: Any, strategy: Mapping[str, Any], where: str) -> dict[str, Any]:
     def mean(name: str) -> Any:
         value = one
         for key in ("metrics", name, "successful", "mean"):
@@ -110,12 +180,20 @@ def _of_guidellm(one: Any, where: str) -> dict[str, Any]:
             raise InputError(f"{where} has no metrics.{name}.successful.mean; write guidellm's report as JSON")
         return value
 
+    totals = one["metrics"].get("request_totals") if isinstance(one["metrics"], Mapping) else None
+    totals = totals if isinstance(totals, Mapping) else {}
+    done, failed = _count(totals.get("successful")), _count(totals.get("errored"))
+    if failed > _MOST_FAILED * done:
+        raise InputError(f"{where}: {failed:g} requests failed, {done:g} did not; so the load was another")
+    clients = 1 if strategy.get("type_") == "synchronous" else strategy.get("streams")
+    seen = max(1, round(_number(mean("request_concurrency"), f"{where}: request_concurrency")))
     return {
         "ttft_ms": mean("time_to_first_token_ms"),
         "tpot_ms": mean("inter_token_latency_ms"),
         "input_tokens": round(_number(mean("prompt_token_count"), f"{where}: prompt_token_count")),
         "output_tokens": round(_number(mean("output_token_count"), f"{where}: output_token_count")),
-        "concurrency": max(1, round(_number(mean("request_concurrency"), f"{where}: request_concurrency"))),
+        "concurrency": clients if isinstance(clients, int) else seen,
+        "num_requests": done or None,
     }
 
 
@@ -133,6 +211,7 @@ def _run(cells: Mapping[str, Any], where: str, defaults: Defaults) -> ServingRun
         output_tokens=_whole(cells.get("output_tokens"), f"{where}: output_tokens"),
         concurrency=_whole(cells.get("concurrency"), f"{where}: concurrency"),
         tensor_parallel_size=_whole(size, f"{where}: tensor_parallel_size"),
+        num_requests=_whole(count, f"{where}: num_requests") if (count := cells.get("num_requests")) else None,
         ttft=_seconds(cells, "ttft", where),
         tpot=_seconds(cells, "tpot", where),
     )
@@ -150,6 +229,11 @@ def _whole(value: Any, where: str) -> int:
     if number != int(number):
         raise InputError(f"{where} must be a whole number, found {value!r}")
     return int(number)
+
+
+def _count(value: Any) -> float:
+    """A number of requests that a file may give; 0 for nothing."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
 
 
 def _number(value: Any, where: str, least: float = 0.0) -> float:

@@ -22,6 +22,8 @@ class ServingRun:
     tensor_parallel_size: int
     least_share: float = 1.0
     """Lengths are even between this share of those stated and all of them."""
+    num_requests: int | None = None
+    """Of all clients together; ten of each where it is not known."""
     ttft: float
     tpot: float
 

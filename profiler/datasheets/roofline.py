@@ -6,6 +6,7 @@
     decode attention   latency + sequences * kv heads * a constant + bytes of keys and values
     latent decode      latency + sequences * a constant + operations joined with bytes of the latent vectors
     element-wise       latency + bytes
+    all-to-all         latency + bytes that a device sends / (efficiency * link)
     all-reduce         latency + (t - 1) * step + wire + sqrt(ramp * wire)  wire: 2 (t - 1) / t of the bytes
 
 where `operations` stands for operations / (efficiency * peak) and `bytes` for bytes / (efficiency * bandwidth). The
@@ -14,12 +15,14 @@ is what a pipelined transfer loses to filling its pipeline with the best number 
 waves of them, which cost a product of a few hundred rows up to a quarter more or less.
 
 In fp8 products read 8-bit rows and weights and write 16 bits, at the device's fp8 peak; attention computes in bfloat16,
-and reads keys and values of their own dtype.
+and reads keys and values of their own dtype. A layer's fp8 products reach less of their peak than those in bfloat16,
+and begin later, as their rows are quantized first: a sheet may give them constants of their own. Experts' products take
+those of bfloat16 in both, above and below which the measured ones lie.
 
 All shapes are those of one device's shard. Not here: which kernels a layer runs (`datasheet.py`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
 
@@ -32,6 +35,10 @@ SHARE, RATE, SECONDS, SIZE, POWER = "share", "rate", "seconds", "size", "power"
 
 def _constant(unit: str) -> Any:
     return field(metadata={"unit": unit})
+
+
+def _optional(unit: str) -> Any:
+    return field(default=None, metadata={"unit": unit})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,11 @@ class Datasheet:
     gemm_efficiency: float = _constant(SHARE)
     gemm_bandwidth_efficiency: float = _constant(SHARE)
     gemm_sharpness: float = _constant(POWER)
+    fp8_gemm_latency: float | None = _optional(SECONDS)
+    """This and the next three: of a layer's products in fp8, where they differ; the quantization of rows included."""
+    fp8_gemm_efficiency: float | None = _optional(SHARE)
+    fp8_gemm_bandwidth_efficiency: float | None = _optional(SHARE)
+    fp8_gemm_sharpness: float | None = _optional(POWER)
     prefill_attention_latency: float = _constant(SECONDS)
     prefill_attention_efficiency: float = _constant(SHARE)
     prefill_attention_bandwidth_efficiency: float = _constant(SHARE)
@@ -74,6 +86,10 @@ class Datasheet:
     """Of the link's bandwidth, by large tensors inside a node."""
     all_reduce_inter_efficiency: float = _constant(SHARE)
     all_reduce_ramp: float = _constant(SECONDS)
+    all_to_all_latency: float = field(default=0.0, metadata={"unit": SECONDS})
+    """Of tokens that go to their experts, or back; 0 where it is taken to be an all-reduce's."""
+    all_to_all_efficiency: float = field(default=0.0, metadata={"unit": SHARE})
+    """Of the link's bandwidth; 0 for an all-reduce's inside a node."""
     intra_bandwidth: float = _constant(SIZE)
     intra_latency: float = _constant(SECONDS)
     inter_bandwidth: float = _constant(SIZE)
@@ -104,11 +120,22 @@ def between_layers(dtype: str) -> str:
 
 def gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float) -> float:
     """[m, k] times [k, n]."""
-    return grouped_gemm_seconds(sheet, dtype, m, n, k, num_groups=1.0)
+    return _product(_of_dtype(sheet, dtype), dtype, m, n, k, num_groups=1.0)
+
+
+def _of_dtype(sheet: Datasheet, dtype: str) -> Datasheet:
+    """With the constants of products in fp8, as far as the sheet has some, in place of the others."""
+    names = ("gemm_latency", "gemm_efficiency", "gemm_bandwidth_efficiency", "gemm_sharpness") if dtype == FP8 else ()
+    own = {name: value for name in names if (value := getattr(sheet, f"fp8_{name}")) is not None}
+    return replace(sheet, **own) if own else sheet
 
 
 def grouped_gemm_seconds(sheet: Datasheet, dtype: str, m: float, n: float, k: float, *, num_groups: float) -> float:
     """[m, k] times one of `num_groups` matrices [k, n] for each row, all in one kernel."""
+    return _product(sheet, dtype, m, n, k, num_groups=num_groups)
+
+
+def _product(sheet: Datasheet, dtype: str, m: float, n: float, k: float, *, num_groups: float) -> float:
     compute = 2 * m * n * k / (sheet.gemm_efficiency * sheet.flops(dtype))
     moved = DTYPE_BYTES[dtype] * (m * k + num_groups * k * n) + DTYPE_BYTES[between_layers(dtype)] * m * n
     memory = moved / (sheet.gemm_bandwidth_efficiency * sheet.memory_bandwidth)
@@ -189,3 +216,12 @@ def all_reduce_seconds(sheet: Datasheet, where: str, devices: int, size: float) 
     crossings = 0.0 if where == "intra" else 2 * link.latency
     latency = sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency + crossings
     return latency + wire + sqrt(sheet.all_reduce_ramp * wire)
+
+
+def all_to_all_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
+    """Seconds in which each of `devices` devices sends `size` bytes to the others over these links."""
+    link = sheet.link(where)
+    latency = sheet.all_to_all_latency or sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency
+    share = sheet.all_to_all_efficiency or sheet.all_reduce_efficiency
+    share = share if where == "intra" else sheet.all_reduce_inter_efficiency
+    return latency + (0.0 if where == "intra" else link.latency) + size / (share * link.bytes_per_second)

@@ -5,8 +5,9 @@ neither and works on bytes. A model without a tokenizer still serves prompts of 
 Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json for it when it saves the tokenizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -48,6 +49,10 @@ class Codec(Protocol):
         """`special` adds the model's special tokens, such as a beginning-of-sequence token."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+    @property
+    def special_token_ids(self) -> Mapping[str, int]:
+        """The tokens that `skip_special` leaves out, by name."""
 
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         """The bytes of `vocab_size` tokens, as llguidance wants them; `ends` end a sequence."""
@@ -123,16 +128,29 @@ class Tokenizer:
         once, twice = (self.codec.decode([token_id] * count, skip_special=False) for count in (1, 2))
         return twice[len(once) :]
 
-    def stream(self, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream | None:
+    def stream(
+        self, prompt_token_ids: Sequence[int], stops: Sequence[str] = (), *, shown: Sequence[int] = ()
+    ) -> TextStream | None:
         """Incremental detokenization of an output after this prompt; None when there is no tokenizer.
 
+        The names of the special tokens `shown` are in the text.
         Raises InputError when there are stop strings and no tokenizer to find them with.
         """
         if self.codec is None:
             if stops:
                 raise InputError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
             return None
-        return TextStream(self.decode, prompt_token_ids, stops)
+        decode = partial(self._decode_but, frozenset(self.codec.special_token_ids.values()) - {*shown})
+        return TextStream(decode if shown else self.decode, prompt_token_ids, stops)
+
+    def _decode_but(self, hidden: Set[int], token_ids: Sequence[int]) -> str:
+        assert self.codec
+        return self.codec.decode([token for token in token_ids if token not in hidden], skip_special=False)
+
+    def special_token_ids(self, names: Iterable[str]) -> dict[str, int]:
+        """Of these names, those that are special tokens."""
+        known = self.codec.special_token_ids if self.codec else {}
+        return {name: known[name] for name in names if name in known}
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.codec is None:
@@ -158,6 +176,10 @@ class ByteCodec:
     @property
     def longest_token(self) -> int:
         return 1
+
+    @property
+    def special_token_ids(self) -> Mapping[str, int]:
+        return {"<bos>": self.bos_token_id, "<eos>": self.eos_token_id}
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [self.bos_token_id] * special + list(text.encode())
@@ -199,6 +221,11 @@ class FileCodec:
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
+    @cached_property
+    def special_token_ids(self) -> Mapping[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         return _called(  # It fails, for example, without a token for the unknown.
             lambda: self._tokenizer.encode(text, add_special_tokens=special).ids,
@@ -211,7 +238,26 @@ class FileCodec:
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._tokenizer.to_str(), vocab_size, ends)
+        return LLTokenizer(_with_plain_decoder(self._tokenizer.to_str()), vocab_size, ends)
+
+
+def _with_plain_decoder(text: str) -> str:
+    """A tokenizer's JSON with what Metaspace does to each token, in the words that llguidance knows.
+
+    Of the beginning of a text it takes the space, which llguidance must see.
+    """
+    given = json.loads(text)
+    found = given["decoder"] or {}
+    steps = found.get("decoders", [found])
+    if not any(step.get("type") == "Metaspace" for step in steps):
+        return text
+    plain = [_spaces(step["replacement"]) if step["type"] == "Metaspace" else step for step in steps]
+    given["decoder"] = {"type": "Sequence", "decoders": [*plain, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return json.dumps(given)
+
+
+def _spaces(replacement: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": replacement}, "content": " "}
 
 
 def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:

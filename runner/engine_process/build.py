@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
@@ -44,12 +45,12 @@ def engine_setup(
     `launcher` describes the hosts of a plan that spans several; None where all devices are on this one.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
-    prefill time that the plan predicts. Raises InputError for a placement on which the model does not run.
+    prefill time that the plan predicts. Raises InputError for a plan of another engine's shape.
     """
-    if spec.latent and any(stage.phase for stage in plan.placement):
+    if needs_other_engine(plan.placement):
         raise InputError(
-            f"'{spec.name}' has latent attention, which prefills and decodes on the same devices; policy "
-            f"{plan.schedule.policy} divides them: plan with another --policy"
+            "the plan has expert parallelism or attention data parallelism, which the engine here does not run; other "
+            "engines do; plan without --engine for this one"
         )
     return EngineSetup(
         model=model_source(spec),

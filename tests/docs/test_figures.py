@@ -49,7 +49,10 @@ ALLOWED = {
         "at most 262,144": "a limit",
         "more than 50 ms to compile": "a limit",
         "Qwen 2.5": "a model",
-        "Llama 3.1": "a model",
+        "Llama 3.1 to 3.3": "models",
+        "up to Small 3.1": "a model",
+        "from Small 3.2": "a model",
+        "GLM 4.5, 4.6": "models",
     },
     "docs/findings.md": {
         "Intervals in brackets hold 95 %": "the confidence",

@@ -9,16 +9,18 @@ import pytest
 from exeplan.api import datasheet_profile
 from exeplan.cli import main
 from exeplan.core.correction import Correction
+from exeplan.core.model import load_model_sizes
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.planner.deployments import correction_law
 from exeplan.profiler.calibration.calibrate import calibrate
+from exeplan.profiler.calibration.law import placement_name, shipped_law
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.read_runs import Defaults, read_runs
 from exeplan.profiler.calibration.serving_run import ServingRun
 
 DEFAULTS = Defaults(engine="vllm", model="llama-3.1-8b", dtype="bfloat16", device="h100-80gb", tensor_parallel_size=1)
-TRUTH = Correction(level=0.25, slope=0.05, prefill=0.1, first=0.2)
+TRUTH = Correction(level=0.25, slope=0.05, prefill=0.1, first=0.1, first_seconds=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -103,17 +105,129 @@ def test_the_command_reads_a_table_and_writes_a_profile(
     assert correction.own_runs == 3
 
 
+VLLM = {
+    "date": "20260301-120000",
+    "endpoint_type": "vllm",
+    "backend": "vllm",
+    "label": None,
+    "model_id": "meta-llama/Llama-3.1-8B-Instruct",
+    "tokenizer_id": "meta-llama/Llama-3.1-8B-Instruct",
+    "num_prompts": 10,
+    "version": "0.12.0",
+    "tensor_parallel_size": "1",
+    "request_rate": "inf",
+    "burstiness": 1.0,
+    "max_concurrency": 4,
+    "duration": 9.5,
+    "completed": 10,
+    "failed": 0,
+    "total_input_tokens": 1000,
+    "total_output_tokens": 500,
+    "request_throughput": 1.05,
+    "output_throughput": 52.6,
+    "mean_ttft_ms": 50.0,
+    "median_ttft_ms": 48.0,
+    "p99_ttft_ms": 70.0,
+    "mean_tpot_ms": 10.0,
+    "mean_itl_ms": 10.0,
+}
+"""What `vllm bench serve --save-result --max-concurrency 4 --metadata version=0.12.0 tensor_parallel_size=1` writes."""
+
+
+def guidellm_benchmark(strategy: dict[str, object], **means: float) -> dict[str, object]:
+    """As in a report of guidellm 0.4 and later."""
+    values = {"time_to_first_token_ms": 50.0, "inter_token_latency_ms": 10.0, "prompt_token_count": 100.2}
+    values |= {"output_token_count": 49.9, "request_concurrency": 3.2, **means}
+    totals = {"successful": 10, "incomplete": 0, "errored": 0, "total": 10}
+    metrics: dict[str, object] = {name: {"successful": {"mean": value}} for name, value in values.items()}
+    return {
+        "type_": "generative_benchmark",
+        "config": {"run_index": 0, "strategy": strategy},
+        "metrics": {"request_totals": totals, **metrics},
+    }
+
+
+CONCURRENT = {"type_": "concurrent", "worker_count": 1, "max_concurrency": 4, "streams": 4}
+
+
+def written(path: Path, body: object) -> Path:
+    path.write_text(body if isinstance(body, str) else json.dumps(body))
+    return path
+
+
 def test_results_of_vllm_and_guidellm_are_read(tmp_path: Path) -> None:
-    vllm = {"mean_ttft_ms": 50, "mean_tpot_ms": 10, "total_input_tokens": 1000, "total_output_tokens": 500}
-    (tmp_path / "v.json").write_text(json.dumps({**vllm, "completed": 10, "max_concurrency": 4}))
-    means = {"time_to_first_token_ms": 50, "inter_token_latency_ms": 10, "prompt_token_count": 100.2}
-    means |= {"output_token_count": 49.9, "request_concurrency": 3.98}
-    metrics = {name: {"successful": {"mean": value}} for name, value in means.items()}
-    (tmp_path / "g.json").write_text(json.dumps({"benchmarks": [{"metrics": metrics}]}))
-    of_vllm, of_guidellm = (read_runs(tmp_path / name, DEFAULTS) for name in ("v.json", "g.json"))
-    assert of_vllm == of_guidellm
-    run = of_vllm[0]
-    assert (run.ttft, run.tpot, run.input_tokens, run.output_tokens, run.concurrency) == (0.05, 0.01, 100, 50, 4)
+    of_vllm = read_runs(written(tmp_path / "v.json", VLLM), DEFAULTS).runs
+    report = {"metadata": {"version": 1}, "benchmarks": [guidellm_benchmark(CONCURRENT)]}
+    of_guidellm = read_runs(written(tmp_path / "g.json", report), DEFAULTS).runs
+    run = of_guidellm[0]
+    assert (run.ttft, run.tpot, run.input_tokens, run.output_tokens) == (0.05, 0.01, 100, 50)
+    assert (run.concurrency, run.num_requests, run.tensor_parallel_size) == (4, 10, 1)
+    assert of_vllm == (replace(run, model="meta-llama/Llama-3.1-8B-Instruct", version="0.12.0"),)
+
+
+def test_results_that_vllm_appended_to_one_file_are_all_read(tmp_path: Path) -> None:
+    lines = [json.dumps({**VLLM, "max_concurrency": clients}) for clients in (2, 4, 8)]
+    found = read_runs(written(tmp_path / "v.json", "\n".join(lines)), DEFAULTS).runs
+    assert [run.concurrency for run in found] == [2, 4, 8]
+
+
+def test_a_sweep_s_runs_at_a_rate_are_left_out_with_a_remark(tmp_path: Path) -> None:
+    kinds = [
+        {"type_": "synchronous"},
+        {"type_": "throughput", "max_concurrency": 512},
+        {"type_": "constant", "rate": 3},
+    ]
+    body = {"benchmarks": [guidellm_benchmark(kind) for kind in kinds]}
+    found = read_runs(written(tmp_path / "g.json", body), DEFAULTS)
+    assert [run.concurrency for run in found.runs] == [1]
+    assert ["benchmark 2 left out: 'throughput'" in found.remarks[0], "'constant'" in found.remarks[1]] == [True, True]
+    with pytest.raises(InputError, match="only 2 at a rate; run guidellm with --profile concurrent"):
+        read_runs(written(tmp_path / "g.json", {"benchmarks": body["benchmarks"][1:]}), DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"request_rate": 4.0}, r"was sent at a rate \(request_rate 4.0\); comparable are runs without --request-rate"),
+        ({"failed": 3}, "3 requests failed, 10 did not"),
+        ({"max_concurrency": None}, "was not run with --max-concurrency"),
+        ({"completed": 0}, "completed must be a number above 0"),
+        ({"mean_tpot_ms": 0.0}, "tpot_ms must be a number above 0"),
+        ({"total_input_tokens": "many"}, "total_input_tokens must be a number"),
+    ],
+)
+def test_a_result_that_cannot_be_compared_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        read_runs(written(tmp_path / "v.json", {**VLLM, **change}), DEFAULTS)
+
+
+def test_a_result_of_another_model_is_refused_and_one_of_the_same_sizes_is_not(
+    profile: Profile, tmp_path: Path
+) -> None:
+    for name, message in (("Qwen/Qwen3-8B", "a run is of model Qwen/Qwen3-8B"), ("served-name", None)):
+        runs = read_runs(written(tmp_path / "v.json", {**VLLM, "model_id": name}), DEFAULTS).runs
+        if message:
+            with pytest.raises(InputError, match=message):
+                calibrate(profile, runs)
+        else:
+            assert runs[0].model == "llama-3.1-8b"
+    found = calibrate(profile, read_runs(written(tmp_path / "v.json", VLLM), DEFAULTS).runs)
+    assert found.profile.correction
+    assert found.profile.correction.own_runs == 1
+
+
+def test_a_model_of_a_shipped_one_s_sizes_is_the_same_deployment() -> None:
+    spec = load_model_sizes("Qwen/Qwen3-235B-A22B-FP8")
+    named = placement_name(spec, engine="trtllm", device="h100-80gb", dtype="fp8", tensor_parallel_size=8)
+    assert named in {one.name for one in shipped_law().evidence}
+
+
+def test_a_run_that_waits_for_what_is_not_predicted_moves_little(profile: Profile, runs: list[ServingRun]) -> None:
+    waiting = replace(runs[2], ttft=100 * runs[2].ttft)
+    calm, outlier = (calibrate(profile, [*runs[:2], last]).profile.correction for last in (runs[2], waiting))
+    assert calm
+    assert outlier
+    assert outlier.first_token(0.1) < 1.5 * calm.first_token(0.1)
 
 
 @pytest.mark.parametrize(

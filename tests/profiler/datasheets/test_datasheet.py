@@ -26,6 +26,7 @@ from exeplan.core.layer_costs import (
 )
 from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
+from exeplan.core.schedule import Sharding
 from exeplan.core.sparse_layers import Experts
 from exeplan.errors import InputError
 from exeplan.files import shipped, shipped_names
@@ -455,7 +456,7 @@ def test_experts_against_measured_tables(system: str) -> None:
     ratios = []
     for row in alike.itertuples():
         experts = Experts(count=row.num_experts, per_token=row.topk, width=row.inter_size, num_layers=1)
-        seconds = routed_seconds(experts, row.hidden_size, sheet, "bfloat16", row.moe_tp_size, row.num_tokens)
+        seconds = routed_seconds(experts, row.hidden_size, sheet, "bfloat16", Sharding(row.moe_tp_size), row.num_tokens)
         ratios.append(1e3 * seconds / row.latency)
     assert len(ratios) > 2000
     assert 0.9 < median(ratios) < 1.1
@@ -473,3 +474,15 @@ def test_a_sliding_window_bounds_the_time_of_attention(sheet: Datasheet) -> None
         within = (no.num_tokens or no.context_tokens) <= 4096 * no.num_seqs
         assert every.seconds == no.seconds if within or no.op != "attention" else every.seconds < no.seconds
         assert some.seconds == pytest.approx((every.seconds + no.seconds) / 2)
+
+
+def test_a_layer_s_products_in_fp8_take_their_own_constants_and_experts_do_not() -> None:
+    sheet = load_datasheet("h100-80gb")
+    names = ("latency", "efficiency", "bandwidth_efficiency", "sharpness")
+    alike = replace(sheet, **{f"fp8_gemm_{name}": None for name in names})
+    shape = (4096, 8192, 8192)
+    assert gemm_seconds(sheet, "fp8", *shape) > 1.3 * gemm_seconds(alike, "fp8", *shape)
+    assert gemm_seconds(sheet, "fp8", *shape) < gemm_seconds(sheet, "bfloat16", *shape)
+    assert gemm_seconds(sheet, "bfloat16", *shape) == gemm_seconds(alike, "bfloat16", *shape)
+    experts = (grouped_gemm_seconds(one, "fp8", *shape, num_groups=8.0) for one in (sheet, alike))
+    assert len(set(experts)) == 1

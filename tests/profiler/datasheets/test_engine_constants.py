@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from exeplan.api import datasheet_profile
 from exeplan.cli import main
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
@@ -180,3 +181,22 @@ def test_an_imported_profile_takes_an_engine_and_no_second_overhead(
     assert seconds(found, "rest", "decode")[0] == pytest.approx(60 * US + engine.layer)
     assert main([*command, "--overhead", "1ms"]) == 2
     assert "--engine says what the host takes; leave --overhead out" in capsys.readouterr().err
+
+
+def test_an_engine_sums_small_tensors_by_kernels_of_its_own_and_large_ones_hardly_faster() -> None:
+    sheet = datasheet_profile("llama-3.1-8b", "h100-80gb", tensor_parallel_sizes=(2, 8))
+    before, after = (
+        {(m.tensor_parallel_size, m.bytes): m.seconds for m in rows(p, "all_reduce", "intra")}
+        for p in (sheet, with_engine(sheet, NEUTRAL))
+    )
+    assert before[8, 4096] > 14 * US
+    assert 3 * US < after[8, 4096] < 6 * US, "vLLM's, SGLang's and TensorRT-LLM's: 3.5 to 5.6 us"
+    assert 8 * US < after[8, 1 << 18] < 12 * US, "9.4 to 10.8 us"
+    assert 0.9 * before[8, 1 << 28] < after[8, 1 << 28] <= before[8, 1 << 28]
+    for size in (2, 8):
+        times = [seconds for (degree, _), seconds in sorted(after.items()) if degree == size]
+        assert times == sorted(times)
+
+
+def test_sums_of_measured_kernels_are_not_replaced(profile: Profile) -> None:
+    assert seconds(with_engine(profile, NEUTRAL), "all_reduce", "intra") == seconds(profile, "all_reduce", "intra")

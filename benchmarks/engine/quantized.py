@@ -178,6 +178,8 @@ def peers_python(folder: Path | None) -> Path | None:
     if not python.exists():
         venv.create(folder, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
+        # optimum-intel brings it, text needs it not, and where it is not built for that torch its import fails.
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True)
     return python
 
 

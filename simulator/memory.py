@@ -70,8 +70,10 @@ def weight_bytes(profile: Profile, placement: Placement, number: int) -> float:
     layers = (stage.layers[1] - stage.layers[0]) * layer_parameters(spec)
     encoder = (stage.encoder_layers[1] - stage.encoder_layers[0]) * layer_parameters(spec, encoder=True)
     if profile.layer_weight_bytes is not None:
-        own_share = (layers + encoder) / layer_parameters(spec) * profile.layer_weight_bytes
-        return (own_share + _around_bytes(profile, around)) / stage.tensor_parallel_size
+        routed = (stage.layers[1] - stage.layers[0]) * expert_parameters(spec)
+        of_each = profile.layer_weight_bytes / layer_parameters(spec)
+        rest = (layers + encoder - routed) * of_each + _around_bytes(profile, around)
+        return rest / stage.tensor_parallel_size + routed * of_each / stage.num_devices
     held = profile.weight_bytes / (model_parameters(spec) * DTYPE_BYTES[profile.dtype])
     if stage.data_parallel_size == 1:
         return held * DTYPE_BYTES[profile.dtype] * (layers + encoder + around) / stage.num_devices

@@ -14,6 +14,7 @@ import exeplan
 
 ROOT = Path(exeplan.__file__).parents[1]
 LINKED = ("kernels", "plans", "profiler", "runner", "simulator")
+MOST_BYTES = 20e6
 BUILD = "from setuptools import build_meta as b; b.build_wheel('dist'); b.build_sdist('dist')"
 
 
@@ -47,6 +48,7 @@ def test_what_must_be_there_is_in_the_tree() -> None:
         "exeplan/runner/server/page.html",
         "exeplan/plans/models/demo.yaml",
         "exeplan/plans/workloads/alpaca.yaml",
+        "exeplan/plans/calibration/serving.yaml",
         "exeplan/runner/deploy/Containerfile",
     }
     assert needed <= package_files()
@@ -60,6 +62,30 @@ def test_the_wheel_is_the_package(built: Path) -> None:
     assert names == package_files()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert not any("torch" in line for line in needed)
+
+
+def test_a_mixture_is_planned_from_the_wheel_alone(built: Path, tmp_path: Path) -> None:
+    wheel = next(built.glob("*.whl"))
+    assert wheel.stat().st_size < MOST_BYTES
+    installed, empty = tmp_path / "installed", tmp_path / "empty"
+    empty.mkdir()
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+    model = ["--model", "Qwen/Qwen3-235B-A22B-FP8", "--cluster", "h100", "--engine", "vllm"]
+    command = ["optimize", *model, "--workload", "S", "--latency-bound", "30s", "--policy", "orca"]
+    program = (
+        f"import exeplan, sys; assert exeplan.__file__.startswith({str(installed)!r}); from exeplan.cli import main; "
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"{program}sys.exit(main({command!r}))"],
+        cwd=empty,
+        env={**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "corrected by measured serving runs" in done.stdout
+    assert not list(empty.iterdir())
 
 
 def test_the_sdist_holds_the_package_as_files(built: Path) -> None:

@@ -8,18 +8,20 @@ other options than it states, moves little of the rest.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.silicon.rows import Row
 from exeplan.arrays import Floats
+from exeplan.core.correction import THETA, Correction
 from exeplan.profiler.calibration.law import (
     FREEDOM,
     CalibrationLaw,
     Observation,
     evidence_of,
     left_squares,
+    own_evidence,
     run_weights,
 )
 from exeplan.profiler.calibration.pooled_effects import LEVELS, Effects, Evidence, PlacementName, Spread, pooled_effects
@@ -109,3 +111,24 @@ def _squares(samples: Sequence[Sample], groups: Mapping[PlacementName, Sequence[
     for name, numbers in groups.items():
         found[list(numbers)] = left_squares([samples[i].observation for i in numbers], *effects.of(name))
     return found
+
+
+def with_own(law: CalibrationLaw, own: Sequence[Sample]) -> Correction:
+    """Of the deployment of these runs, as `exeplan calibrate` finds it from them."""
+    groups: dict[PlacementName, list[Observation]] = defaultdict(list)
+    for one in own:
+        groups[one.name].append(one.observation)
+    return law.correction(own[0].name, own_evidence(law, groups))
+
+
+def linear_ratios(sample: Sample, correction: Correction) -> tuple[float, float, float]:
+    """Predicted over measured TTFT, TPOT and E2E, without another replay."""
+    row, found = sample.row, sample.observation
+    of_passes = replace(correction, first=0.0, first_seconds=0.0)
+    ratios = np.exp(found.sensitivities @ _theta(of_passes) - found.logs)
+    ttft, tpot = correction.first_token(ratios[0] * row.ttft), ratios[1] * row.tpot
+    return ttft / row.ttft, tpot / row.tpot, (ttft + tpot * (row.output_tokens - 1)) / row.e2e
+
+
+def _theta(correction: Correction) -> Floats:
+    return np.array([getattr(correction, name) for name in THETA])

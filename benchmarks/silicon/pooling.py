@@ -19,7 +19,6 @@ and the constants (products in fp8, an engine's sums over GPUs) come from tables
 import argparse
 import json
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
@@ -30,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.record import write_record
-from benchmarks.silicon.pooled_fit import STRENGTHS, Sample, Strength, fitted_law
+from benchmarks.silicon.corrected_picks import with_reach
+from benchmarks.silicon.pooled_fit import STRENGTHS, Sample, Strength, fitted_law, linear_ratios, with_own
 from benchmarks.silicon.rows import Row, read_rows
 from exeplan.arrays import Floats
 from exeplan.core.correction import THETA, Correction
@@ -38,7 +38,7 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.files import write_text
 from exeplan.planner.tables import table
-from exeplan.profiler.calibration.law import CalibrationLaw, Observation, observation, own_evidence, placement_name
+from exeplan.profiler.calibration.law import CalibrationLaw, Observation, observation, placement_name
 from exeplan.profiler.calibration.pooled_effects import LEVELS, PlacementName
 from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
@@ -70,9 +70,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the law of all runs as YAML")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="keep what the replays said there, or take it again")
     args = parser.parse_args()
-    rows = [row for path in (*(args.data / name for name in _FILES), *args.rows) for row in read_rows(path)[0]]
+    rows = [*published_rows(args.data), *(row for path in args.rows for row in rows_of_a_host(path))]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        samples = _samples([row for row in rows if row.tensor_parallel_size <= _HOST], args.keep, pool)
+        samples = samples_of(rows, args.keep, pool)
         deployments = sorted({sample.name.deployment for sample in samples})
         found = list(pool.map(partial(_judged, samples), deployments))
     print(table(_COLUMNS, [tuple(_cells(one)) for one in found]))
@@ -80,7 +80,7 @@ def main() -> None:
     for kind, errors in medians.items():
         print(f"median over deployments left out whole of the mean absolute error, {kind}: {_shown(errors)} %")
     if args.write:
-        law = fitted_law(samples, chosen_strength(samples), CONSTANTS)
+        law = with_reach(fitted_law(samples, chosen_strength(samples), CONSTANTS), samples)
         write_text(args.write, law_text(law))
     if not args.rows:
         print(f"record: {write_record('silicon-pooling', {'deployments': found, 'medians': medians})}")
@@ -89,7 +89,18 @@ def main() -> None:
 _KINDS = ("uncorrected", "none of its rows", "three of its rows")
 
 
-def _samples(rows: Sequence[Row], keep: Path | None, pool: Executor) -> list[Sample]:
+def published_rows(data: Path) -> list[Row]:
+    """Of the folder's two files."""
+    return [row for name in _FILES for row in rows_of_a_host(data / name)]
+
+
+def rows_of_a_host(path: Path) -> list[Row]:
+    """Without runs across hosts."""
+    return [row for row in read_rows(path)[0] if row.tensor_parallel_size <= _HOST]
+
+
+def samples_of(rows: Sequence[Row], keep: Path | None, pool: Executor) -> list[Sample]:
+    """Each row with what replays say of it, which `keep` stores or has."""
     if keep and keep.is_file():
         kept = json.loads(keep.read_text())
         found = [Observation(np.array(one["logs"]), np.array(one["sensitivities"])) for one in kept]
@@ -138,7 +149,7 @@ def chosen_strength(samples: Sequence[Sample]) -> Strength:
             law = fitted_law([s for s in samples if s.name.deployment != left], strength, CONSTANTS)
             own = [s for s in samples if s.name.deployment == left]
             correction = law.correction(own[0].name)
-            errors.append(_mean_errors([_linear(s, correction) for s in own]))
+            errors.append(_mean_errors([linear_ratios(s, correction) for s in own]))
         return sum(value / _TARGETS[name] for name, value in _medians(errors).items())
 
     return min(STRENGTHS, key=score)
@@ -152,13 +163,13 @@ def _judged(samples: Sequence[Sample], left: tuple[str, str, str, str]) -> dict[
     draws, draw = [], np.random.default_rng(0)
     for _ in range(_DRAWS if len(own) > _OWN else 0):
         picked = set(draw.choice(len(own), _OWN, replace=False).tolist())
-        correction = _with_own(law, [own[i] for i in picked])
-        draws.append(_mean_errors([_linear(s, correction) for i, s in enumerate(own) if i not in picked]))
+        correction = with_own(law, [own[i] for i in picked])
+        draws.append(_mean_errors([linear_ratios(s, correction) for i, s in enumerate(own) if i not in picked]))
     return {
         "deployment": left,
         "runs": len(own),
         "strength": strength,
-        "uncorrected": _mean_errors([_linear(s, Correction()) for s in own]),
+        "uncorrected": _mean_errors([linear_ratios(s, Correction()) for s in own]),
         "none of its rows": _replayed(own, law.correction(own[0].name)),
         "three of its rows": {name: float(np.mean([d[name] for d in draws])) for name in _TARGETS} if draws else {},
     }
@@ -176,27 +187,6 @@ def _replayed(judged: Sequence[Sample], correction: Correction) -> Errors:
 
 def _profile_of(row: Row) -> Profile:
     return _profile(row.model, row.device, row.dtype, row.tensor_parallel_size, row.engine)
-
-
-def _with_own(law: CalibrationLaw, own: Sequence[Sample]) -> Correction:
-    """Of the deployment of these runs, as `exeplan calibrate` finds it from them."""
-    groups: dict[PlacementName, list[Observation]] = defaultdict(list)
-    for one in own:
-        groups[one.name].append(one.observation)
-    return law.correction(own[0].name, own_evidence(law, groups))
-
-
-def _theta(correction: Correction) -> Floats:
-    return np.array([getattr(correction, name) for name in THETA])
-
-
-def _linear(sample: Sample, correction: Correction) -> tuple[float, float, float]:
-    """Predicted over measured TTFT, TPOT and E2E, without another replay."""
-    row, found = sample.row, sample.observation
-    of_passes = replace(correction, first=0.0, first_seconds=0.0)
-    ratios = np.exp(found.sensitivities @ _theta(of_passes) - found.logs)
-    ttft, tpot = correction.first_token(ratios[0] * row.ttft), ratios[1] * row.tpot
-    return ttft / row.ttft, tpot / row.tpot, (ttft + tpot * (row.output_tokens - 1)) / row.e2e
 
 
 def _mean_errors(ratios: Sequence[tuple[float, float, float]]) -> Errors:
@@ -224,7 +214,8 @@ def law_text(law: CalibrationLaw) -> str:
         f"# Measured: {sum(one.num_runs for one in law.evidence)} runs published with AIConfigurator 0.12.0 (NVIDIA, "
         "Apache-2.0), end to end, closed loops.",
         "# Written by: python -m benchmarks.silicon.pooling --data FOLDER --write plans/calibration/serving.yaml",
-        "# constants: of every engine, fitted to no run. noise: of one run. deviations: of effects, by level;",
+        "# constants: of every engine, fitted to no run. noise: of one run. reach: factors on the spread of latencies,",
+        "# without and with own runs. deviations: of effects, by level;",
         f"# theta: {', '.join(THETA)}. information: the upper triangle, row by row.",
         "constants:",
         f"  layer: {c.layer * 1e6:g}us",
@@ -234,6 +225,7 @@ def law_text(law: CalibrationLaw) -> str:
         f"  prefill_factor: {c.prefill_factor}",
         f"  memory_share: {c.memory_share}",
         f"noise: {{ttft: {law.noise[0]:.4f}, tpot: {law.noise[1]:.4f}}}",
+        *(f"reach_{name}: {_numbers(values)}" for name, values in law.reach.items()),
         "deviations:",
         *(f"  {level}: {_numbers(np.sqrt(law.spread.variances[level]))}" for level in LEVELS),
         "placements:",

@@ -25,6 +25,9 @@ from exeplan.profiler.calibration.predict import predict_run
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 from exeplan.profiler.datasheets.engine_constants import with_engine
 
+_ROUNDS = 3
+"""Gauss and Newton's: what a run says of a correction is linear near the one of the round before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
@@ -53,11 +56,13 @@ def calibrate(profile: Profile, runs: Sequence[ServingRun]) -> Calibrated:
     law = shipped_law()
     if not _is_shared(profile):
         law = replace(law, evidence=())
-    groups: dict[PlacementName, list[Observation]] = defaultdict(list)
-    for run in runs:
-        groups[_name(profile, engine, run.tensor_parallel_size)].append(observation(profile, run))
-    own = own_evidence(law, groups)
-    corrected = replace(profile, correction=_correction(profile, engine, law, own))
+    found: Correction | None = None
+    for _ in range(_ROUNDS):
+        groups: dict[PlacementName, list[Observation]] = defaultdict(list)
+        for run in runs:
+            groups[_name(profile, engine, run.tensor_parallel_size)].append(observation(profile, run, found))
+        found = _correction(profile, engine, law, own_evidence(law, groups))
+    corrected = replace(profile, correction=found)
     return Calibrated(corrected, tuple((run, predict_run(profile, run), predict_run(corrected, run)) for run in runs))
 
 

@@ -7,7 +7,7 @@ variances of the effects by level, and for each measured placement the number of
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ QUANTITIES = ("ttft", "tpot")
 _SHARED = ("engine", "device", "family", "kind", "dtype")
 _STEPS = {"slope": 0.1, "prefill": 0.2, "links": -0.4}
 """Of the differences by which a run's sensitivities are found."""
+_OF_FIRST = ("first", "first_seconds")
 _ANY_SIZE = 0
 FREEDOM = 4.0
 """Of Student's law, of the errors of runs, deployments and placements."""
@@ -51,6 +52,8 @@ class CalibrationLaw:
     noise: Floats
     spread: Spread
     evidence: tuple[Evidence, ...]
+    reach: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Factors on the spreads of new errors, by quantity, without and with own runs; 1 where there are none."""
 
     @property
     def engines(self) -> set[str]:
@@ -69,14 +72,18 @@ class CalibrationLaw:
         theta, covariance = theta_of(here, found, self.spread)
         own_runs = sum(one.num_runs for one in found if one.name.deployment == name.deployment)
         others = [one for one in found if one.name.deployment != name.deployment]
+        spreads = _spreads(covariance, self.noise)
         return Correction(
             **{key: round(float(value), 5) for key, value in zip(THETA, theta, strict=True)},
             own_runs=own_runs,
             other_runs=sum(one.num_runs for one in others),
             deployments=len({one.name.deployment for one in found}),
             shared=tuple(level for level in _SHARED if any(o.name.key(level) == name.key(level) for o in others)),
-            spreads=_spreads(covariance, self.noise),
+            spreads={name: round(value * self._reach(name, own_runs), 5) for name, value in spreads.items()},
         )
+
+    def _reach(self, name: str, own_runs: int) -> float:
+        return self.reach.get(name, (1.0, 1.0))[own_runs > 0]
 
 
 def _spreads(covariance: Floats, noise: Floats) -> dict[str, float]:
@@ -84,11 +91,9 @@ def _spreads(covariance: Floats, noise: Floats) -> dict[str, float]:
     moves = {"ttft": np.array([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]), "tpot": np.array([1.0, 1.0, _PROMPTS, _SUMS, 0.0, 0.0])}
     moves["latency"] = _FIRST * moves["ttft"] + (1 - _FIRST) * moves["tpot"]
     runs = {"ttft": noise[0], "tpot": noise[1], "latency": math.hypot(_FIRST * noise[0], (1 - _FIRST) * noise[1])}
-    spreads = {
-        name: round(math.sqrt(float(move @ covariance @ move) + runs[name] ** 2), 4) for name, move in moves.items()
-    }
+    spreads = {name: math.sqrt(float(move @ covariance @ move) + runs[name] ** 2) for name, move in moves.items()}
     seconds = THETA.index("first_seconds")
-    return {**spreads, "first_seconds": round(math.sqrt(covariance[seconds, seconds]), 5)}
+    return {**spreads, "first_seconds": math.sqrt(covariance[seconds, seconds])}
 
 
 def placement_name(
@@ -114,9 +119,10 @@ class Observation:
     sensitivities: Floats
 
 
-def observation(profile: Profile, run: ServingRun) -> Observation:
-    """Of a run and the profile that is to be corrected, without any correction that it has."""
-    base = replace(profile, correction=None)
+def observation(profile: Profile, run: ServingRun, at: Correction | None = None) -> Observation:
+    """Of a run and the profile that is to be corrected, without any correction that it has; linear near `at`."""
+    theta = np.array([getattr(at, name) if at and name not in _OF_FIRST else 0.0 for name in THETA])
+    base = with_theta(profile, tuple(theta.tolist())) if at else replace(profile, correction=None)
     found = predicted_by_passes(base, run)
     columns = {"level": (1.0, 1.0), "first": (1.0, 0.0)}
     # Exact where nothing else is off: the logarithmic mean, between the measured time and the predicted one.
@@ -124,10 +130,12 @@ def observation(profile: Profile, run: ServingRun) -> Observation:
     steps = {name: step for name, step in _STEPS.items() if name != "links" or run.tensor_parallel_size > 1}
     columns["links"] = (0.0, 0.0)
     for name, step in steps.items():
-        moved = predicted_by_passes(with_theta(base, tuple(step if key == name else 0.0 for key in THETA)), run)
+        there = theta + [step if key == name else 0.0 for key in THETA]
+        moved = predicted_by_passes(with_theta(base, tuple(there.tolist())), run)
         columns[name] = math.log(moved.ttft / found.ttft) / step, math.log(moved.tpot / found.tpot) / step
-    logs = np.log([run.ttft / found.ttft, run.tpot / found.tpot])
-    return Observation(logs, np.array([columns[name] for name in THETA]).T)
+    sensitivities = np.array([columns[name] for name in THETA]).T
+    logs = np.log([run.ttft / found.ttft, run.tpot / found.tpot]) + sensitivities @ theta
+    return Observation(logs, sensitivities)
 
 
 def _logarithmic_mean(one: float, other: float) -> float:
@@ -191,6 +199,7 @@ def read_law(path: Path) -> CalibrationLaw:
         noise=np.array([body["noise"][quantity] for quantity in QUANTITIES]),
         spread=Spread(variances={level: np.array(body["deviations"][level]) ** 2 for level in LEVELS}, weights=weights),
         evidence=tuple(map(_evidence, body["placements"])),
+        reach={name: tuple(body[f"reach_{name}"]) for name in (*QUANTITIES, "latency") if f"reach_{name}" in body},
     )
 
 

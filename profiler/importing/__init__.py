@@ -25,6 +25,7 @@ from exeplan.profiler.datasheets.roofline import Datasheet
 from exeplan.profiler.importing import aiconfigurator, vidur, vidur_attention
 from exeplan.profiler.importing.attention import attention_rows
 from exeplan.profiler.importing.csv import read_csv
+from exeplan.profiler.importing.experts import expert_times
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded
 from exeplan.profiler.importing.lint import lint, refuse_falls, report, without_spikes
 from exeplan.profiler.importing.tables import Table, read_tables
@@ -113,6 +114,12 @@ def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> Non
     quantized = dtype == aiconfigurator.FP8 and set(formats) == {"aiconfigurator"}
     if dtype not in aiconfigurator.TWO_BYTES and not quantized:
         raise InputError(f"{' and '.join(formats)} tables time 2-byte elements, not {dtype}; take bfloat16 or float16")
+    if spec.latent or (spec.experts and "vidur" in formats):
+        what = "latent attention" if spec.latent else "experts"
+        raise InputError(
+            f"{' and '.join(formats)} tables are not read for {what}, which {spec.name} has; use a datasheet, or a "
+            "plain CSV"
+        )
     if spec.is_encoder_decoder:
         raise InputError(
             f"{' and '.join(formats)} tables time decoder-only layers, and {spec.name} is an encoder-decoder model; "
@@ -160,7 +167,11 @@ def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: s
     )
     table = table_of(dtype=dtype)
     head = table_of(dtype="bfloat16") if dtype == aiconfigurator.FP8 else table
-    return aiconfigurator.layer_part(table, head, spec, aiconfigurator.possible_degrees(spec), sheet=sheet)
+    degrees, times = aiconfigurator.possible_degrees(spec), None
+    if spec.experts:
+        times = expert_times(_of(tables, "experts"), spec, spec.experts, dtype)
+        degrees = [degree for degree in degrees if degree in times.curves]
+    return aiconfigurator.layer_part(table, head, spec, degrees, sheet=sheet, experts=times)
 
 
 def _overheads(

@@ -3,6 +3,7 @@
     gemm         products of m tokens, n outputs and k inputs, out of memory (weights are not in the cache)
     heads        attention of one layer, heads of one GPU. Prefill: whole prompts of `isl` tokens. Decode: `isl` is 1,
                  and `kv_len` (or `step` + 1) counts the new token too
+    experts      one layer's experts on one GPU (`experts.py`)
     all_reduce   `message_size` counts elements, not bytes; kernels launched one by one (eager) or in a CUDA graph
     nccl         the same by NCCL alone, and other collectives
 
@@ -23,8 +24,9 @@ from exeplan.arrays import Floats
 from exeplan.core.model import ModelSpec
 from exeplan.core.profile import Measurement
 from exeplan.errors import InputError
-from exeplan.profiler.datasheets.roofline import Datasheet
+from exeplan.profiler.datasheets.roofline import Datasheet, gemm_seconds
 from exeplan.profiler.importing.attention import Kernels, shard_shape
+from exeplan.profiler.importing.experts import ExpertTimes
 from exeplan.profiler.importing.gemm import Gemms, gemms
 from exeplan.profiler.importing.imported_rows import ImportedRows, rounded
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
@@ -73,27 +75,59 @@ def possible_degrees(spec: ModelSpec) -> list[int]:
     ]
 
 
-def layer_part(table: Gemms, head: Gemms, spec: ModelSpec, degrees: Sequence[int], *, sheet: Datasheet) -> ImportedRows:
+def layer_part(
+    table: Gemms,
+    head: Gemms,
+    spec: ModelSpec,
+    degrees: Sequence[int],
+    *,
+    sheet: Datasheet,
+    experts: ExpertTimes | None = None,
+) -> ImportedRows:
     """`rest`, `embed` and `head` of a decoder-only model's shards, at the measured numbers of tokens.
 
-    The output head's product comes from a table of its own.
+    The output head's product comes from a table of its own, and so do the experts of a layer that has some: `rest` is
+    the mean layer's then.
     """
     rows: list[Measurement] = []
     missing: list[tuple[int, int]] = []
     for degree in degrees:
         products, logits = layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)
+        if experts:
+            products, mixed = _mixture_products(spec, degree, table, experts, sheet)
+        else:
+            mixed = np.zeros(len(table.m))
         asked = [*((product, table) for product in products), (logits, head)]
         missing += [product for product, of in asked if product not in missing and not of.measured(*product)]
-        rows += _rest_rows(table.m, spec, degree, sheet, np.sum([table.seconds(n, k) for n, k in products], axis=0))
+        shared = sum((table.seconds(n, k) for n, k in products), start=mixed)
+        rows += _rest_rows(table.m, spec, degree, sheet, shared)
         rows += _head_rows(head.m, spec, degree, sheet, head.seconds(*logits))
     return ImportedRows(
         tuple(rows),
         (
             "rest: a layer's four products from the table, and its norms, rotary embedding and activation by memory "
             "bandwidth; head: its product, and sampling by memory bandwidth",
+            *((experts.note,) if experts else ()),
             *_interpolated(table, missing),
         ),
     )
+
+
+def _mixture_products(
+    spec: ModelSpec, degree: int, table: Gemms, times: ExpertTimes, sheet: Datasheet
+) -> tuple[list[tuple[int, int]], Floats]:
+    """The products that every layer has, and the seconds of the mean layer's MLP: experts, router and shared experts in
+    those that have them, a dense one in the others."""
+    assert spec.experts
+    attention, dense = layer_products(spec, degree)[:2], layer_products(spec, degree)[2:]
+    sparse = times.seconds(degree, table.m)
+    sparse = sparse + [gemm_seconds(sheet, "bfloat16", m, spec.experts.count, spec.hidden_size) for m in table.m]
+    if width := spec.experts.shared_width // degree:
+        sparse = sparse + table.seconds(2 * width, spec.hidden_size) + table.seconds(spec.hidden_size, width)
+    share = spec.experts.num_layers / spec.num_layers
+    if share == 1:
+        return attention, sparse
+    return attention, share * sparse + (1 - share) * sum(table.seconds(n, k) for n, k in dense)
 
 
 def layer_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:

@@ -17,7 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from exeplan.core.layer_costs import layer_kv_bytes_per_token, layer_parameters
+from exeplan.core.layer_costs import (
+    layer_kv_bytes_per_token,
+    layer_parameters,
+    layer_parameters_read,
+    layer_parameters_used,
+)
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Device, Measurement
 from exeplan.errors import InputError
@@ -120,7 +125,8 @@ def _rates(rows: Iterable[Measurement], spec: ModelSpec, dtype: str, device: Dev
 def _operations(row: Measurement, spec: ModelSpec) -> float:
     """Operations that the row must execute on one device."""
     if row.op == "rest":
-        total = 2.0 * row.num_tokens * _layer_parameters(row, spec)
+        used = layer_parameters_used(spec) if spec.experts else _layer_parameters(row, spec)
+        total = 2.0 * row.num_tokens * used
     elif row.op == "head":
         total = 2.0 * row.num_seqs * spec.vocab_size * spec.hidden_size
     elif row.op == "attention":
@@ -137,7 +143,9 @@ def _moved(row: Measurement, spec: ModelSpec, dtype: str) -> float:
     if row.op in ("all_reduce", "send"):
         return float(row.bytes)
     if row.op == "rest":
-        return _layer_parameters(row, spec) * size / row.tensor_parallel_size
+        # Uneven routing reads fewer experts than even routing would.
+        read = layer_parameters_read(spec, 1) if spec.experts else _layer_parameters(row, spec)
+        return read * size / row.tensor_parallel_size
     if row.op == "head":
         return float(spec.vocab_size * spec.hidden_size * size) / row.tensor_parallel_size
     if row.op == "attention" and row.phase == "decode":

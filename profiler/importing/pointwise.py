@@ -15,7 +15,9 @@ _SAMPLING_PASSES = 4
 def layer_seconds(sheet: Datasheet, spec: ModelSpec, num_tokens: float, degree: int) -> float:
     """One device's shard of a decoder-only layer: two norms with the residual's sum, rotary embedding, activation."""
     rotated = 2 * spec.head_dim * (spec.num_heads + spec.num_kv_heads) / degree
-    activated = (3 if spec.gated_mlp else 2) * spec.intermediate_size / degree
+    # An experts' table has their activation.
+    inner = spec.experts.shared_width if spec.experts else spec.intermediate_size
+    activated = (3 if spec.gated_mlp else 2) * inner / degree
     widths = (4 * spec.hidden_size, 4 * spec.hidden_size, rotated, activated)
     return sum(elementwise_seconds(sheet, num_tokens * width * _ELEMENT_BYTES) for width in widths)
 

@@ -63,6 +63,17 @@ def test_three_runs_move_the_prediction_toward_them(profile: Profile, runs: list
     assert "3 measured runs of this deployment" in correction.said
 
 
+def test_what_is_far_off_is_found_in_rounds(runs: list[ServingRun]) -> None:
+    profile = datasheet_profile("llama-3.1-8b", "h100-80gb", tensor_parallel_sizes=(8,), engine="vllm")
+    found = []
+    for run in (replace(run, tensor_parallel_size=8) for run in runs):
+        truth = predict_run(replace(profile, correction=Correction(links=1.2)), run)
+        found.append(replace(run, ttft=truth.ttft, tpot=truth.tpot))
+    for run, before, after in calibrate(profile, found).runs:
+        assert before.tpot < 0.8 * run.tpot
+        assert after.tpot == pytest.approx(run.tpot, rel=0.05)
+
+
 def test_a_second_calibration_starts_from_the_same_times(profile: Profile, runs: list[ServingRun]) -> None:
     once = calibrate(profile, runs).profile
     assert calibrate(once, runs).profile == once

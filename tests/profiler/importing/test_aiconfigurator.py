@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from exeplan.core.layer_costs import layer_parameters, model_parameters
-from exeplan.core.model import ModelSpec
+from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.datasheet import load_datasheet
-from exeplan.profiler.importing import import_profile
+from exeplan.profiler.datasheets.roofline import gemm_seconds
+from exeplan.profiler.importing import _check_supported, import_profile
 from exeplan.profiler.importing.gemm import roofline_seconds
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
 
@@ -306,3 +307,81 @@ def test_fp8_keeps_its_keys_and_values_in_one_byte_and_takes_fp8_queries_where_t
 def test_tidied_tables_say_that_they_are_no_fp8(tmp_path: Path, spec: ModelSpec) -> None:
     with pytest.raises(InputError, match="has no column gemm_dtype: its times are of 2-byte elements, not of fp8"):
         import_profile([tables(tmp_path / "tables")], spec=spec, device="h100-80gb", dtype="fp8")
+
+
+def mixture_spec() -> ModelSpec:
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 512,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "vocab_size": 8192,
+        "max_position_embeddings": 4096,
+    }
+    return model_spec(config, name="toy-moe")
+
+
+def experts_table(path: Path, **changed: object) -> Path:
+    """In AIConfigurator's columns; uneven routing takes 1.5 times as long."""
+    sizes = {"hidden_size": 1024, "inter_size": 512, "topk": 2, "num_experts": 16, "moe_dtype": "bfloat16", **changed}
+    rows = (
+        {
+            "framework": "VLLM",
+            "kernel_source": "vllm_fused_moe",
+            **sizes,
+            "num_tokens": tokens,
+            "moe_tp_size": degree,
+            "moe_ep_size": ranks,
+            "distribution": routing,
+            "latency": slower * ranks * (0.1 + 0.001 * tokens) / degree,
+        }
+        for tokens in (1, 64, 1024)
+        for degree, ranks in ((1, 1), (2, 1), (1, 2))
+        for routing, slower in (("balanced", 1.0), ("power_law_1.2", 1.5))
+    )
+    return table(path, rows)
+
+
+def test_a_mixture_s_experts_come_from_their_table(tmp_path: Path) -> None:
+    folder, spec = tables(tmp_path / "tables"), mixture_spec()
+    experts_table(folder / "moe_perf.csv")
+    found, notes = import_profile([folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3)
+    assert found.tensor_parallel_sizes == (1, 2)
+    rest = {(m.tensor_parallel_size, m.num_tokens): m.seconds for m in found.measurements if m.op == "rest"}
+    for degree in (1, 2):
+        products = product_seconds(16, 1536 // degree, 1024) + product_seconds(16, 1024, 1024 // degree)
+        router = gemm_seconds(SHEET, "bfloat16", 16, 16, 1024)
+        between = 1.5e-3 * np.exp(np.interp(np.log(16), np.log([1, 64]), np.log([0.101, 0.164]))) / degree
+        expected = products + router + between + layer_seconds(SHEET, spec, 16, degree)
+        assert rest[degree, 16] == pytest.approx(expected, rel=0.02)
+        assert rest[degree, 4096] > 1.5e-3 * (0.1 + 1.024) * 4 / degree, "proportional beyond the table"
+    assert any("experts from the table (bfloat16, routing power_law_1.2)" in note for note in notes)
+
+
+def test_a_mixture_without_its_experts_or_with_others_is_refused(tmp_path: Path) -> None:
+    folder, spec = tables(tmp_path / "tables"), mixture_spec()
+
+    def refused(message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            import_profile([folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3)
+
+    refused("toy-moe has 16 experts in a layer, and no table times them")
+    experts_table(folder / "moe_perf.csv", num_experts=8)
+    refused(r"no row of 1024/512/2/16 .*; there are 1024/512/2/8")
+    experts_table(folder / "moe_perf.csv", moe_dtype="int4_wo")
+    refused("are timed in int4_wo, not in bfloat16")
+    experts_table(folder / "moe_perf.csv", topk="two")
+    refused("topk must be a finite number above 0")
+
+
+def test_latent_attention_is_not_imported() -> None:
+    with pytest.raises(InputError, match="not read for latent attention, which deepseek-v2-lite has"):
+        _check_supported(["aiconfigurator"], load_model_spec("deepseek-v2-lite"), "bfloat16")

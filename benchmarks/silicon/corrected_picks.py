@@ -1,0 +1,124 @@
+"""Picks among the runs of a deployment that a law has not seen, and how wide its margins must be for few to break.
+
+The fastest configuration by prediction is picked whose predicted end-to-end time keeps a bound, among those of one
+version, prompt and answer length.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib.intervals import wilson
+from benchmarks.silicon.pooled_fit import Sample, linear_ratios, with_own
+from benchmarks.silicon.rows import Row, spread_bounds, tight_bounds
+from exeplan.core.correction import Correction
+from exeplan.planner.deployments import correction_law
+from exeplan.profiler.calibration.law import CalibrationLaw
+
+RISK = 0.01
+_LEAST, _OWN, _DRAWS = 3, 3, 4
+_REACHES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)
+"""Factors on a spread that are tried."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of picks: how many broke their bound, how many found nothing, and shares of the best rate that others kept."""
+
+    cases: int = 0
+    broken: int = 0
+    refused: int = 0
+    kept: list[float] = field(default_factory=list)
+    draws: int = 1
+
+    def __add__(self, other: "Tally") -> "Tally":
+        sums = (getattr(self, name) + getattr(other, name) for name in ("cases", "broken", "refused", "kept"))
+        return Tally(*sums, max(self.draws, other.draws))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Cases of one draw, broken and refused, and the mean share that is kept."""
+        shares = (self.broken / max(self.cases, 1), self.refused / max(self.cases, 1), float(np.mean(self.kept or [0])))
+        return str(round(self.cases / self.draws)), *(f"{100 * share:.1f} %" for share in shares)
+
+    @property
+    def interval(self) -> str:
+        low, high = wilson(round(self.broken / self.draws), max(1, round(self.cases / self.draws)))
+        return f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def picks(
+    own: Sequence[Sample],
+    correction: Correction,
+    bounds: Callable[[Sequence[Row]], Sequence[float]],
+    *,
+    risk: float | None,
+) -> Tally:
+    """In each group of three configurations and more; without a risk the corrected prediction keeps the bound."""
+    found = Tally()
+    for group in _groups(own):
+        rows = [s.row for s in group]
+        predicted = np.array([linear_ratios(s, correction)[2] * s.row.e2e for s in group])
+        by_passes = np.array(
+            [linear_ratios(s, replace(correction, first=0.0, first_seconds=0.0))[2] * s.row.e2e for s in group]
+        )
+        measured, rates = np.array([row.e2e for row in rows]), np.array([row.rate(row.e2e) for row in rows])
+        hoped = np.array([row.rate(seconds) for row, seconds in zip(rows, predicted, strict=True)])
+        for bound in bounds(rows):
+            margin = correction_law(correction, "latency", bound).margin(risk) if risk else 0.0
+            fits = (by_passes * (1 + margin) if risk else predicted) <= bound
+            found += _picked(fits, hoped, measured <= bound, rates)
+    return found
+
+
+def _picked(fits: Any, hoped: Any, holds: Any, rates: Any) -> Tally:
+    """One case: the most hoped for of what fits, and whether it holds."""
+    if not fits.any():
+        return Tally(1, 0, 1)
+    pick = int(np.argmax(np.where(fits, hoped, -np.inf)))
+    return Tally(1, 0, 0, [float(rates[pick] / rates[holds].max())]) if holds[pick] else Tally(1, 1, 0)
+
+
+def _groups(own: Sequence[Sample]) -> Iterator[list[Sample]]:
+    groups: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
+    for one in own:
+        groups[one.row.version, one.row.input_tokens, one.row.output_tokens].append(one)
+    yield from (group for group in groups.values() if len(group) >= _LEAST)
+
+
+def with_reach(law: CalibrationLaw, samples: Sequence[Sample]) -> CalibrationLaw:
+    """The law with the least factors on its spread of latencies, without and with own runs, with which no more picks
+    break than the risk, on deployments left out in turn, which weigh alike. Variances are not found anew.
+
+    A spread is of all runs, to both sides; a pick is broken only by what is slower than predicted, and is seldom one of
+    the few that are far off, such as those that wait for memory.
+    """
+    unseen, seen = [], []
+    for left in sorted({sample.name.deployment for sample in samples}):
+        own, rest = [s for s in samples if s.name.deployment == left], law.without(left)
+        unseen.append([(own, rest.correction(own[0].name))])
+        draw, drawn = np.random.default_rng(0), []
+        for _ in range(_DRAWS if len(own) > _OWN else 0):
+            picked = set(draw.choice(len(own), _OWN, replace=False).tolist())
+            found = with_own(rest, [own[i] for i in picked])
+            drawn.append(([s for i, s in enumerate(own) if i not in picked], found))
+        seen += [drawn] if drawn else []
+    return replace(law, reach={"latency": (_least_reach(unseen), _least_reach(seen))})
+
+
+def _least_reach(deployments: Sequence[Sequence[tuple[Sequence[Sample], Correction]]]) -> float:
+    def broken(reach: float) -> float:
+        shares = []
+        for cases in deployments:
+            total = Tally()
+            for own, correction in cases:
+                spreads = {**correction.spreads, "latency": reach * correction.spreads["latency"]}
+                for bounds in (tight_bounds, spread_bounds):
+                    total += picks(own, replace(correction, spreads=spreads), bounds, risk=RISK)
+            shares.append(total.broken / max(total.cases, 1))
+        return float(np.mean(shares))
+
+    return next((reach for reach in _REACHES if broken(reach) <= RISK), _REACHES[-1])

@@ -56,8 +56,8 @@ _DOUBT = 0.05
 _MOST_ADDED = 40_000
 """Requests of further seeds, after which the order may stay uncertain, and the means of one schedule's seeds decide
 whether it keeps the bounds."""
-_ADJUSTED, _ADJUSTED_SEEDS = 2, 3
-"""Adjusted schedules of the most throughput that are replayed for one, and the least; and the seeds of each."""
+_ADJUSTED_SEEDS = 3
+"""Replays of an adjusted schedule."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
 at; and how many are given up at most."""
@@ -363,26 +363,41 @@ class Pipelines:
         """Replaces a schedule by an adjusted one that keeps the bounds and serves certainly more, if there is one; the
         place of one that breaks them any takes that keeps them, as the closed form has found no better.
 
-        By replays of the same requests, several seeds; a few of those that the closed form names are looked at.
+        By replays of the same requests, several seeds: bisected for the most throughput, as larger prefills take
+        longer.
         """
         winner = self.found[key]
         if self.risk or not may_gain(self.problem, key[1]):
             return False
         assert winner.schedule is not None
         assert winner.placement is not None
-        placed = _at(self.parts[key[0]], winner.placement)
+        placed, taken = _at(self.parts[key[0]], winner.placement), None
         schedules = adjusted_schedules(placed, winner.schedule)
-        for schedule in [*schedules[:_ADJUSTED], *schedules[_ADJUSTED:][-1:]]:
-            runs = [self._replay(placed, schedule)]
-            if not self._keep([runs[0][1]]):
-                continue
-            runs += [self._replay(placed, schedule, more=more) for more in range(1, _ADJUSTED_SEEDS)]
-            replays = tuple(replayed for _, replayed in runs)
-            if self._keep(replays) and (key not in self.proofs or self._gains(placed, winner.schedule, replays)):
-                self.found[key] = replace(winner, schedule=schedule, estimate=placed.estimate(schedule))
-                self.proofs[key] = replace(proof, run=runs[0][0], replays=replays)
-                return True
-        return False
+        low, high = 0, len(schedules)
+        while low < high:
+            middle = (low + high) // 2
+            if kept := self._kept(placed, schedules[middle]):
+                high, taken = middle, (schedules[middle], kept)
+            else:
+                low = middle + 1
+        if taken is None:
+            return False
+        schedule, (run, replays) = taken
+        if key in self.proofs and not self._gains(placed, winner.schedule, replays):
+            return False
+        self.found[key] = replace(winner, schedule=schedule, estimate=placed.estimate(schedule))
+        self.proofs[key] = replace(proof, run=run, replays=replays)
+        return True
+
+    def _kept(self, placed: Problem, schedule: Schedule) -> tuple[Run, tuple[Estimate, ...]] | None:
+        """The first replay of a schedule, and Estimates of all seeds; None where the first or their mean breaks a
+        bound."""
+        run, first = self._replay(placed, schedule)
+        if not self._keep([first]):
+            return None
+        others = (self._replay(placed, schedule, more=more)[1] for more in range(1, _ADJUSTED_SEEDS))
+        replays = first, *others
+        return (run, replays) if self._keep(replays) else None
 
     def _keep(self, replays: Sequence[Estimate]) -> bool:
         """Whether the mean of replays keeps all bounds."""

@@ -155,7 +155,9 @@ def test_results_call_every_record_of_a_dirty_tree_so() -> None:
 
 
 def test_an_unknown_record_or_figure_is_named() -> None:
-    with pytest.raises(FigureError, match="no record 'kill' in benchmarks/records; there are a100, adjustment"):
+    with pytest.raises(
+        FigureError, match="no record 'kill' in benchmarks/records; there are a100, adjusted-plans, adjustment"
+    ):
         text_of("kill", "answers")
     with pytest.raises(FigureError, match="no figure 'answer' of the record 'kills'; it has record, kills, answers"):
         text_of("kills", "answer")

@@ -22,7 +22,6 @@ from exeplan.core.fullest import fullest, normal_maximum
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.timings import prompt_points
 
-
 _CUT = 1 / 3
 """Square of the spread, relative, of the part of a prompt that is in a pass where it may be cut anywhere."""
 

@@ -51,7 +51,7 @@ class SteadyState:
 
         Of several ranks each needs room for the spread of its own requests.
         """
-        spread = KV_SIGMAS * math.sqrt(self.num_ranks) * self.cycle.kv_tokens_std
+        spread = KV_SIGMAS * self.cycle.kv_tokens_std * math.sqrt(self.num_ranks)
         return self.cycle.kv_tokens + spread + self.cycle.num_seqs * BLOCK_SIZE / 2
 
     def latency(self, output_tokens: Floats) -> Floats:

@@ -49,7 +49,7 @@ class Variant:
     """From which the placement was made; None where it was given."""
 
     def holds(self, placement: Placement, schedule: Schedule) -> bool:
-        """Whether this schedule on this placement is one of its points; with ranks, whether it is its placement."""
+        """Whether this schedule on this placement is one of its points; with ranks: whether that is its placement."""
         if num_ranks(placement) > 1:  # What the closed form misses of ranks, it misses whatever the schedule.
             return placement == self.problem.cost.placement
         point = {**schedule.variables, **self.enumerated}

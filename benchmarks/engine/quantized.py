@@ -76,7 +76,8 @@ def make_checkpoints(folder: Path) -> "Tensor":
     model = LlamaForCausalLM(config).bfloat16().eval()
     model.save_pretrained(folder / "plain")
     words = models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, "t0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="t0").save_pretrained(folder / "plain")
+    texts = {f"{kind}_token": "t0" for kind in ("unk", "bos", "eos")}  # CTranslate2 asks for them.
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **texts).save_pretrained(folder / "plain")
     for name, scheme, form, rows in (
         ("w8a16", INT8, "int-quantized", None),
         ("w8a8", INT8, "int-quantized", TOKENS),

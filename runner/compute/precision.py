@@ -64,6 +64,7 @@ def holding_remarks(spec: ModelSpec, dtype: str, place: torch.device) -> list[st
     if how is None:
         return []
     weights, bits = f"the weights of '{spec.name}' ({how})", held_bits(how, dtype, place)
+    weights += " but for latent attention's, which are dequantized," if bits and spec.latent else ""
     if bits == 8:
         rows = "rounded to 8 bits a token" if how.int8_rows else f"in digits of 8 bits that hold {dtype}"
         return [f"{weights} are kept in 8 bits and multiplied so, by inputs {rows}"]

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
+from exeplan.core.sparse_layers import LatentAttention
 from exeplan.errors import InputError
 from exeplan.kernels.int4_linear import Int4Linear, multiplies_int4
 from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
@@ -262,3 +264,12 @@ def test_layers_that_are_not_quantized_stand_beside_those_that_are(checkpoint, t
     mixed = copied(directory, tmp_path / "mixed", qweight=None, qzeros=None, scales=None, weight=plain)
     with torch.no_grad():
         assert error(logits(mixed, "float32"), expected_logits(model)) < 1e-4
+
+
+@pytest.mark.skipif(not multiplies_int8(CPU), reason="a CPU without such products")
+def test_what_latent_attention_dequantizes_is_said(checkpoint):
+    spec = load_model_spec(str(checkpoint("llama", "w8a16")[0]))
+    latent = LatentAttention(kv_rank=16, query_rank=None, nope_dim=8, rope_dim=8, value_dim=8)
+    [plain], [found] = (holding_remarks(one, "float32", CPU) for one in (spec, replace(spec, latent=latent)))
+    assert "but for latent attention's, which are dequantized, are kept in 8 bits" in found
+    assert "latent" not in plain

@@ -24,7 +24,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement)|sparse_layers\..*)"
+        r"exeplan\.(core\.(cluster\.Link|schedule\.Figure|profile\.(Device|Measurement)|(sparse_layers|quantization)\..*)"
         r"|workload\..*\.(Deadlines|Trace))",
     ),
 ]

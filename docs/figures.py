@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.lib.intervals import of_median, wilson
 from benchmarks.lib.record import RECORDS
 from benchmarks.paper.claims import CLAIM_HEADER, Claim
+from exeplan.planner.ranking import half_interval
 
 Record = Mapping[str, Any]
 
@@ -119,6 +120,72 @@ def rows(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in body)])
+
+
+# --- adjusted plans ---------------------------------------------------------------------------------------------------
+
+
+def adjusted_plans(record: Record) -> str:
+    """By policy and bounded metric, what the best adjusted schedules serve over the best ones without."""
+    found: dict[tuple[str, str], list[list[float] | None]] = {}
+    for case in record["cases"]:
+        policy = case["name"].split(", ")[1]
+        plain, best = case["plain"]["throughput"], case["adjusted"]
+        gains = [a / b - 1 for a, b in zip(best["throughput"], plain, strict=True)] if best else None
+        found.setdefault((policy, case["metric"]), []).append(gains)
+    header = ("policy", "bound on", "cases", "smallest", "median", "largest", "over 1 % more", "over 1 % less", "none")
+    body = []
+    for (policy, metric), cases in found.items():
+        kept = [gains for gains in cases if gains]
+        means, halves = ([of(gains) for gains in kept] for of in (_mean, half_interval))
+        more = sum(mean - half > 0.01 for mean, half in zip(means, halves, strict=True))
+        less = sum(mean + half < -0.01 for mean, half in zip(means, halves, strict=True))
+        spread = [signed(of(means)) for of in (min, median, max)]
+        body.append(
+            (f"`{policy}`", metric, str(len(cases)), *spread, str(more), str(less), str(len(cases) - len(kept)))
+        )
+    return rows(header, body)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# --- two cores and equal requests -------------------------------------------------------------------------------------
+
+
+def two_cores(record: Record) -> str:
+    """What a pipeline and a tensor-parallel group of two cores serve at best, times one core."""
+    header = (
+        "requests",
+        "pipeline, alone",
+        "pipeline, both busy",
+        "tensor parallel, alone",
+        "tensor parallel, both busy",
+    )
+    pairs = zip(record["alone"], record["together"], strict=True)
+    keys = ("pipeline", "tensor_parallel")
+    return rows(header, [(str(a["requests"]), *(times(x[key]) for key in keys for x in (a, b))) for a, b in pairs])
+
+
+def equal_requests(other: str) -> Callable[[Record], str]:
+    """CPU time of `orca` over that of another, over batches and prompts."""
+
+    def made(record: Record) -> str:
+        ratios = [row[f"over {other}"] for row in record["rows"]]
+        return span(min(ratios), max(ratios), times)
+
+    return made
+
+
+def equal_of_batch(batch: int) -> Callable[[Record], str]:
+    """The same over transformers, of one batch."""
+
+    def made(record: Record) -> str:
+        ratios = [row["over transformers"] for row in record["rows"] if row["batch"] == batch]
+        return span(min(ratios), max(ratios), times)
+
+    return made
 
 
 # --- plans and their search -------------------------------------------------------------------------------------------
@@ -373,13 +440,13 @@ def paper_claims(part: str) -> Callable[[Record], str]:
 
 
 _PICTURES = {
-    **{part: f"paper-{part}" for part in ("fig6", "fig7", "fig8", "fig10", "orca10")},
+    **{part: f"paper-{part}" for part in ("fig6", "fig7", "fig8", "fig10", "orca10", "orca11")},
     "drift": "paper-fig11",
 }
 """By part what `python -m docs.make_pictures` draws of it."""
 PAPER_PARTS = (
     *("fig6", "fig7", "fig8", "fig9", "splits", "fig10", "table4", "table5", "table6", "table7", "drift", "search"),
-    *("orca8", "orca9", "orca10", "tcb"),
+    *("orca8", "orca9", "orca10", "orca11", "tcb"),
 )
 """Of benchmarks/paper, in the order of its record."""
 
@@ -567,13 +634,13 @@ def answers(record: Record) -> str:
     found: Counter[str] = Counter()
     for plan in record["plans"]:
         found.update(plan["answers"])
-    del found["not let in (503)"]  # They were told to come again.
+    again = found.pop("not let in (503)", 0)
     total = sum(found.values())
     equal, errors = found["as undisturbed"], found["clear error after a second crash"]
     other = total - equal - errors
     return (
         f"{share_of(equal, total)} answers equal an undisturbed run, {errors} ended with a clear error after a second "
-        f"crash, {other} ({span(*wilson(other, total), percent)}) otherwise"
+        f"crash, {other} ({span(*wilson(other, total), percent)}) otherwise; {again} more were told 503 and sent again"
     )
 
 
@@ -767,5 +834,12 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
         "memory": memory,
     },
     "drift": {"traces": drift_table},
+    "adjusted-plans": {"gains": adjusted_plans, "seeds": lambda record: str(record["seeds"])},
+    "two-cores": {"bounds": two_cores, "shared": lambda record: times(record["slower_together"])},
+    "equal": {
+        "static": equal_requests("static"),
+        "single": equal_of_batch(1),
+        "largest": equal_of_batch(32),
+    },
     "tcb": {"backlogs": tcb_backlogs, "slots": tcb_slots, "das": tcb_das, "cost": tcb_cost},
 }

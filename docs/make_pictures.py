@@ -202,6 +202,7 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
     "paper-fig10": partial(draw_bars, "fig10", columns=3),
     "paper-fig11": draw_drift,
     "paper-orca10": draw_orca,
+    "paper-orca11": partial(draw_orca, part="orca11"),
 }
 
 if __name__ == "__main__":

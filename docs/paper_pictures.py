@@ -105,11 +105,11 @@ def _change(outputs: str, kind: str) -> str:
     return outputs.removeprefix(kind).strip() if own else ("0" if kind == "skewness" else "x 1")
 
 
-def draw_orca(path: Path) -> None:
-    """ORCA's figure 10 for 175B: median seconds a token over throughput."""
+def draw_orca(path: Path, part: str = "orca10") -> None:
+    """ORCA's figure 10 for 175B, or 11 with 128 tokens in and 32 out: median seconds a token over throughput."""
     from matplotlib import pyplot
 
-    curves = read_part("orca10")["curves"]
+    curves = read_part(part)["curves"]
     figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
     for system in dict.fromkeys(point["system"] for point in curves):
         own = [point for point in curves if point["system"] == system]

@@ -6,6 +6,7 @@ text as on the command line (`"2s"`, `"30GiB"`, `"1%"`), and numbers: seconds, b
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from os import PathLike, fspath
 from pathlib import Path
@@ -33,8 +34,13 @@ from exeplan.planner.risk import load_errors, parse_risk
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution, solve
 from exeplan.profiler.calibration.calibrate import with_shipped_engine
-from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
-from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
+from exeplan.profiler.datasheets.datasheet import (
+    load_datasheet,
+    profile_from_datasheet,
+    tensor_parallel_sizes_of,
+    with_links,
+)
+from exeplan.profiler.datasheets.engine_constants import expert_shardings, load_engine, with_engine
 from exeplan.progress import SILENT, Told
 from exeplan.units import num_bytes, seconds
 from exeplan.workload import files as workloads
@@ -132,13 +138,16 @@ def datasheet_profile(
         sheet = with_links(sheet, load_cluster(cluster))
     spec = load_model(model)
     if dtype == "auto":
-        dtype = spec.weight_dtype or ("bfloat16" if sheet.kind == "cuda" else "float32")
+        stored = spec.quantization.planned_dtype if spec.quantization else None
+        dtype = stored or ("bfloat16" if sheet.kind == "cuda" else "float32")
     sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
-    profile = profile_from_datasheet(spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
+    times = partial(profile_from_datasheet, spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
     if engine is None:
-        return profile
-    name = fspath(engine)
-    return with_shipped_engine(profile, name) or with_engine(profile, load_engine(name))
+        return times()
+    name, constants_of_engine = fspath(engine), load_engine(fspath(engine))
+    shardings = expert_shardings(constants_of_engine, spec, sizes or tensor_parallel_sizes_of(spec))
+    profile = times(shardings=shardings, passes_over=constants_of_engine.expert_rows)
+    return with_shipped_engine(profile, name) or with_engine(profile, constants_of_engine)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

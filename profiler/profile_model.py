@@ -21,7 +21,7 @@ from exeplan.profiler.measuring.points import Work, choose_range
 from exeplan.profiler.multi_device.multi_device import ONE_DEVICE_SHARE, MultiDeviceProfiler, check_num_devices
 from exeplan.progress import Progress
 from exeplan.runner.compute.families import load_model
-from exeplan.runner.compute.precision import activation_dtype, check_precision
+from exeplan.runner.compute.precision import activation_dtype, check_precision, holding_remarks
 
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 _KV_SHARE_OF_MEMORY = 0.25
@@ -73,8 +73,8 @@ def profile_model(
     torch.set_num_threads(num_threads)
     remark = check_num_devices(spec, num_devices, place, num_threads)
     with Progress(f"profile {spec.name}", shown=progress) as bar:
-        if remark:
-            bar.note(remark)
+        for line in (*([remark] if remark else []), *holding_remarks(spec, dtype, place)):
+            bar.note(line)
         bar.update(0.0, budget_seconds, "measuring the device")
         before = _unfinished(spec, dtype=dtype, kv_dtype=kv_dtype, place=place, output=output, bar=bar)
         found = before.device if before else measure_device(device, activation_dtype(dtype), fp8=dtype == FP8)
@@ -176,6 +176,7 @@ def _unfinished(
     threads = torch.get_num_threads() if place.type == "cpu" else 1
     pairs = {
         "model": (profile.model.fingerprint, spec.fingerprint),
+        "quantization": (str(profile.model.quantization), str(spec.quantization)),
         "dtype": (profile.dtype, dtype),
         "dtype of keys and values": (profile.cache_dtype, kv_dtype or dtype),
         "device": (_shown(profile.device), f"{device_name(place)}, {threads} thread(s)"),

@@ -8,7 +8,7 @@ Not here: what follows from it (`exeplan.planner.explain`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,26 +18,27 @@ from exeplan.core.batch import Batch
 from exeplan.core.cluster import Link
 from exeplan.core.layer_costs import (
     embedding_parameters,
+    expert_parameters_read,
     layer_kv_bytes_per_token,
     layer_parameters_read,
     layer_parameters_used,
 )
 from exeplan.core.metrics import window
 from exeplan.core.model import DTYPE_BYTES
-from exeplan.core.profile import LINKS, Measurement, Profile
+from exeplan.core.profile import LINK_OPS, LINKS, Measurement, Profile
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.run import Run
 from exeplan.simulator.timeline import phase
 from exeplan.simulator.timings import Timings
 
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "products": ("rest", "embed", "head"),
+    "products": ("rest", "dense", "experts", "embed", "head"),
     "attention": ("attention",),
-    "all_reduce": ("all_reduce",),
+    "all_reduce": ("all_reduce", "all_to_all"),
     "send": ("send",),
     "overhead": ("overhead", "control"),
 }
-"""Kinds of work, and the operations of a profile that each is made of."""
+"""Kinds of work, and the operations of a profile that each is made of; exchanges with experts count as all-reduces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def break_down(cost: CostModel, run: Callable[[CostModel], Run], *, backlog: boo
     inside = np.flatnonzero((opens <= starts) & (starts < closes)).tolist()
     kinds = np.zeros((len(cost.placement), len(KINDS)))
     phases: dict[str, Floats] = defaultdict(lambda: np.zeros(4))
-    gpus = np.array([stage.tensor_parallel_size for stage in cost.placement])
+    gpus = np.array([stage.num_devices for stage in cost.placement])
     for i in inside:
         kinds += meter.split[i]
         computing = meter.split[i][:, :2].sum(axis=1)
@@ -115,16 +116,21 @@ class _Meter(CostModel):
         self.work: list[Floats] = []
         """Operations and bytes of each pass on one GPU, [stages, 2]."""
 
-    def stage_seconds(self, batch: Batch, num_tokens: int | None = None) -> list[float]:
+    def stage_seconds(
+        self, batch: Batch, num_tokens: int | None = None, decoding: Sequence[tuple[int, int]] | None = None
+    ) -> list[float]:
         own = [number for number, stage in enumerate(self.placement) if stage.phase == batch.phase]
         tokens = _Tokens(batch)
         split, work = np.zeros((len(self.placement), len(KINDS))), np.zeros((len(self.placement), 2))
         for kind, part in enumerate(self.parts):
-            split[own, kind] = part.stage_seconds(batch)
+            split[own, kind] = part.stage_seconds(batch, decoding=decoding)
         work[own] = [_device_work(self, number, tokens, last=number == own[-1]) for number in own]
+        seconds = super().stage_seconds(batch, num_tokens, decoding)
+        if self.num_ranks > 1:  # Each kind of work may be most on a rank of its own.
+            split[own] *= (np.array(seconds) / np.maximum(split[own].sum(axis=1), 1e-30))[:, None]
         self.split.append(split)
         self.work.append(work)
-        return super().stage_seconds(batch, num_tokens)
+        return seconds
 
 
 class _Tokens:
@@ -153,15 +159,17 @@ def _device_work(cost: CostModel, number: int, tokens: _Tokens, *, last: bool) -
         prompts = 2 * spec.num_heads * (spec.head_dim + spec.latent.value_dim) * tokens.squares / 2
         attention = 2 * spec.num_heads * spec.latent.absorbed * tokens.context + prompts
     flops = layers * (2 * layer_parameters_used(spec) * new + attention)
-    size = layers * (layer_parameters_read(spec, new) * bytes_each + kept) if new else 0.0
+    routed = expert_parameters_read(spec, new)
+    weights_read = routed + stage.data_parallel_size * (layer_parameters_read(spec, new) - routed)
+    size = layers * (weights_read * bytes_each + kept) if new else 0.0
     if encoders and tokens.prompts:
         weights = layer_parameters_used(spec, encoder=True)
         flops += encoders * (2 * weights * tokens.prompts + 4 * width * tokens.squares)
         size += encoders * weights * bytes_each
     if last and tokens.rows:
         flops += 2 * embedding_parameters(spec) * tokens.rows
-        size += embedding_parameters(spec) * bytes_each
-    return flops / stage.tensor_parallel_size, size / stage.tensor_parallel_size
+        size += stage.data_parallel_size * embedding_parameters(spec) * bytes_each
+    return flops / stage.num_devices, size / stage.num_devices
 
 
 def _only(cost: CostModel, kind: str) -> CostModel:
@@ -172,15 +180,20 @@ def _only(cost: CostModel, kind: str) -> CostModel:
         free = Link(bytes_per_second=float("inf"), latency=0.0)
         if kind not in ("all_reduce", "send"):
             cluster = replace(cluster, intra=free, inter=free)
-        rows += _silent(profile, [op for op in ("all_reduce", "send") if op not in ops])
+        rows += _silent(profile, [op for op in LINK_OPS if op not in ops])
     return CostModel(Timings(replace(profile, measurements=tuple(rows))), cost.placement, cluster)
 
 
 def _silent(profile: Profile, ops: list[str]) -> list[Measurement]:
     """Rows of zero seconds for these operations, so that no link stands in for them."""
+    sizes = {
+        "all_reduce": profile.tensor_parallel_sizes,
+        "send": (1,),
+        "all_to_all": tuple({one.num_devices for one in profile.expert_shardings}),
+    }
     return [
         Measurement(op=op, phase=link, bytes=1, tensor_parallel_size=size, seconds=0.0)
         for op in ops
         for link in LINKS
-        for size in (profile.tensor_parallel_sizes if op == "all_reduce" else (1,))
+        for size in sizes[op]
     ]

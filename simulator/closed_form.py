@@ -3,6 +3,7 @@
 Not here: the steady state of a policy (`exeplan/policies`), and arrivals at a rate (`at_rate.py`).
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,8 @@ class SteadyState:
     schedule: Schedule
     workload: Workload
     steady: Steady
+    num_ranks: int = 1
+    """Among which the requests are divided, with a KV cache each."""
 
     @property
     def cycle(self) -> Cycle:
@@ -44,8 +47,12 @@ class SteadyState:
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens of KV cache to provide: the mean, its spread, and half a block lost in each resident's last block."""
-        return self.cycle.kv_tokens + KV_SIGMAS * self.cycle.kv_tokens_std + self.cycle.num_seqs * BLOCK_SIZE / 2
+        """Tokens of KV cache to provide: the mean, its spread, and half a block lost in each resident's last block.
+
+        Of several ranks each needs room for the spread of its own requests.
+        """
+        spread = KV_SIGMAS * self.cycle.kv_tokens_std * math.sqrt(self.num_ranks)
+        return self.cycle.kv_tokens + spread + self.cycle.num_seqs * BLOCK_SIZE / 2
 
     def latency(self, output_tokens: Floats) -> Floats:
         """Seconds from the start of its prefill until a request has `output_tokens` tokens, elementwise."""
@@ -104,7 +111,8 @@ def deadline_factors(workload: Workload, metric: str) -> Floats:
 
 def steady_state(schedule: Schedule, workload: Workload, cost: CostModel) -> SteadyState:
     """The steady state of a schedule under a backlog of this workload."""
-    return SteadyState(schedule, workload, load_policy(schedule.policy).steady_state(schedule, workload, cost))
+    steady = load_policy(schedule.policy).steady_state(schedule, workload, cost)
+    return SteadyState(schedule, workload, steady, cost.num_ranks)
 
 
 def estimate(

@@ -11,10 +11,17 @@ from dataclasses import replace
 from itertools import accumulate
 
 from exeplan.core.correction import REFERENCE_ROWS, Correction, rows_distance
-from exeplan.core.layer_costs import layer_kv_bytes_per_token, layer_parameters_read
+from exeplan.core.layer_costs import (
+    expert_parameters,
+    expert_parameters_read,
+    layer_kv_bytes_per_token,
+    layer_parameters,
+    layer_parameters_read,
+)
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.profile import Measurement, Profile
 
+_PRODUCTS = ("rest", "dense", "experts")
 _BETWEEN_ROWS = 1.02
 """How far a line between two sizes may lie under what a concave number of experts between them reads."""
 
@@ -26,7 +33,7 @@ def corrected_rows(profile: Profile) -> Sequence[Measurement]:
     curves: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
     for row in (part for whole in profile.measurements for part in _by_phase(whole)):
         axis = row.num_seqs if row.op == "attention" else 0
-        curves[row.op, row.phase, row.tensor_parallel_size, axis].append(row)
+        curves[row.op, row.phase, row.sharding, axis].append(row)
     return [row for curve in curves.values() for row in _corrected_curve(curve, profile.correction, profile)]
 
 
@@ -37,7 +44,7 @@ def prefill_factor_of(profile: Profile) -> float:
 
 def _by_phase(row: Measurement) -> Iterator[Measurement]:
     """Products of passes with prompts and of those without, which may have one row for both."""
-    phases = ("prefill", "decode") if row.op == "rest" and not row.phase else (row.phase,)
+    phases = ("prefill", "decode") if row.op in _PRODUCTS and not row.phase else (row.phase,)
     yield from (replace(row, phase=phase) for phase in phases)
 
 
@@ -53,14 +60,14 @@ def _corrected_curve(curve: Sequence[Measurement], correction: Correction, profi
 
 
 def _log_factor(row: Measurement, correction: Correction) -> float:
-    if row.op == "all_reduce":
+    if row.op in ("all_reduce", "all_to_all"):
         return correction.level + correction.links
     return correction.level + (correction.slope * rows_distance(rows) if (rows := _num_rows(row)) else 0.0)
 
 
 def _num_rows(row: Measurement) -> int:
     """Of a pass without prompts; 0 for what is not such a pass's."""
-    if row.op == "rest" and row.phase == "decode":
+    if row.op in _PRODUCTS and row.phase == "decode":
         return row.num_tokens
     return row.num_seqs if row.op in ("attention", "overhead") and row.phase == "decode" else 0
 
@@ -72,6 +79,12 @@ def _least_seconds(row: Measurement, profile: Profile) -> float:
         return 0.0
     if row.op == "rest":
         read = layer_parameters_read(spec, row.num_tokens) * DTYPE_BYTES[profile.dtype] / row.tensor_parallel_size
+    elif row.op == "dense":
+        dense = layer_parameters(spec) - expert_parameters(spec)
+        read = dense * DTYPE_BYTES[profile.dtype] / row.tensor_parallel_size
+    elif row.op == "experts":
+        routed = expert_parameters_read(spec, row.num_tokens)
+        read = routed * DTYPE_BYTES[profile.dtype] / row.sharding.num_devices
     elif row.op == "attention":
         share = max(1 / row.tensor_parallel_size, 1 / spec.num_kv_shares)
         read = row.context_tokens * layer_kv_bytes_per_token(spec, profile.cache_dtype) * share

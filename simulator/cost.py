@@ -4,9 +4,10 @@
           + layers * (rest(tokens) + attention(prefill) + attention(decode) + all-reduces(tokens))
           + embed(tokens) on the first stage + head(rows) on the last + send(tokens) to the next
 
-Ragged batches cost by total context, not by batch * max. An encoder-decoder model prefills on its encoder layers and
-decodes on the others. The parts are a profile's rows (`timings.py`); `beyond` names every axis on which an estimate
-left what was measured.
+With attention data parallelism a layer is as slow as the fullest rank, and the routed experts and exchanges with them
+come on top (`ranks.py`). Ragged batches cost by total context, not by batch * max. An encoder-decoder model prefills on
+its encoder layers and decodes on the others. The parts are a profile's rows (`timings.py`); `beyond` names every axis
+on which an estimate left what was measured.
 
 Batches are timed here one by one, the passes of a steady cycle all at once (`passes.py`). Not here: measuring
 (`profiler/`) and what happens when (`closed_form.py`, `replay.py`).
@@ -20,15 +21,16 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.batch import Batch
 from exeplan.core.cluster import Cluster
-from exeplan.core.handover import pieces
+from exeplan.core.handover import num_receivers, pieces
 from exeplan.core.layer_costs import handover_bytes_per_token, num_all_reduces
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Placement
+from exeplan.core.schedule import Placement, Sharding
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.curves import Curve
-from exeplan.simulator.passes import Passes, PassSeconds, host_seconds
+from exeplan.simulator.passes import Passes, PassSeconds, RankPasses, host_seconds
 from exeplan.simulator.placement_timings import PlacementTimings, StageKind
-from exeplan.simulator.timings import Timings, prompt_points
+from exeplan.simulator.ranks import RankLoad, rank_loads
+from exeplan.simulator.timings import Shard, Timings, prompt_points
 
 _MANY_PROMPTS = 2048
 """The largest number of prompts in a batch for which attention has a curve of its own; larger batches use this one."""
@@ -55,6 +57,11 @@ class CostModel(PlacementTimings):
     def seconds(self, cycle: Cycle) -> Floats:
         """Each expected pass of a steady cycle on each stage, [stages, passes], given that it occurs."""
         passes = Passes(cycle)
+        if self.num_ranks > 1:
+            ranks = RankPasses(self, cycle, passes)
+            on_host = host_seconds(self, ranks)
+            found = {id(kind): on_host + ranks.stage_seconds(kind) for kind in self._distinct_kinds}
+            return np.array([found[id(kind)] for kind in self.kinds])
         host = host_seconds(self, passes)
         works = {size: PassSeconds(self, size, passes) for size in self.shards}
         by_kind = {id(kind): host + works[kind.size].stage_seconds(kind) for kind in self._distinct_kinds}
@@ -64,11 +71,16 @@ class CostModel(PlacementTimings):
         """One real batch through all stages that run it."""
         return sum(self.stage_seconds(batch))
 
-    def stage_seconds(self, batch: Batch, num_tokens: int | None = None) -> list[float]:
+    def stage_seconds(
+        self, batch: Batch, num_tokens: int | None = None, decoding: Sequence[tuple[int, int]] | None = None
+    ) -> list[float]:
         """One real batch (the replay's and the runner's) on each of the stages that run it, in order.
 
-        `num_tokens` are those of the rows that decode, where they have been counted already.
+        `num_tokens` are those of the rows that decode, and `decoding` the rows and tokens of each rank, where they have
+        been counted already.
         """
+        if self.num_ranks > 1:
+            return self._seconds_by_rank(batch, decoding)
         rows = len(batch.decode)
         if num_tokens is None:
             num_tokens = sum(s.num_prompt_tokens + s.num_output_tokens for s in batch.decode)
@@ -118,11 +130,13 @@ class CostModel(PlacementTimings):
         self, number: int, num_tokens: float, layer_seconds: float, send: Callable[[float], Floats]
     ) -> float:
         """Seconds after a stage's pass until a device has sent its last piece."""
-        stage, dtype = self.placement[number], self.profile.dtype
-        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, dtype) / stage.tensor_parallel_size
+        stage, dtype, shares = self.placement[number], self.profile.dtype, self.spec.num_kv_shares
+        width = stage.tensor_parallel_size
+        layer_bytes = num_tokens * handover_bytes_per_token(self.spec, dtype) / min(width, shares)
         parts = pieces(stage.layers, layer_bytes)
         layers = (stage.layers[1] - stage.layers[0]) / len(parts)
-        piece = float(send(layers * layer_bytes))
+        receivers = max(self.placement[decoding].tensor_parallel_size for decoding in self.decode_stages)
+        piece = num_receivers(shares, width, receivers) * float(send(layers * layer_bytes))
         return piece + (len(parts) - 1) * max(piece - layers * layer_seconds, 0.0)
 
     def _num_encoded_sends(self) -> int:
@@ -157,9 +171,9 @@ class CostModel(PlacementTimings):
 
     def _stages_that_decode(
         self, phase: str, rows: int
-    ) -> tuple[list[tuple[int, Curve]], list[tuple[float, int, int]]]:
+    ) -> tuple[list[tuple[Sharding, Curve]], list[tuple[float, int, Sharding]]]:
         """The attention curve of each shard for so many rows, and of each stage its time without the attention, its
-        layers and its tensor-parallel size."""
+        layers and its sharding."""
         fixed = self._fixed_decode(rows)
         curves = [(size, shard.decode_curve(rows)) for size, shard in self.shards.items()]
         return curves, [(fixed[kind], kind.layers, kind.size) for kind in self._kinds_of[phase]]
@@ -185,12 +199,45 @@ class CostModel(PlacementTimings):
         }
         return [seconds[id(kind)] for kind in kinds]
 
+    def _seconds_by_rank(self, batch: Batch, decoding: Sequence[tuple[int, int]] | None) -> list[float]:
+        """As slow as the fullest rank (`ranks.py`)."""
+        loads = rank_loads(batch, self.num_ranks, decoding)
+        rows, prompts = sum(load.rows for load in loads), sum(load.prompts for load in loads)
+        tokens = max(load.rows + load.prompts for load in loads)
+        phase = "prefill" if prompts else "decode"
+        host = max(self._host_seconds(load.rows, load.prefills) for load in loads)
+        seconds = {}
+        for kind in self._distinct_kinds:
+            shard, link = self.shards[kind.size], (kind.size, kind.all_reduce)
+            sums, reduce = num_all_reduces(self.spec), self._all_reduce_seconds.get(link)
+            layer = 0.0
+            for load in loads:
+                own = load.rows + load.prompts
+                took = shard.rest[phase].at(own) + (sums * reduce(self._bytes_per_token * own) if reduce else 0.0)
+                layer = max(layer, took + self._attention_seconds(shard, load))
+            layer += shard.experts[phase].at(rows + prompts) + float(self.exchanges[kind.size, kind.near](tokens))
+            around = max(self._around_seconds(kind, load.prompts, load.rows, load.prefills) for load in loads)
+            seconds[id(kind)] = host + kind.layers * layer + around
+        return [seconds[id(kind)] for kind in self._kinds_of[batch.phase]]
+
+    def _attention_seconds(self, shard: Shard, load: RankLoad) -> float:
+        """Of a layer, for the requests of one rank."""
+        seconds = 0.0
+        if load.spans:
+            together = min(len(load.spans), _MANY_PROMPTS)
+            curve = shard.prefill_curve(together)
+            seconds = sum([_span(curve, *span) for span in load.spans]) / together
+        if load.rows:
+            # The newest token is in no cache yet.
+            seconds += shard.decode_curve(load.rows).at((load.tokens - load.rows) / load.rows)
+        return seconds
+
     def _without_attention(
         self, kinds: Sequence[StageKind], prompts: float, rows: float, prefills: float
     ) -> list[tuple[StageKind, float]]:
         """Seconds of a pass on each kind of stage, without the attention."""
         host = self._host_seconds(rows, prefills)
-        layers: dict[tuple[int, str], tuple[float, float]] = {}
+        layers: dict[tuple[Sharding, str], tuple[float, float]] = {}
         seconds = []
         for kind in {id(kind): kind for kind in kinds}.values():
             link = kind.size, kind.all_reduce
@@ -208,7 +255,7 @@ class CostModel(PlacementTimings):
             seconds += max(self.prefill_overhead.at(prefills) - self.overhead.at(prefills), 0.0)
         return seconds
 
-    def _layer_seconds(self, size: int, link: str, prompts: float, rows: float) -> tuple[float, float]:
+    def _layer_seconds(self, size: Sharding, link: str, prompts: float, rows: float) -> tuple[float, float]:
         """Products and all-reduces of a decoder and of an encoder layer; the former has all where there is no other."""
         rest, reduce = self.shards[size].rest, self._all_reduce_seconds.get((size, link))
 

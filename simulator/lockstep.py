@@ -43,7 +43,7 @@ class Row(SequenceState):
         self.num_prompt_tokens, self.max_output_tokens = prompt, output
         self.deadline, self.weight = deadline, weight
         self.num_computed_tokens = self.group = self.admission = self.preemptions = 0
-        self.num_begin_tokens = self.slot = 0
+        self.num_begin_tokens = self.slot = self.rank = 0
         self.finished = False
 
     @property
@@ -99,7 +99,9 @@ class Row(SequenceState):
 class Lane:
     """The rows that decode in one group, as its last batch had them, and the passes that they had."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunLog, num_ranks: int = 1) -> None:
+        self.by_rank = [[0, 0, 0] for _ in range(num_ranks)] if num_ranks > 1 else []
+        """Rows, tokens, and rows that advance, of each rank; empty where there is one."""
         self.count = 0
         """Passes that are complete."""
         self.booked = -1
@@ -144,6 +146,9 @@ class Lane:
         if row.lane is not None:
             row.lane.remove(row)
         self.num_tokens += row.num_tokens
+        if self.by_rank:
+            self.by_rank[row.rank][0] += 1
+            self.by_rank[row.rank][1] += row.num_tokens
         row.lane = self
         if row.finished:
             if row.num_tokens > row.num_blocks * BLOCK_SIZE:
@@ -155,6 +160,8 @@ class Lane:
         self._crossing[row.border % BLOCK_SIZE] += 1
         self._finishing.setdefault(row.max_output_tokens - row._output, []).append(row)
         self.num_advancing += 1
+        if self.by_rank:
+            self.by_rank[row.rank][2] += 1
         return needs_block
 
     def book(self) -> None:
@@ -179,6 +186,8 @@ class Lane:
         self.count += len(ends)
         self.ends.extend(ends)
         self.num_tokens += self.num_advancing * len(ends)
+        for rank in self.by_rank:
+            rank[1] += rank[2] * len(ends)
         finished = []
         for row in self._finishing.pop(self.count, ()):
             if row.lane is self and row.advancing and row.num_output_tokens == row.max_output_tokens:
@@ -198,6 +207,9 @@ class Lane:
             self._late.remove(row)
         self.rows.remove(row)
         self.num_tokens -= row.num_tokens
+        if self.by_rank:
+            self.by_rank[row.rank][0] -= 1
+            self.by_rank[row.rank][1] -= row.num_tokens
         row.lane = None
 
     def scatter(self) -> None:
@@ -207,6 +219,7 @@ class Lane:
                 self._stop(row)
             row.lane = None
         self.rows, self.num_tokens = [], 0
+        self.by_rank = [[0, 0, 0] for _ in self.by_rank]
         self._late.clear()
         self._finishing.clear()
 
@@ -214,6 +227,8 @@ class Lane:
         row.settle()
         self._crossing[row.border % BLOCK_SIZE] -= 1
         self.num_advancing -= 1
+        if self.by_rank:
+            self.by_rank[row.rank][2] -= 1
 
     def flush(self, row: Row) -> None:
         """Writes down the row's last stretch."""
@@ -276,6 +291,7 @@ class LockstepScheduler(Scheduler):
         num_prefill_stages: int,
         num_decode_stages: int,
         whole_prompts: bool,
+        num_ranks: int = 1,
     ) -> None:
         """`make` makes the row of a request by its number."""
         super().__init__(
@@ -284,10 +300,11 @@ class LockstepScheduler(Scheduler):
             num_prefill_stages=num_prefill_stages,
             num_decode_stages=num_decode_stages,
             whole_prompts=whole_prompts,
+            num_ranks=num_ranks,
         )
         self.log = log
         self.queue = self.waiting = Queue(make)
-        self.lanes = [Lane(log) for _ in self.groups]
+        self.lanes = [Lane(log, num_ranks) for _ in self.groups]
         self._prefill_track, self._prefill_ends = log.new_track()
         self._finished: list[Row] = []
         """That have had their last token since a batch was completed, or kept rows since slots were."""
@@ -306,6 +323,12 @@ class LockstepScheduler(Scheduler):
     def context_tokens(self, batch: Batch) -> int:
         """Prompt and output tokens of the rows that decode, just scheduled."""
         return self.lanes[batch.group].num_tokens if batch.decode else 0
+
+    def decoding(self, batch: Batch) -> list[tuple[int, int]] | None:
+        """Rows that decode and their tokens, of each rank; None where there is one."""
+        if len(self.on_ranks) == 1 or not batch.decode:
+            return None
+        return [(rows, tokens) for rows, tokens, _ in self.lanes[batch.group].by_rank]
 
     def advance(self, batch: Batch, start: float, ends: Sequence[float], *, prefills: bool) -> int:
         """Every row but finished ones, which are only kept, has a token at the end of each pass; a prefilled one only

@@ -9,9 +9,11 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.layer_costs import num_all_reduces
+from exeplan.core.schedule import Sharding
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.placement_timings import PlacementTimings, StageKind
-from exeplan.simulator.timings import prompt_points
+from exeplan.simulator.ranks import FullestRank
+from exeplan.simulator.timings import Shard, prompt_points
 
 
 class Passes:
@@ -59,18 +61,18 @@ class Passes:
         return np.asarray(values.reshape(self.prompts.shape).sum(axis=1) / self.prompts.shape[1])
 
 
-def host_seconds(cost: PlacementTimings, p: Passes) -> Floats:
+def host_seconds(cost: PlacementTimings, p: "Passes | RankPasses") -> Floats:
     """The overhead of each pass, the same on every stage."""
     extra = np.maximum(cost.prefill_overhead(p.prefills) - cost.overhead(p.prefills), 0.0)
     return np.asarray(cost.overhead(p.rows + p.prefills) + np.where(p.prefills > 0, extra, 0.0))
 
 
 class PassSeconds:
-    """What every pass costs on stages of one tensor-parallel size, host apart."""
+    """What every pass costs on stages of one sharding, host apart."""
 
-    def __init__(self, cost: PlacementTimings, size: int, passes: Passes) -> None:
+    def __init__(self, cost: PlacementTimings, size: Sharding, passes: Passes) -> None:
         self.cost, self.shard, self.passes = cost, cost.shards[size], passes
-        self._layers: dict[tuple[int, str], tuple[Floats, Floats]] = {}
+        self._layers: dict[tuple[Sharding, str], tuple[Floats, Floats]] = {}
         self._sends: dict[str, Floats] = {}
         shard, p = self.shard, passes
         attends = np.where(p.rows > 0, shard.decode_attention(p.rows, p.context), 0.0)
@@ -116,7 +118,7 @@ class PassSeconds:
             out[p.some] = np.maximum(whole, alone)
         return out
 
-    def _layer_seconds(self, link: tuple[int, str]) -> tuple[Floats, Floats]:
+    def _layer_seconds(self, link: tuple[Sharding, str]) -> tuple[Floats, Floats]:
         """One decoder and one encoder layer with their all-reduces."""
         reduce, spec, p = self.cost.all_reduces.get(link), self.cost.spec, self.passes
         if reduce is None:
@@ -133,3 +135,62 @@ class PassSeconds:
     def _send_seconds(self, link: str) -> Floats:
         send = self.cost.sends[link]
         return self.passes.expected(lambda tokens: send(self.cost.activation_bytes(tokens)))
+
+
+class RankPasses:
+    """The passes of a cycle on their fullest rank, each of which attends for requests of its own (`ranks.py`)."""
+
+    def __init__(self, cost: PlacementTimings, cycle: Cycle, passes: Passes) -> None:
+        self.cost, self.passes = cost, passes
+        self.load = load = FullestRank(cycle, cost.num_ranks)
+        some = passes.some
+        self.shares = load.prompt_share[some, None]
+        self.prompts = passes.prompts * self.shares
+        """Tokens of the fullest rank's prompts, [passes with prefills, points]."""
+        self.with_prompts = self.prompts + load.rows_with_prompts[some, None]
+        self.rows = load.rows + 0.0
+        self.rows[some] = np.maximum(load.rows_with_prompts[some], 0.0)
+        self.prefills = load.prefills
+
+    def stage_seconds(self, kind: StageKind) -> Floats:
+        """On a stage of this kind, host apart."""
+        p, load, shard = self.passes, self.load, self.cost.shards[kind.size]
+        reduce, sums = self.cost.all_reduces.get((kind.size, kind.all_reduce)), num_all_reduces(self.cost.spec)
+
+        def own(tokens: Floats, phase: str) -> Floats:
+            """Products and sums of a rank's own tokens."""
+            sent = self.cost.activation_bytes(tokens)
+            return np.where(tokens > 0, shard.rest[phase](tokens) + (sums * reduce(sent) if reduce else 0.0), 0.0)
+
+        exchange = self.cost.exchanges[kind.size, kind.near]
+        layer = np.where(load.rows > 0, shard.decode_attention(load.rows, load.context), 0.0)
+        layer = layer + np.where(p.prefills > 0, own(load.rows, "prefill"), own(load.rows, "decode"))
+        tokens, some = load.rows + 0.0, p.some
+        if len(some):
+            begun = load.rows_with_prompts[some]
+            attends = np.where(begun > 0, shard.decode_attention(begun, load.context_with_prompts[some]), 0.0)
+            prompts = own(self.with_prompts, "prefill").mean(axis=1) + self._prompt_attention(shard)
+            layer[some] = np.maximum(layer[some], attends + prompts)
+            tokens[some] = np.maximum(tokens[some], self.with_prompts.mean(axis=1))
+        experts = np.where(p.prefills > 0, p.expected(shard.experts["prefill"]), shard.experts["decode"](p.rows))
+        seconds = kind.layers * (layer + experts + exchange(tokens))
+        if kind.first:
+            seconds = seconds + shard.embed(tokens)
+            if self.cost.control:
+                seconds = seconds + self.cost.control(self.rows + self.prefills)
+        if kind.last:
+            sampled = np.maximum(load.rows, self.rows + self.prefills)
+            seconds = seconds + np.where(sampled > 0, shard.head(sampled), 0.0)
+        if kind.send:
+            seconds = seconds + self.cost.sends[kind.send](self.cost.activation_bytes(tokens))
+        return np.asarray(seconds)
+
+    def _prompt_attention(self, shard: Shard) -> Floats:
+        """Of passes with prefills, on the rank that has the most."""
+        p, surface = self.passes, shard.prefill_attention
+        spans = p.spans[p.some]
+        share = self.shares[:, 0]
+        count = np.maximum(spans * share, np.minimum(spans, 1.0))
+        whole = surface.blend(count, shard.prefill_shares(p.prompt_law)) * p.part * (spans * share / count)
+        alone = surface(count, self.prompts[:, 0] / count) if p.cut else 0.0
+        return np.maximum(whole, alone)

@@ -3,6 +3,7 @@
 Not here: batches (`cost.py`) and passes of a steady cycle (`passes.py`), which are timed with it.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,9 +11,9 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import activation_bytes
+from exeplan.core.layer_costs import activation_bytes, all_to_all_bytes, num_all_to_alls
 from exeplan.core.profile import Profile
-from exeplan.core.schedule import Placement, single_stage
+from exeplan.core.schedule import Placement, Sharding, Stage, num_devices, num_ranks, single_stage
 from exeplan.errors import InputError
 from exeplan.simulator.memory import PlacementMemory
 from exeplan.simulator.timings import Timings
@@ -22,7 +23,7 @@ from exeplan.simulator.timings import Timings
 class StageKind:
     """What the time of a stage depends on; stages of one kind take equal time."""
 
-    size: int
+    size: Sharding
     layers: int
     encoder_layers: int
     first: bool
@@ -32,6 +33,8 @@ class StageKind:
     """`intra`, `inter`, or '' for a stage of one device."""
     send: str
     """The link to the next stage, '' for the last one."""
+    near: float = 1.0
+    """Of what a device sends to others' experts, the share that stays in its node: of the device with the least."""
 
 
 class PlacementTimings:
@@ -51,8 +54,10 @@ class PlacementTimings:
         self.first_token_from_prefill = spec.first_token_from_prefill
         self.prefill_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "decode")
         self.decode_stages = tuple(i for i, s in enumerate(self.placement) if s.phase != "prefill")
-        multi_device = sum(stage.tensor_parallel_size for stage in self.placement) > 1
-        sizes = {stage.tensor_parallel_size for stage in self.placement}
+        multi_device = num_devices(self.placement) > 1
+        self.num_ranks = num_ranks(self.placement)
+        """Among which requests are divided; every pass waits for the fullest."""
+        sizes = {stage.sharding for stage in self.placement}
         self.shards = {size: self.timings.shard(size, multi_device) for size in sizes}
         self.overhead, self.prefill_overhead = self.timings.overhead, self.timings.prefill_overhead
         self.control = self.timings.control if multi_device else None
@@ -61,10 +66,14 @@ class PlacementTimings:
         self.kinds = [one_object.setdefault(kind, kind) for kind in kinds]
         """Of each stage; equal ones are the same object."""
         self.all_reduces = {
-            (k.size, k.all_reduce): self._all_reduce_curve(k.size, k.all_reduce) for k in self.kinds if k.all_reduce
+            (k.size, k.all_reduce): self._all_reduce_curve(k.size.tensor_parallel_size, k.all_reduce)
+            for k in self.kinds
+            if k.all_reduce
         }
+        self.exchanges = {(k.size, k.near): self._exchange(k.size, k.near) for k in self.kinds if self.num_ranks > 1}
+        """Seconds of a layer's exchanges with its experts, both ways, by the tokens of the fullest rank."""
         self.sends = {k.send: self.send_curve(k.send) for k in self.kinds if k.send}
-        self.times_repeats = len(self.placement) == 1
+        self.times_repeats = len(self.placement) == 1 and self.num_ranks == 1
         """Whether equal batches in a row may be timed together."""
         self._bytes_per_token = activation_bytes(spec, 1, self.profile.dtype)
         self.memory = PlacementMemory(self.profile, self.placement)
@@ -77,16 +86,48 @@ class PlacementTimings:
         stage = self.placement[number]
         same = [i for i, s in enumerate(self.placement) if s.phase == stage.phase]
         last = number == same[-1]
+        rank = stage.devices[: stage.tensor_parallel_size]
         return StageKind(
-            size=stage.tensor_parallel_size,
+            size=stage.sharding,
             layers=stage.layers[1] - stage.layers[0],
             encoder_layers=stage.encoder_layers[1] - stage.encoder_layers[0],
             first=number == same[0],
             last=last,
             phase=stage.phase,
-            all_reduce=self.link(stage.devices) if stage.tensor_parallel_size > 1 else "",
+            all_reduce=self.link(rank) if len(rank) > 1 else "",
             send="" if last else self.link((stage.devices[-1], self.placement[number + 1].devices[0])),
+            near=self._near(stage) if stage.data_parallel_size > 1 else 1.0,
         )
+
+    def _near(self, stage: Stage) -> float:
+        if self.cluster is None:
+            return 1.0
+        fewest = min(Counter(self.cluster.node_of(device) for device in stage.devices).values())
+        return (fewest - 1) / (stage.num_devices - 1)
+
+    def _exchange(self, sharding: Sharding, near: float) -> Callable[[Floats | float], Floats]:
+        """A device sends to its node and to others at the same time."""
+        number, spec = sharding.num_devices, self.spec
+        by_link = {link: share for link, share in (("intra", near), ("inter", 1.0 - near)) if share}
+        curves = [(share, self._all_to_all_curve(number, link)) for link, share in by_link.items()]
+        size = all_to_all_bytes(spec, 1, self.profile.dtype, devices=number, parts=sharding.expert_parallel_size)
+        size, count = size / sharding.tensor_parallel_size, num_all_to_alls(spec)
+
+        def seconds(tokens: Floats | float) -> Floats:
+            sent = size * np.asarray(tokens)
+            return np.asarray(count * np.max([curve(share * sent) for share, curve in curves], axis=0))
+
+        return seconds
+
+    def _all_to_all_curve(self, number: int, link: str) -> Callable[[Floats | float], Floats]:
+        if (timed := self.timings.all_to_all(number, link)) is not None:
+            return timed
+        if self.cluster is None:
+            raise InputError(
+                f"the profile times no all_to_all of {number} devices ({link} node); a cluster's links can stand in"
+            )
+        wire = getattr(self.cluster, link)
+        return lambda size_bytes: wire.latency + np.asarray(size_bytes) / wire.bytes_per_second
 
     def link(self, devices: tuple[int, ...]) -> str:
         """`intra` where these devices are in one node, else `inter`."""

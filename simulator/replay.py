@@ -112,6 +112,7 @@ class EngineReplay:
             num_prefill_stages=len(cost.prefill_stages),
             num_decode_stages=len(cost.decode_stages),
             whole_prompts=cost.spec.is_encoder_decoder,
+            num_ranks=cost.num_ranks,
         )
         self.next = math.inf
         """When something happens next, if no request comes before that was not known of."""
@@ -251,7 +252,8 @@ class _Pipeline:
         """One pass of the batch. Returns when it begins, and, alone in a list, when it ends."""
         ready, free = now, self.free
         spans: list[float] = []
-        for number, taken in enumerate(self.cost.stage_seconds(batch, scheduler.context_tokens(batch))):
+        taken_by = self.cost.stage_seconds(batch, scheduler.context_tokens(batch), scheduler.decoding(batch))
+        for number, taken in enumerate(taken_by):
             start = free[number] if free[number] > ready else ready
             ready = free[number] = start + taken
             spans += start, ready

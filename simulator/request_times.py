@@ -1,7 +1,8 @@
 """Times of single requests in closed form: a fixed sample of them around the means of a steady state.
 
     ttft     its mean, plus the wait, plus what the prompts of its prefill are longer than the mean: k prompts together
-             sqrt(k) times what one is, each token with its share of the time that one prompt more takes
+             sqrt(k) times what one is, each token with its share of the time that one prompt more takes; where the work
+             of prefills is adjusted, no more than the threshold, or than its own prompt alone
     tpot     the mean at its output length; where prefills run between the decodes, plus those it meets: their number
              among its later tokens is a Poisson variable, widened by the spread of their prompts
     latency  the one at its output length, with what its own ttft and tpot differ by
@@ -226,6 +227,9 @@ def _first(point: SteadyState, one: float, inputs: Floats, other: Floats) -> Flo
         more = prompts * (law.quantiles(other) / law.mean - 1.0)
     else:
         more = prompts / np.sqrt(together) * (inputs / point.workload.mean_input - 1.0)
+        if (percent := point.schedule.variables.get("adjust_percent")) is not None:
+            most = percent / 100 * prompts
+            more = np.maximum(np.clip(more, -most, most), one * inputs / point.workload.mean_input - prompts)
     if _mixed(point):
         expected = point.throughput * point.admission_interval / _widening(point)
         more = more + one * _widening(point) * (_number(other, expected) - expected)

@@ -11,6 +11,7 @@ import numpy as np
 
 from exeplan.arrays import Floats
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.simulator.corrected_rows import corrected_rows, prefill_factor_of
 from exeplan.simulator.curves import Curve, curve_of, surface_of
@@ -23,20 +24,41 @@ _LAWS = 256
 
 
 class Shard:
-    """One device's share of a layer, and of what stands around the layers, at one tensor-parallel size."""
+    """One device's share of a layer, and of what stands around the layers, under one sharding.
 
-    def __init__(self, rows: Sequence[Measurement], size: int, *, prefill_factor: float = 1.0) -> None:
+    With attention data parallelism `rest` is without the routed experts, which are in `experts`, of all ranks' tokens.
+    """
+
+    def __init__(self, rows: Sequence[Measurement], sharding: Sharding, *, prefill_factor: float = 1.0) -> None:
         """`prefill_factor` is on what passes with prefills take for their products and for attention to prompts."""
-        own = [m for m in rows if m.tensor_parallel_size == size]
+        plain = Sharding(sharding.tensor_parallel_size)
+        own = [m for m in rows if m.sharding == plain]
         if not any(m.op == "rest" for m in own):
-            sizes = sorted({m.tensor_parallel_size for m in rows if m.op == "rest"})
-            raise InputError(f"the profile has tensor-parallel sizes {', '.join(map(str, sizes))}, not {size}")
+            sizes = sorted({m.tensor_parallel_size for m in rows if m.op == "rest" and m.expert_parallel_size == 1})
+            raise InputError(
+                f"the profile has tensor-parallel sizes {', '.join(map(str, sizes))}, not {plain.tensor_parallel_size}"
+            )
+        products, self.experts = own, dict[str, Curve]()
+        ranks = sharding.data_parallel_size > 1
+        if sharding != plain:
+            further = [m for m in rows if m.sharding == sharding and m.op == ("experts" if ranks else "rest")]
+            if not further:
+                raise InputError(
+                    f"the profile has no expert_parallel_size {sharding.expert_parallel_size} at tensor_parallel_size "
+                    f"{sharding.tensor_parallel_size} and data_parallel_size {sharding.data_parallel_size}"
+                )
+            products = own if ranks else further
         around = {op: [m for m in own if m.op == op] or [m for m in rows if m.op == op] for op in ("embed", "head")}
         factors = {"prefill": prefill_factor, "decode": 1.0}
         self.rest = {
-            phase: curve_of(_times(_either(own, "rest", phase), factor), "num_tokens")
+            phase: curve_of(_times(_either(products, "dense" if ranks else "rest", phase), factor), "num_tokens")
             for phase, factor in factors.items()
         }
+        if ranks:
+            self.experts = {
+                phase: curve_of(_times(_either(further, "experts", phase), factor), "num_tokens")
+                for phase, factor in factors.items()
+            }
         self.embed = curve_of(around["embed"], "num_tokens")
         self.head = curve_of(around["head"], "num_seqs")
         self.decode_attention = surface_of(_either(own, "attention", "decode"), "context_tokens")
@@ -64,13 +86,14 @@ class Timings:
         self.control = curve_of(controls, "num_seqs") if controls else None
         """Of iterations run by worker processes; None where the profile has no such rows."""
         self.shard = cache(self._shard)
-        """By tensor-parallel size, and whether the other devices of a host compute at the same time."""
+        """By sharding, and whether the other devices of a host compute at the same time."""
         self.all_reduce = cache(self._all_reduce)
+        self.all_to_all = cache(self._all_to_all)
         self.send = cache(self._send)
 
-    def _shard(self, size: int, multi_device: bool = False) -> Shard:
-        slower = self.slowdown(size) if multi_device else 1.0
-        return Shard(_times(self.rows, slower), size, prefill_factor=prefill_factor_of(self.profile))
+    def _shard(self, sharding: Sharding, multi_device: bool = False) -> Shard:
+        slower = self.slowdown(sharding.num_devices) if multi_device else 1.0
+        return Shard(_times(self.rows, slower), sharding, prefill_factor=prefill_factor_of(self.profile))
 
     def slowdown(self, size: int) -> float:
         """A device's time in a plan for several, over that in a process alone; 1 where it was not measured."""
@@ -81,6 +104,10 @@ class Timings:
 
     def _all_reduce(self, size: int, link: str) -> Curve | None:
         rows = [m for m in self.rows if (m.op, m.phase, m.tensor_parallel_size) == ("all_reduce", link, size)]
+        return curve_of(rows, "bytes") if rows else None
+
+    def _all_to_all(self, num_devices: int, link: str) -> Curve | None:
+        rows = [m for m in self.rows if (m.op, m.phase, m.tensor_parallel_size) == ("all_to_all", link, num_devices)]
         return curve_of(rows, "bytes") if rows else None
 
     def _send(self, link: str) -> Curve | None:

@@ -1,12 +1,12 @@
-"""A pipeline of two workers against one core: output tokens a second of orca in closed loops of 2, 8 and 32 requests.
+"""Two workers against one core: output tokens a second of orca in closed loops of 2, 8 and 32 requests.
 
     python -m benchmarks.engine.pipeline [--seconds 120] [--others 0.35]
 
 The demo model with random weights, 8 to 64 tokens in and 64 to 192 out, without HTTP: the engine in this benchmark's
-processes, one of which computes itself and one of which has a worker a core, with two micro-batches. They take turns in
-bursts of 0.8 s, each of which waits until other programs use less than `--others` of the machine; printed are medians,
-the ratio, and the share of a core that engine and workers used. To compare two versions, run both by turns. Writes
-nothing.
+processes, one of which computes itself, one of which has a worker a core in a pipeline with two micro-batches, and one
+a worker a core in a tensor-parallel group. They take turns in bursts of 0.8 s, each of which waits until other programs
+use less than `--others` of the machine; printed are medians, the ratio, and the share of a core that engine and workers
+used. To compare two versions, run both by turns. What they could win at most: `two_cores.py`. Writes nothing.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 
 CLIENTS, BURST, WARM_UP = (2, 8, 32), 0.8, 0.25
+WAYS = ("one", "pipeline", "tensor")
 MODULE = "benchmarks.engine.pipeline"
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--others", type=float, default=0.35)
-    parser.add_argument("--serve", choices=("one", "pipeline"), help="be one of the processes")
+    parser.add_argument("--serve", choices=WAYS, help="be one of the processes")
     args = parser.parse_args()
     if args.serve:
         serve(args.serve)
@@ -47,7 +48,7 @@ def main() -> None:
 
 def measure(seconds: float, others: float) -> None:
     """Bursts by turns, and their table."""
-    ways = {way: started(way) for way in ("one", "pipeline")}
+    ways = {way: started(way) for way in WAYS}
     found: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
     ended = time.monotonic() + seconds
     while time.monotonic() < ended:
@@ -127,9 +128,12 @@ def serve(way: str) -> None:
 def made(way: str) -> Engine:
     spec = load_model_spec("demo")
     layers, half = spec.num_layers, spec.num_layers // 2
-    stages = (Stage(devices=(0,), layers=(0, half)), Stage(devices=(1,), layers=(half, layers)))
-    placement = (Stage(layers=(0, layers)),) if way == "one" else stages
-    schedule = Schedule("orca", {"max_num_seqs": max(CLIENTS), **({} if way == "one" else {"micro_batches": 2})})
+    placement = {
+        "one": (Stage(layers=(0, layers)),),
+        "pipeline": (Stage(devices=(0,), layers=(0, half)), Stage(devices=(1,), layers=(half, layers))),
+        "tensor": (Stage(devices=(0, 1), layers=(0, layers)),),
+    }[way]
+    schedule = Schedule("orca", {"max_num_seqs": max(CLIENTS), **({"micro_batches": 2} if way == "pipeline" else {})})
     plan = Plan(model="demo", schedule=schedule, placement=placement, kv_cache_tokens=max(CLIENTS) * 512)
     return build_engine(engine_setup(plan, spec, dummy_weights=True))
 

@@ -126,8 +126,8 @@ def _case(law: str, policy: str, slack: float) -> Case | None:
         return None
     placed = problem.at(plan.placement)
     bound = f"{slack:g} x alone" if slack < inf else "no bound"
-    loads = _loads(placed, plan.schedule)
-    adjusted = {percent: {**plan.schedule.variables, **loads, "adjust_percent": percent} for percent in PERCENTS}
+    planned = loads(placed, plan.schedule)
+    adjusted = {percent: {**plan.schedule.variables, **planned, "adjust_percent": percent} for percent in PERCENTS}
     return Case(
         f"{law}, {bound}, {plan.schedule}",
         _figures(placed, plan.schedule),
@@ -135,7 +135,7 @@ def _case(law: str, policy: str, slack: float) -> Case | None:
     )
 
 
-def _loads(placed: Problem, schedule: Schedule) -> dict[str, int]:
+def loads(placed: Problem, schedule: Schedule) -> dict[str, int]:
     """The planned loads: prompt tokens of a prefill, and requests that decode after it."""
     tokens = round(schedule["prefill_batch"] * placed.workload.mean_input)
     if "decode_steps" in schedule.variables:

@@ -1,12 +1,12 @@
 """ORCA's evaluation (OSDI 2022, section 6) by closed form and replay on the datasheet of its A100-40GB machines.
 
-Figure 8 by the share of time that stages compute; figure 9 by the seconds of a batch of equal requests; figure 10 by
-replays of Poisson streams. FasterTransformer is simulated as section 6.2 has it: a batch is taken when the one before
-is done, its prompts are prefilled up to the shortest one's length and fed token by token from there, no answer is
-returned before the whole batch is done, and every row has room for 2,048 tokens. The other FasterTransformer, that of
-5.1 and later, prefills prompts whole.
+Figure 8 by the share of time that stages compute; figure 9 by the seconds of a batch of equal requests; figures 10 and
+11 by replays of Poisson streams. FasterTransformer is simulated as section 6.2 has it: a batch is taken when the one
+before is done, its prompts are prefilled up to the shortest one's length and fed token by token from there, no answer
+is returned before the whole batch is done, and every row has room for 2,048 tokens. The other FasterTransformer, that
+of 5.1 and later, prefills prompts whole. Of figure 11 the paper states no lengths: they are those of section 6.1.
 
-Not here: figure 11 (lengths that the paper does not state), and a device: nothing of it was measured on one.
+Not here: a device, as nothing of it was measured on one; figure 9 on a CPU's engine is `benchmarks/engine/equal.py`.
 """
 
 from collections.abc import Callable
@@ -44,13 +44,15 @@ _ORCA, _FT = (8, 32), (1, 8)
 """Largest batches that are tried; those of FasterTransformer are the two that the paper found best."""
 _TARGET = 0.190
 """Seconds a token at which the paper compares."""
+_ALIKE = (1, 8, 32)
+"""Largest batches of figure 11, of ORCA; FasterTransformer has those of figure 10."""
 _REQUESTS = 600
 _HALVINGS = 8
 _RATES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
 
 
 def parts() -> dict[str, Callable[[Settings], Part]]:
-    return {"orca8": _figure_8, "orca9": _figure_9, "orca10": _figure_10}
+    return {"orca8": _figure_8, "orca9": _figure_9, "orca10": _figure_10, "orca11": _figure_11}
 
 
 @cache
@@ -162,7 +164,7 @@ def _unbatched_attention(placed: Problem, rows: int, prompt: int) -> float:
     contexts = prompt + np.arange(_OUTPUTS - 1, dtype=float)
     extra = 0.0
     for stage in placed.cost.placement:
-        attention = placed.cost.timings.shard(len(stage.devices)).decode_attention
+        attention = placed.cost.timings.shard(stage.sharding).decode_attention
         alone, together = (attention(np.full(len(contexts), float(number)), contexts) for number in (1, rows))
         extra += (stage.layers[1] - stage.layers[0]) * float((rows * alone - together).sum())
     return max(extra, 0.0)
@@ -258,16 +260,17 @@ def _systems(model: str) -> dict[str, Callable[[float], Served]]:
     """By name: from a rate to what is served at it."""
     placed = _placed(model)
     systems: dict[str, Callable[[float], Served]] = {}
+    law = placed.workload
     for batch in _ORCA:
         systems[f"ORCA, batch {batch}"] = lambda rate, batch=batch: _orca(placed, batch, rate)
     for batch in _FT:
-        systems[f"FT 2022, batch {batch}"] = lambda rate, batch=batch: _ft(model, batch, rate, shortest=True)
-        systems[f"FT, batch {batch}"] = lambda rate, batch=batch: _ft(model, batch, rate, shortest=False)
+        systems[f"FT 2022, batch {batch}"] = lambda rate, batch=batch: _ft(model, law, batch, rate, shortest=True)
+        systems[f"FT, batch {batch}"] = lambda rate, batch=batch: _ft(model, law, batch, rate, shortest=False)
     return systems
 
 
-def _stream(placed: Problem, rate: float) -> tuple[Ints, Ints, Floats]:
-    inputs, outputs = placed.workload.sample(_REQUESTS, seed=0)
+def _stream(workload: Workload, rate: float) -> tuple[Ints, Ints, Floats]:
+    inputs, outputs = workload.sample(_REQUESTS, seed=0)
     gaps = np.random.default_rng(0).exponential(1 / rate, _REQUESTS)
     return inputs, outputs, np.cumsum(gaps)
 
@@ -276,7 +279,7 @@ def _orca(placed: Problem, batch: int, rate: float) -> Served:
     """Largest batch `batch`, as many batches in flight as there are stages."""
     groups = len(placed.cost.placement)
     schedule = Schedule("orca", {"max_num_seqs": batch * groups, **({"micro_batches": groups} if groups > 1 else {})})
-    inputs, outputs, arrivals = _stream(placed, rate)
+    inputs, outputs, arrivals = _stream(placed.workload, rate)
     blocks = int(kv_capacity_tokens(placed.profile, placed.cost.placement, placed.memory)) // 16
     run: Run = replay(
         schedule,
@@ -290,9 +293,9 @@ def _orca(placed: Problem, batch: int, rate: float) -> Served:
     return _served(run.requests.arrivals, run.requests.last_tokens, outputs)
 
 
-def _ft(model: str, batch: int, rate: float, *, shortest: bool) -> Served:
+def _ft(model: str, workload: Workload, batch: int, rate: float, *, shortest: bool) -> Served:
     """One batch after the other: all that wait, at most `batch`."""
-    inputs, outputs, arrivals = _stream(_placed(model), rate)
+    inputs, outputs, arrivals = _stream(workload, rate)
     ends, now, first = np.zeros(len(inputs)), 0.0, 0
     while first < len(inputs):
         now = max(now, float(arrivals[first]))
@@ -339,9 +342,71 @@ def _most(serve: Callable[[float], Served], target: float) -> float:
 
 def curves(model: str = "gpt3-175b") -> list[dict[str, Any]]:
     """Throughput and latency by system and rate, the axes of figure 10."""
+    return _points(_systems(model))
+
+
+def _points(systems: dict[str, Callable[[float], Served]]) -> list[dict[str, Any]]:
     return [
         {"system": name, "rate": rate, "requests/s": served.throughput, "seconds a token": served.seconds_a_token}
-        for name, serve in _systems(model).items()
+        for name, serve in systems.items()
         for rate in _RATES
         if (served := serve(rate))
     ]
+
+
+# --- figure 11: equal requests ----------------------------------------------------------------------------------------
+
+
+def _figure_11(settings: Settings) -> Part:
+    rows, most = [], {}
+    for prompt in _PROMPTS:
+        for system, serve in _alike_systems(prompt).items():
+            most[prompt, system] = flooded = serve(_FLOOD).throughput
+            half = _OUTPUTS * serve(flooded / 2).seconds_a_token
+            rows.append((f"{prompt} in, {_OUTPUTS} out", system, flooded, half))
+    claims = [
+        Claim(
+            what=f"{prompt} tokens in: {one} over {other}, most requests/s",
+            paper=None,
+            ours=most[prompt, one] / most[prompt, other],
+            reason=f"drawn only; the text: {said}",
+        )
+        for one, other, said in _SAID
+        for prompt in _PROMPTS
+    ]
+    systems = _alike_systems(_PROMPTS[-1])
+    return Part(
+        title="ORCA, figure 11: equal requests, 175B, Poisson arrivals",
+        header=("lengths", "system", "most requests/s", "median latency s at half of them"),
+        rows=rows,
+        claims=claims,
+        curves=_points(systems),
+        notes=(
+            "The paper states no lengths of this figure and no value in its text; lengths are those of its figure 9. "
+            "With equal requests FasterTransformer as the paper describes it and FT are the same. ORCA has as many "
+            "batches in flight as stages, FasterTransformer one, unpipelined.",
+        ),
+    )
+
+
+_FLOOD = 100.0
+"""Requests/s, more than anything here serves."""
+_SAID = (
+    ("FT, batch 8", "FT, batch 1", "a noticeable gain, as no request leaves early"),
+    ("ORCA, batch 8", "FT, batch 8", "ORCA serves more"),
+    ("ORCA, batch 1", "FT, batch 8", "the one case in which ORCA serves less, a pipeline that does not batch"),
+)
+
+
+def _alike_systems(prompt: int) -> dict[str, Callable[[float], Served]]:
+    """As `_systems`, for 175B and requests of one length."""
+    model = "gpt3-175b"
+    inputs, outputs, weights = joint(fixed(prompt), fixed(_OUTPUTS))
+    law = Workload.of("ORCA, figure 11", inputs=inputs, outputs=outputs, weights=weights)
+    placed = replace(_placed(model), workload=law)
+    systems: dict[str, Callable[[float], Served]] = {}
+    for batch in _ALIKE:
+        systems[f"ORCA, batch {batch}"] = lambda rate, batch=batch: _orca(placed, batch, rate)
+    for batch in _FT:
+        systems[f"FT, batch {batch}"] = lambda rate, batch=batch: _ft(model, law, batch, rate, shortest=False)
+    return systems

@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         "simulator/cost.py",
-        "handover_bytes_per_token(self.spec, dtype) / stage.tensor_parallel_size",
+        "handover_bytes_per_token(self.spec, dtype) / min(width, shares)",
         "handover_bytes_per_token(self.spec, dtype)",
         "the cost of a KV transfer not divided among devices",
         (COMMUNICATION,),

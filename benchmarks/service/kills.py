@@ -1,13 +1,16 @@
 """Engines, workers and readers killed or stopped at random under load: the answers, the time to recovery, what is left.
 
-    python -m benchmarks.service.kills [--plan one two reader] [--kills 30] [--minutes 30] [--stops 0.25]
+    python -m benchmarks.service.kills [--plan one two reader] [--kills 30] [--minutes 30] [--stops 0.25] [--keep FILE]
 
 Serves the demo model on one worker, on two (a pipeline), and on one whose reader processes are the target. Each plan
 gets that many kills, or fewer where its minutes end first. Clients stream the same greedy answers repeatedly. At random
 times a random process (the engine; the engine or a worker; a reader) gets SIGKILL, or SIGSTOP for a share of the kills.
-Every answer must equal the undisturbed one, or be the documented error after its request's second crash. Well again is
-the first new token that the next processes make. At last the server gets SIGTERM, and another one SIGKILL under load:
-no process, port, shared memory or file in the temporary directory may be left.
+Every answer must equal the undisturbed one, or be the documented error after its request's second crash; requests that
+come during a restart wait for it, and one that is told 503 nevertheless is sent again and counted. Well again is the
+first new token that the next processes make. What the server holds is noted every `--held` kills. At last the server
+gets SIGTERM, and another one SIGKILL under load: no process, port, shared memory or file in the temporary directory may
+be left. With `--keep` every tenth kill is written to a file, and a run that finds it goes on from there with another
+server: 1,000 kills of each plan take several runs of `--kills 1000 --minutes 20 --keep kills.part.json`.
 Writes records/kills.json.
 """
 
@@ -24,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,15 +60,69 @@ def main() -> None:
     parser.add_argument("--stops", type=float, default=0.25, help="share that gets SIGSTOP instead of SIGKILL")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--held", type=int, default=100, metavar="KILLS", help="between two looks at what is held")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="where a run leaves off and the next one goes on")
     args = parser.parse_args()
+    kept = _Kept(args.keep)
     plans = []
     for name in args.plan:
-        plans.append(_measured(name, args))
-        print(table(("", ""), [[key, str(value)] for key, value in plans[-1].items()]), flush=True)
+        run = kept.runs.setdefault(name, _Run())
+        if run.num_kills < args.kills:
+            _measure(name, run, kept, args)
+        plans.append(run.figures(name))
+        shown = {**plans[-1], "held": f"{run.held[0]}, at the end {run.held[-1]}"}
+        print(table(("", ""), [[key, str(value)] for key, value in shown.items()]), flush=True)
     print(f"\nrecord: {write_record('kills', {'plans': plans})}")
 
 
-def _measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
+@dataclass
+class _Run:
+    """What the kills of one plan have shown so far, over one server or several."""
+
+    answers: dict[str, int] = field(default_factory=dict)
+    well: dict[str, list[float]] = field(default_factory=lambda: {"SIGKILL": [], "SIGSTOP": []})
+    """Seconds, by signal."""
+    held: list[dict[str, int]] = field(default_factory=list)
+    """At the beginning of each server, every so many kills, and at its end."""
+    left: dict[str, dict[str, int]] = field(default_factory=dict)
+    """After each way to end, over all servers."""
+    statuses: list[int] = field(default_factory=list)
+
+    @property
+    def num_kills(self) -> int:
+        return sum(map(len, self.well.values()))
+
+    def add_left(self, end: str, found: dict[str, int]) -> None:
+        self.left[end] = dict(Counter(found) + Counter(self.left.get(end, {})) | {n: 0 for n in found if not found[n]})
+
+    def figures(self, name: str) -> dict[str, Any]:
+        return {
+            "plan": name,
+            "kills": self.num_kills,
+            "answers": dict(sorted(self.answers.items())),
+            **{f"well again after {kind}, s": _spread(found) for kind, found in self.well.items()},
+            "held": self.held,
+            "exit statuses": self.statuses,
+            **{f"left after {end}": found for end, found in self.left.items()},
+        }
+
+
+class _Kept:
+    """The runs by plan, and the file that has them."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        found = json.loads(path.read_text()) if path and path.exists() else {}
+        self.runs = {name: _Run(**fields) for name, fields in found.items()}
+
+    def write(self) -> None:
+        if self._path:
+            beside = self._path.with_suffix(".new")
+            beside.write_text(json.dumps({name: asdict(run) for name, run in self.runs.items()}))
+            beside.replace(self._path)
+
+
+def _measure(name: str, run: _Run, kept: _Kept, args: argparse.Namespace) -> None:
     body, victims = PLANS[name]
     shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
@@ -74,18 +131,18 @@ def _measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
         temporary.mkdir()
         environment = {"TMPDIR": str(temporary)}
         with served(plan, "--weights", "dummy", "--replan", "off", environment=environment) as server:
-            figures = _storm(server, name, victims, args)
+            _storm(server, name, victims, run, kept, args)
             family = [server.process.pid, *descendants(server.process.pid)]
-        figures["exit status"] = server.process.returncode
-        left = [_left(family, server.port, temporary, shared)]
+        run.statuses.append(server.process.returncode)
+        run.add_left("SIGTERM", _left(family, server.port, temporary, shared))
         with served(plan, "--weights", "dummy", "--replan", "off", environment=environment, killed=True) as server:
             load = _Load(server, _bodies(random.Random(args.seed), args.clients))
             with load.clients(args.clients, wanted=None):
                 family = [server.process.pid, *descendants(server.process.pid)]
                 server.process.kill()
                 server.process.wait()
-        left.append(_left(family, server.port, temporary, shared))
-    return {**figures, "left after SIGTERM": left[0], "left after SIGKILL": left[1]}
+        run.add_left("SIGKILL", _left(family, server.port, temporary, shared))
+        kept.write()
 
 
 @dataclass
@@ -167,31 +224,36 @@ def _bodies(draw: random.Random, clients: int) -> list[dict[str, Any]]:
     ]
 
 
-def _storm(server: Server, name: str, victims: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
-    draw = random.Random(args.seed)
-    load = _Load(server, _bodies(draw, args.clients))
+def _storm(
+    server: Server, name: str, victims: tuple[str, ...], run: _Run, kept: _Kept, args: argparse.Namespace
+) -> None:
+    """Kills until there are as many as asked for, or the time is over; everything is noted in `run`."""
+    draw = random.Random(f"{args.seed} {run.num_kills}")
+    load = _Load(server, _bodies(random.Random(args.seed), args.clients))
     wanted = [load.answer(body)[1] for body in load.bodies]
-    before, well = server.held(), {"SIGKILL": [], "SIGSTOP": []}
-    deadline = time.monotonic() + 60 * args.minutes
+    told, begun, began = Counter(run.answers), run.num_kills, time.monotonic()
+    run.held.append({"kills": begun, **server.held()})
     with load.clients(args.clients, wanted):
-        for number in range(1, args.kills + 1):
-            if time.monotonic() > deadline:
-                break
+        while run.num_kills < args.kills and time.monotonic() - began < 60 * args.minutes:
             time.sleep(draw.uniform(0.3, 3.0))
             kind = "SIGSTOP" if draw.random() < args.stops else "SIGKILL"
-            well[kind].append(_killed(server, load, victims, draw, kind))
-            if number % 10 == 0 or number == args.kills:
-                every = well["SIGKILL"] + well["SIGSTOP"]
-                print(f"{name}: {number} of {args.kills}, {_spread(every)}, {dict(load.outcomes)}", flush=True)
+            run.well[kind].append(_killed(server, load, victims, draw, kind))
+            if run.num_kills % args.held == 0:
+                run.held.append({"kills": run.num_kills, **server.held()})
+            if run.num_kills % 10 == 0 or run.num_kills == args.kills:
+                run.answers = dict(told + load.outcomes)
+                kept.write()
+                gone = time.monotonic() - began
+                rest = gone / (run.num_kills - begun) * (args.kills - run.num_kills)
+                every = _spread(run.well["SIGKILL"] + run.well["SIGSTOP"])
+                print(
+                    f"{name}: {run.num_kills} of {args.kills}, {gone / 60:.0f} min, {rest / 60:.0f} min more; "
+                    f"well again {every}; {run.answers}",
+                    flush=True,
+                )
+    run.answers = dict(told + load.outcomes)
     _await(server.idle, WELL_SECONDS, "requests or blocks are left")
-    return {
-        "plan": name,
-        "kills": sum(map(len, well.values())),
-        "answers": dict(sorted(load.outcomes.items())),
-        **{f"well again after {kind}, s": _spread(found) for kind, found in well.items()},
-        "held before": before,
-        "held after": server.held(),
-    }
+    run.held.append({"kills": run.num_kills, **server.held()})
 
 
 def _killed(server: Server, load: _Load, victims: tuple[str, ...], draw: random.Random, kind: str) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from exeplan.core.schedule import Sharding
 from exeplan.files import shipped_names
 from exeplan.planner.risk import error_law
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
@@ -36,10 +37,19 @@ _SHAPES = {"deepseek-r1": "deepseek-v3"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(ServingRun):
-    """One measured configuration; `model` is a shipped name, `system` the folder of the operator tables."""
+    """One measured configuration; `model` is a shipped name, `system` the folder of the operator tables.
+
+    Where ranks attend for requests of their own, `tensor_parallel_size` is that of one.
+    """
 
     system: str
     device: str = ""
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.tensor_parallel_size, self.data_parallel_size, self.expert_parallel_size)
 
     @property
     def half(self) -> int:
@@ -53,21 +63,26 @@ class Row(ServingRun):
 
     def rate(self, e2e: float) -> float:
         """Output tokens a second and GPU if a request takes `e2e` seconds."""
-        return self.concurrency * self.output_tokens / e2e / self.tensor_parallel_size
+        return self.concurrency * self.output_tokens / e2e / self.sharding.num_devices
 
 
-def read_rows(path: Path) -> tuple[list[Row], int]:
+def read_rows(path: Path, *, with_ranks: bool = False) -> tuple[list[Row], int]:
     """All rows that exeplan has a model and a dtype for, on one stage that does everything, and how many others there
-    are."""
+    are; those with attention data parallelism only `with_ranks`."""
     with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
         found = list(csv.DictReader(lines))
     rows = [_row(model, line) for line in found if (model := _model(line["model_path"])) and _is_plain(line)]
+    rows = [row for row in rows if with_ranks or row.data_parallel_size == 1]
     return rows, len(found) - len(rows)
 
 
 def _is_plain(line: dict[str, str]) -> bool:
-    alike = float(line["pp_size"] or 0) == float(line.get("attention_dp_size") or 1) == 1
+    alike = float(line["pp_size"] or 0) == 1
     return line["mode"] == "agg" and line["system"] in DEVICES and alike and line["precision"] in _DTYPES
+
+
+def _degree(line: dict[str, str], name: str) -> int:
+    return int(float(line.get(name) or 1))
 
 
 def _model(path: str) -> str | None:
@@ -89,7 +104,10 @@ def _row(model: str, line: dict[str, str]) -> Row:
         input_tokens=lengths[0],
         output_tokens=lengths[1],
         least_share=0.8 if lengths in _RANDOM and line.get("id", "")[:2] == "20" else 1.0,
-        concurrency=int(float(line["batch_size"])),
+        # Of one rank, the file says.
+        concurrency=int(float(line["batch_size"])) * _degree(line, "attention_dp_size"),
+        data_parallel_size=_degree(line, "attention_dp_size"),
+        expert_parallel_size=_degree(line, "moe_ep_size"),
         tensor_parallel_size=int(float(line["tp_size"])),
         ttft=float(line["silicon_ttft_ms"]) / 1e3,
         tpot=float(line["silicon_tpot_ms"]) / 1e3,

@@ -148,6 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
+    from exeplan.core.schedule import needs_other_engine
     from exeplan.figures import check_picture
     from exeplan.garbage import collected_seldom
     from exeplan.planner.explain_text import explanation_lines
@@ -182,8 +183,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nfrontier drawn in {args.plot}")
     if args.output:
         note(_unplaced(solution.problem.profile.model, args.output))
-        only = solution.problem.profile.model.is_only_planned
-        where = "; other engines run this model, `exeplan serve` does not" if only else ""
+        where = ""
+        if solution.problem.profile.model.is_only_planned:
+            where = "; other engines run this model, `exeplan serve` does not"
+        elif any(needs_other_engine(group.placement) for group in optimum.plan.groups):
+            where = "; other engines run this placement, `exeplan serve` does not"
         print(f"\nplan written to {args.output}{where or f'; run it with `exeplan serve {args.output}`'}")
     return 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from exeplan.core.model import ModelSpec
     from exeplan.core.profile import Profile
 
 POSITION = 10
@@ -105,7 +106,7 @@ def _measure(args: argparse.Namespace) -> int:
     device = _device(args.device)
     profile_model(
         spec,
-        dtype=args.dtype if args.dtype != "auto" else "bfloat16" if device == "cuda" else "float32",
+        dtype=args.dtype if args.dtype != "auto" else _usual_dtype(spec, device),
         kv_dtype=args.kv_dtype,
         device=device,
         output=args.output,
@@ -119,6 +120,12 @@ def _measure(args: argparse.Namespace) -> int:
     )
     print(f"wrote {args.output}")
     return 0
+
+
+def _usual_dtype(spec: "ModelSpec", device: str) -> str:
+    """Of a CPU float32, but for weights of 4 bits in groups, which only products in bfloat16 read as they are."""
+    grouped = spec.quantization is not None and spec.quantization.bits == 4 and spec.quantization.group_size is not None
+    return "bfloat16" if device == "cuda" or grouped else "float32"
 
 
 def _device(name: str) -> str:

@@ -41,6 +41,8 @@ class SequenceState:
     """Worth of its answer relative to others of its length."""
     slot: int = 0
     """Where finished rows are kept: the sequences of one slot leave together (see `Packing.slots`)."""
+    rank: int = 0
+    """Of attention data parallelism, the one that attends for it and has its keys and values."""
 
     @property
     def num_tokens(self) -> int:

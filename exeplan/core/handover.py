@@ -16,3 +16,12 @@ def pieces(layers: tuple[int, int], layer_bytes: float) -> list[tuple[int, int]]
     first, last = layers
     count = max(1, min(last - first, int((last - first) * layer_bytes / PIECE_BYTES)))
     return list(pairwise(first + (last - first) * number // count for number in range(count + 1)))
+
+
+def num_receivers(shares: int, senders: int, receivers: int) -> int:
+    """How often a device that prefills sends what it has, where so many prefill and so many decode the same layers.
+
+    More than once where more devices decode than there are key/value heads (`shares`, 1 of latent attention); of
+    several devices that have the same head they take turns.
+    """
+    return -(-max(receivers, shares) // max(senders, shares))

@@ -38,6 +38,20 @@ def layer_parameters_read(spec: ModelSpec, num_tokens: float, *, encoder: bool =
     return _attentions(spec, encoder) + _mlp_parameters(spec, spec.experts.touched(num_tokens) if spec.experts else 0)
 
 
+def expert_parameters(spec: ModelSpec) -> float:
+    """Of one layer, those of its routed experts: the mean of all layers, as in `mlp_parameters`; 0 of a dense one."""
+    if not (experts := spec.experts):
+        return 0.0
+    return 3 * spec.hidden_size * experts.width * experts.count * experts.num_layers / spec.num_layers
+
+
+def expert_parameters_read(spec: ModelSpec, num_tokens: float) -> float:
+    """Of them, those that a pass of so many tokens reads."""
+    if not spec.experts:
+        return 0.0
+    return expert_parameters(spec) * spec.experts.touched(num_tokens) / spec.experts.count
+
+
 def _attentions(spec: ModelSpec, encoder: bool) -> int:
     return (2 if spec.is_encoder_decoder and not encoder else 1) * attention_parameters(spec)
 
@@ -77,6 +91,17 @@ def handover_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
 def num_all_reduces(spec: ModelSpec, *, encoder: bool = False) -> int:
     """Sums over a tensor parallel group in one layer: after each attention and after the MLP (Megatron's split)."""
     return 3 if spec.is_encoder_decoder and not encoder else 2
+
+
+def all_to_all_bytes(spec: ModelSpec, num_tokens: float, dtype: str, *, devices: int, parts: int) -> float:
+    """What each of the devices sends in a layer with experts when so many tokens a device go to them, or come back."""
+    copies = spec.experts.copies_sent(devices, parts) if spec.experts else 0.0
+    return activation_bytes(spec, num_tokens, dtype) * copies
+
+
+def num_all_to_alls(spec: ModelSpec) -> float:
+    """Exchanges of a layer, to the experts and back: the mean of all layers, as some may have none."""
+    return 2 * spec.experts.num_layers / spec.num_layers if spec.experts else 0.0
 
 
 def activation_bytes(spec: ModelSpec, num_tokens: float, dtype: str) -> float:

@@ -20,12 +20,11 @@ from exeplan.core.model_config import (
     attention_window,
     check_config,
     check_layer_types,
-    check_unquantized,
     is_multimodal,
     nested,
     planned_part,
-    quantized_dtype,
 )
+from exeplan.core.quantization import Quantization, quantization_of
 from exeplan.core.sparse_layers import (
     RUN_SPARSE,
     Experts,
@@ -56,8 +55,8 @@ _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 """Of an encoder-decoder model, whose `num_hidden_layers` (BART) and `num_layers` (T5) count its encoder's."""
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers", "num_layers")
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "ffn_hidden_size")
-_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""What AutoGPTQ, AutoAWQ and ModelOpt write next to a config that does not mention it."""
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": None}
+"""What AutoGPTQ, AutoAWQ and ModelOpt write next to a config that does not mention it, and the method it stands for."""
 _LARGEST, _MOST_LAYERS = 1 << 30, 10_000
 """Beyond any size, and any number of layers."""
 _SIZES = (
@@ -115,8 +114,8 @@ class ModelSpec:
     """Of a mixture of experts, whose `intermediate_size` is that of the layers without any."""
     latent: LatentAttention | None = None
     """Of latent attention, whose `head_dim` is that of queries and keys."""
-    weight_dtype: str | None = None
-    """Of the layers, where a quantized checkpoint says it; None for one of 16 or 32 bits."""
+    quantization: Quantization | None = None
+    """Of the layers' weights; None for a checkpoint of 16 or 32 bits."""
     config: Mapping[str, Any] = field(repr=False)
     directory: Path | None = None
     reference: str | None = None
@@ -135,9 +134,9 @@ class ModelSpec:
 
     @property
     def is_only_planned(self) -> bool:
-        """Whether the engine here has no such layers or weights; other engines may."""
+        """Whether the engine here has no such layers; other engines may."""
         sparse = (self.experts or self.latent) and self.family not in RUN_SPARSE
-        return bool(sparse or self.weight_dtype or self.is_multimodal)
+        return bool(sparse or self.is_multimodal)
 
     def has_experts(self, layer: int) -> bool:
         """Whether this decoder layer has experts instead of one feed-forward block."""
@@ -294,10 +293,13 @@ def _absolute(path: str | Path) -> Path:
 def _in_directory(directory: Path, *, name: str, reference: str) -> ModelSpec:
     if not (directory / "config.json").is_file():
         raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory")
-    for file in _QUANTIZATION_FILES:
-        if (directory / file).is_file():
-            check_unquantized(read_json(directory / file), name, file)
-    return model_spec(read_json(directory / "config.json"), name=name, directory=directory, reference=reference)
+    config = read_json(directory / "config.json")
+    for file, method in _QUANTIZATION_FILES.items():
+        if (directory / file).is_file() and not planned_part(config).get("quantization_config"):
+            found = {**({"quant_method": method} if method else {}), **read_json(directory / file)}
+            quantization_of(found, name, file)
+            config = {**config, "quantization_config": found}
+    return model_spec(config, name=name, directory=directory, reference=reference)
 
 
 def model_spec(
@@ -331,7 +333,7 @@ def model_spec(
         max_context=_max_context(config, family, name),
         experts=experts,
         latent=latent_of(config, name),
-        weight_dtype=quantized_dtype(config),
+        quantization=quantization_of(config.get("quantization_config"), name),
         config=dict(config),
         directory=directory,
         reference=reference,
@@ -357,8 +359,8 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
             f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
             f"{spec.experts.per_token} of {spec.experts.count} experts; a datasheet takes all experts to be as likely"
         )
-    if spec.weight_dtype:
-        yield f"the weights of '{spec.name}' are in {spec.weight_dtype}, and are planned so by datasheet"
+    if spec.quantization:
+        yield f"the weights of '{spec.name}' are quantized ({spec.quantization})"
     if spec.is_multimodal:
         yield f"'{spec.name}' is multimodal: its part for text is planned, and images and sound are not"
     windows = sorted(window for window in spec.windows if window is not None)

@@ -92,7 +92,6 @@ def nested(config: Config, part: str) -> Config:
 def check_config(config: Config, name: str) -> None:
     """Raises InputError, in one sentence, for a model of a kind that is not planned, or a value that none can have."""
     _check_kind(config, name)
-    check_unquantized(config.get("quantization_config"), name, "quantization_config")
     # Of a Qwen2-MoE without windows transformers writes 0.
     no_window = config.get("use_sliding_window") is False and config.get("sliding_window") == 0
     counts = tuple(field for field in _COUNTS if not (field == "sliding_window" and no_window))
@@ -143,29 +142,6 @@ def check_layer_types(config: Config, name: str, *, num_layers: int) -> None:
             )
     if len(kinds) != num_layers:
         raise InputError(f"config of '{name}': {len(kinds)} layer_types for {num_layers} layers; give one a layer")
-
-
-def quantized_dtype(config: Config) -> str | None:
-    """The dtype of the layers' weights where the config says that they are quantized in a way that is planned: fp8 with
-    a scale a block or a tensor, as DeepSeek and Qwen publish it."""
-    return "fp8" if nested(config, "quantization_config").get("quant_method") == "fp8" else None
-
-
-def check_unquantized(quantization: Any, name: str, where: str) -> None:
-    """Raises InputError naming the method of a checkpoint whose weights are quantized in a way that is not planned."""
-    if not quantization:
-        return
-    found = quantization if isinstance(quantization, Mapping) else {"quant_method": str(quantization)}
-    if found.get("quant_method") == "fp8":
-        return
-    nested = found.get("quantization")
-    algorithm = nested.get("quant_algo") if isinstance(nested, Mapping) else None
-    method = found.get("quant_method") or algorithm or (f"{found['bits']} bits" if "bits" in found else "a method")
-    method = " ".join(str(method).split())[:40]
-    raise InputError(
-        f"'{name}' is quantized by {method} ({where}), and its weights are neither timed nor loaded; plan and serve "
-        "its unquantized checkpoint, whose sizes are the same (GPUs that have fp8 run that with --dtype fp8)"
-    )
 
 
 def _check_kind(config: Config, name: str) -> None:

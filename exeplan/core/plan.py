@@ -215,6 +215,7 @@ def stage_json(stage: Stage) -> dict[str, Any]:
     body: dict[str, Any] = {
         "devices": list(stage.devices),
         "tensor_parallel_size": stage.tensor_parallel_size,
+        **{name: getattr(stage, name) for name in _DEGREES if getattr(stage, name) > 1},
         "layers": list(stage.layers),
     }
     if stage.encoder_layers != (0, 0):
@@ -329,7 +330,8 @@ def _schedule(body: Any, folder: Path | None) -> Schedule:
     return replace(schedule, policy=str((folder / Path(schedule.policy).expanduser()).resolve()))
 
 
-_STAGE = ("devices", "tensor_parallel_size", "layers", "encoder_layers", "phase")
+_DEGREES = ("data_parallel_size", "expert_parallel_size")
+_STAGE = ("devices", "tensor_parallel_size", *_DEGREES, "layers", "encoder_layers", "phase")
 
 
 def placement_from(body: Any) -> Placement:
@@ -352,9 +354,12 @@ def _stage(body: Any) -> Stage:
         )
     if len(set(devices)) < len(devices):
         raise InputError(f"a stage has a device twice: {devices!r}")
-    if (size := body.get("tensor_parallel_size", len(devices))) != len(devices):
+    ranks, parts = (_degree(body, name, len(devices)) for name in _DEGREES)
+    if (size := body.get("tensor_parallel_size", len(devices) // ranks)) != len(devices) // ranks:
+        of = f" over its data_parallel_size of {ranks}" if ranks > 1 else ""
         raise InputError(
-            f"tensor_parallel_size is the number of devices of a stage, here {len(devices)}, found {size!r}"
+            f"tensor_parallel_size is the number of devices of a stage{of}, here {len(devices) // ranks}, "
+            f"found {size!r}"
         )
     if body.get("phase", "") not in ("", "prefill", "decode"):
         raise InputError(f"a stage's phase can be prefill or decode, found {body['phase']!r}")
@@ -363,7 +368,17 @@ def _stage(body: Any) -> Stage:
         layers=(layers[0], layers[1]),
         encoder_layers=(encoder[0], encoder[1]),
         phase=body.get("phase", ""),
+        data_parallel_size=ranks,
+        expert_parallel_size=parts,
     )
+
+
+def _degree(body: Mapping[str, Any], name: str, num_devices: int) -> int:
+    """Raises InputError unless it divides the devices of the stage."""
+    size = body.get(name, 1)
+    if type(size) is not int or size < 1 or num_devices % size:
+        raise InputError(f"{name} must divide the {num_devices} devices of a stage, found {size!r}")
+    return size
 
 
 def _counts(values: Any) -> bool:

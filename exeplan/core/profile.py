@@ -21,10 +21,16 @@ iteration each.
                                                     together: while all compute
     all_reduce intra    bytes                       sum over tensor_parallel_size devices of one node; inter: of several
     send       intra    bytes                       from one device to another of its node; inter: to another node
+    dense      (both)   num_tokens                  a mixture's layer without its attention and its routed experts
+    experts    (both)   num_tokens                  the routed experts alone, on the busiest device: tokens of all ranks
+    all_to_all intra    bytes                       tokens to their experts, or back: what each of that many devices
+                                                    sends to others of its node; inter: to other nodes
 
-Rows hold at one tensor_parallel_size: `attention`, `rest`, `embed` and `head` are one device's shard then, without
-communication. An encoder-decoder model's `attention decode` is a decoder layer's own and cross attention together, over
-all tokens in both of its caches. Times are medians in seconds.
+The last three are of layouts with attention data parallelism (`Sharding`). `rest` rows of an expert_parallel_size above
+1 have all tokens on every device, as without it, and whole experts on each. Rows hold at one tensor_parallel_size:
+`attention`, `rest`, `dense`, `embed` and `head` are one device's shard then, without communication. An encoder-decoder
+model's `attention decode` is a decoder layer's own and cross attention together, over all tokens in both of its caches.
+Times are medians in seconds.
 
 Not here: interpolation (`simulator/cost.py`) and measuring (`profiler/`).
 """
@@ -38,12 +44,15 @@ from typing import Any
 
 from exeplan.core.correction import Correction, correction_from
 from exeplan.core.model import DTYPE_BYTES, ModelSpec, model_reference, model_reference_from, model_spec
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.files import read_json, write_text
 
 COMPUTE_OPS = ("attention", "rest", "embed", "head", "overhead")
-LINK_OPS = ("all_reduce", "send")
-OPS = (*COMPUTE_OPS, "control", "pass", *LINK_OPS)
+LINK_OPS = ("all_reduce", "send", "all_to_all")
+EXPERT_OPS = ("dense", "experts")
+"""Of layouts with attention data parallelism."""
+OPS = (*COMPUTE_OPS, "control", "pass", *EXPERT_OPS, *LINK_OPS)
 COMPUTE_PHASES = ("prefill", "decode", "", "alone", "together")
 LINKS = ("intra", "inter")
 """Phases of the two operations that communicate: inside a node and between nodes."""
@@ -61,6 +70,8 @@ _MORE_AXES = {
     ("control", ""): ("num_seqs",),
     ("pass", "alone"): ("num_seqs", "context_tokens"),
     ("pass", "together"): ("num_seqs", "context_tokens"),
+    ("dense", ""): ("num_tokens",),
+    ("experts", ""): ("num_tokens",),
 }
 """The same of those that it may hold."""
 _LARGEST = 1e30
@@ -97,9 +108,19 @@ class Measurement:
     spread: float = 0.0
     """Half the interquartile range over the median."""
     repeats: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    """Of `rest` and `experts` rows (see `Sharding`)."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of an `all_to_all` row, all its devices count as tensor parallel."""
+        return Sharding(self.tensor_parallel_size, self.data_parallel_size, self.expert_parallel_size)
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Measurement)}
+_ADDED = ("data_parallel_size", "expert_parallel_size")
+"""Fields that a fingerprint has only where they are not 1, so that those of older profiles stay the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +151,9 @@ class Profile:
     workspace_bytes: int
     """Peak bytes of activations at the largest measured prefill."""
     measurements: tuple[Measurement, ...] = field(repr=False)
+    layer_weight_bytes: int | None = None
+    """Of them those of a layer, the mean of all, where a checkpoint's layers are quantized and what is around them is
+    not; None where all weights are of one dtype."""
     kv_dtype: str | None = None
     """Of keys and values, where it is not the same."""
     calibration: float = 1.0
@@ -161,20 +185,32 @@ class Profile:
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
         """Degrees at which a layer was timed, rising."""
-        return tuple(sorted({m.tensor_parallel_size for m in self.measurements if m.op == "rest"}))
+        rows = (m for m in self.measurements if m.op == "rest" and m.expert_parallel_size == 1)
+        return tuple(sorted({m.tensor_parallel_size for m in rows}))
+
+    @property
+    def expert_shardings(self) -> tuple[Sharding, ...]:
+        """Layouts with expert parallelism or attention data parallelism that were timed: those that the engine runs of
+        which the profile is; rising, none where it runs none."""
+        rows = (m for m in self.measurements if m.op == "experts" or (m.op == "rest" and m.expert_parallel_size > 1))
+        return tuple(sorted({m.sharding for m in rows}))
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that decides a prediction."""
-        rows = [{name: getattr(m, name) for name in _DEFAULTS} for m in self.measurements]
+        rows = [
+            {name: getattr(m, name) for name in _DEFAULTS if name not in _ADDED or getattr(m, name) != 1}
+            for m in self.measurements
+        ]
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         body += [self.kv_dtype] if self.kv_dtype else []
+        body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
         body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_OPTIONAL = ("prefill_calibration", "calibration_error", "speed_spread")
+_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "calibration_error", "speed_spread")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -257,6 +293,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
+        **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
     }
     for name, value in positive.items():
         if not _is_positive(value):
@@ -302,10 +339,10 @@ def _measurement(row: Any, index: int, path: Path) -> Measurement:
         raise InputError(f"{path}: measurement {index} is malformed: {error}") from None
     if m.op not in OPS or m.phase not in (LINKS if m.op in LINK_OPS else COMPUTE_PHASES):
         raise InputError(f"{path}: measurement {index} has unknown op '{m.op}' or phase '{m.phase}'")
-    axes = (m.num_seqs, m.num_tokens, m.context_tokens, m.bytes, m.tensor_parallel_size)
+    axes = (m.num_seqs, m.num_tokens, m.context_tokens, m.bytes, *m.sharding)
     if any(isinstance(a, bool) or not isinstance(a, int) or a < 0 for a in axes):
         raise InputError(f"{path}: measurement {index} has a size that is not a whole number of at least 0")
-    if m.tensor_parallel_size < 1 or (m.op in LINK_OPS and m.bytes < 1):
+    if min(m.sharding) < 1 or (m.op in LINK_OPS and m.bytes < 1):
         raise InputError(f"{path}: measurement {index} ({m.op}) needs a tensor_parallel_size, or bytes, of at least 1")
     for (op, phase), needed in (_AXES | _MORE_AXES).items():
         if m.op == op and phase in ("", m.phase) and any(getattr(m, axis) < 1 for axis in needed):

@@ -6,7 +6,7 @@ Not here: the file that holds them (`plan.py`), and how they are found (`exeplan
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from exeplan.core.model import ModelSpec
 from exeplan.extras import frame
@@ -54,6 +54,23 @@ class Schedule:
         return f"{name}({', '.join([*values, *(f'{k}={v}' for k, v in self.variables.items())])})"
 
 
+class Sharding(NamedTuple):
+    """How the devices of a stage share its layers.
+
+    Attention is cut over `tensor_parallel_size` devices, and `data_parallel_size` such groups (ranks) each hold all of
+    it and attend for requests of their own. Experts are on all devices: in `expert_parallel_size` parts of whole
+    experts, each part cut by width over what is left.
+    """
+
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel_size * self.data_parallel_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One pipeline stage: the devices that hold it and the layers on them, first to last exclusive."""
@@ -64,10 +81,23 @@ class Stage:
     encoder_layers: tuple[int, int] = (0, 0)
     phase: str = ""
     """`prefill` or `decode` for a stage that does nothing else."""
+    data_parallel_size: int = 1
+    """Groups of devices (ranks) that each attend for requests of their own (see `Sharding`)."""
+    expert_parallel_size: int = 1
+    """Parts of whole experts that the devices hold."""
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
 
     @property
     def tensor_parallel_size(self) -> int:
-        return len(self.devices)
+        """Devices over which attention is cut: all of them, without attention data parallelism."""
+        return len(self.devices) // self.data_parallel_size
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.tensor_parallel_size, self.data_parallel_size, self.expert_parallel_size)
 
 
 Placement = tuple[Stage, ...]
@@ -113,7 +143,18 @@ def moved(placement: Placement, first_device: int) -> Placement:
 
 def num_devices(placement: Placement) -> int:
     """Devices of all stages."""
-    return sum(stage.tensor_parallel_size for stage in placement)
+    return sum(stage.num_devices for stage in placement)
+
+
+def needs_other_engine(placement: Placement) -> bool:
+    """Whether whole experts lie on different devices, or ranks attend for requests of their own: the engine here runs
+    tensor parallelism alone."""
+    return any(stage.data_parallel_size > 1 or stage.expert_parallel_size > 1 for stage in placement)
+
+
+def num_ranks(placement: Placement) -> int:
+    """Ranks among which the requests are divided: 1 without attention data parallelism. All stages have as many."""
+    return placement[0].data_parallel_size
 
 
 BOUND_FIGURES = ("attainment", "goodput")

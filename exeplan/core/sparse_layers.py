@@ -5,12 +5,18 @@
 
 Configs spell the same numbers differently; the first spelling present is taken. Not here: what they cost
 (`layer_costs.py`, and `profiler/datasheets`).
+
+With expert parallelism a token's k of E experts lie among p parts of whole experts. A layer waits for the busiest part
+(as in DeepSeek-V3's report, section 3.4): with even routing it has the expected maximum of the rows, and reads that of
+the experts touched, which lie anywhere (`fullest.py`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exeplan.core.fullest import fullest
 from exeplan.errors import InputError, shown
 
 RUN_SPARSE = ("deepseek_v2", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -42,6 +48,33 @@ class Experts:
     def touched(self, num_tokens: float) -> float:
         """How many experts of a layer a pass of so many tokens reads, on average, where all are as likely."""
         return float(self.count * (1.0 - (1.0 - self.per_token / self.count) ** num_tokens))
+
+    def busiest_rows(self, num_tokens: float, parts: int) -> float:
+        """Rows of the products of the busiest of `parts` of whole experts, `per_token` for each token in all."""
+        if parts == 1:
+            return num_tokens * self.per_token
+        rows = self._busiest(num_tokens * self.per_token, parts, drawn=self.per_token)
+        return float(min(rows, num_tokens * min(self.per_token, self.count / parts)))
+
+    def busiest_touched(self, num_tokens: float, parts: int) -> float:
+        """Experts that a pass of so many tokens reads on the busiest of `parts`, on average."""
+        if parts == 1:
+            return self.touched(num_tokens)
+        touched = self.touched(num_tokens)
+        found = self._busiest(touched, parts, drawn=touched)
+        return float(min(found, self.count / parts, self.busiest_rows(num_tokens, parts)))
+
+    def _busiest(self, things: float, parts: int, *, drawn: float) -> float:
+        """Of things on experts, those of the part that has the most: so many at once are drawn without replacement,
+        and lie less unevenly for it than those that are dealt out at random."""
+        even = things / parts
+        less = math.sqrt(max(self.count - drawn, 0.0) / (self.count - 1))
+        return even + (float(fullest(things, parts)) - even) * less
+
+    def copies_sent(self, devices: int, parts: int) -> float:
+        """Of a token, how often it goes to another of the devices: to each of those of a part that has one of its
+        experts, once."""
+        return (devices - 1) * (1.0 - (1.0 - 1.0 / parts) ** self.per_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,14 @@ import math
 from dataclasses import dataclass, replace
 
 from exeplan.core.cluster import Cluster
-from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, layer_parameters, model_parameters
-from exeplan.core.schedule import Placement, Stage
+from exeplan.core.layer_costs import (
+    embedding_parameters,
+    expert_parameters,
+    layer_kv_bytes_per_token,
+    layer_parameters,
+    model_parameters,
+)
+from exeplan.core.schedule import Placement, Sharding, Stage
 from exeplan.planner.layouts import Layout, StageLoad, groups, placed, share_out, split_groups
 from exeplan.simulator.timings import Shard, Timings
 from exeplan.workload.workload import Workload
@@ -44,9 +50,12 @@ class Balance:
     def placement(self, layout: Layout) -> Placement | None:
         """All stages prefill and decode; None when the memory cannot hold the layers."""
         devices = groups(self.cluster, layout)
-        loads = [self._stage_load(d, i == 0, i == len(devices) - 1, both=True) for i, d in enumerate(devices)]
+        loads = [
+            self._stage_load(layout.sharding(d), i == 0, i == len(devices) - 1, both=True)
+            for i, d in enumerate(devices)
+        ]
         counts = share_out(self.spec.num_layers, loads)
-        return None if counts is None else placed(self.spec, devices, counts)
+        return None if counts is None else placed(self.spec, devices, counts, layout=layout)
 
     def split_placement(self, layout: Layout) -> Placement | None:
         """Some stages prefill, the others decode; a decoder-only model's layers are on both."""
@@ -71,7 +80,7 @@ class Balance:
         roomy = math.ceil(_ROOMY * least)
         if split_by == "memory":
             return tuple(sorted({min(number, total - 1) for number in (least, roomy, self._even_gpus())}))
-        load = self._load(self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)))
+        load = self._load(self.timings.shard(Sharding(min(self.timings.profile.tensor_parallel_sizes))))
         prefill = load.prefill * (self.spec.num_encoder_layers or self.spec.num_layers)
         decode = load.decode * self.spec.num_layers
         if total <= _SMALL:
@@ -98,7 +107,7 @@ class Balance:
     def _part(self, phase: str, devices: list[tuple[int, ...]]) -> Placement | None:
         encoder = phase == "prefill" and self.spec.is_encoder_decoder
         loads = [
-            self._stage_load(d, i == 0, i == len(devices) - 1, both=False, prefill=phase == "prefill")
+            self._stage_load(Sharding(len(d)), i == 0, i == len(devices) - 1, both=False, prefill=phase == "prefill")
             for i, d in enumerate(devices)
         ]
         counts = share_out(self.spec.num_encoder_layers if encoder else self.spec.num_layers, loads)
@@ -110,9 +119,9 @@ class Balance:
         return tuple(_only_encoder(stage) if encoder else _only_decoder(stage) for stage in part)
 
     def _stage_load(
-        self, devices: tuple[int, ...], first: bool, last: bool, *, both: bool, prefill: bool = True
+        self, sharding: Sharding, first: bool, last: bool, *, both: bool, prefill: bool = True
     ) -> StageLoad:
-        load = self._load(self.timings.shard(len(devices)))
+        load = self._load(self.timings.shard(sharding))
         apart = self.spec.num_encoder_layers / self.spec.num_layers if self.spec.is_encoder_decoder else 1.0
         seconds = load.prefill * apart + load.decode if both else load.prefill if prefill else load.decode
         fixed = load.embed * first + load.head * last
@@ -120,8 +129,12 @@ class Balance:
         if self.spec.is_encoder_decoder:
             encoder = layer_parameters(self.spec, encoder=True)
             layer = round(layer + apart * encoder) if both else encoder if prefill else layer
-        weights = layer * self._held_bytes() / len(devices)
-        around = embedding_parameters(self.spec) * (first + last) * self._held_bytes() / len(devices)
+        size = sharding.tensor_parallel_size
+        weights = layer * self._held_bytes() / size
+        if sharding.data_parallel_size > 1:
+            experts = expert_parameters(self.spec) * self._held_bytes()
+            weights += experts / sharding.num_devices - experts / size
+        around = embedding_parameters(self.spec) * (first + last) * self._held_bytes() / size
         room = self.memory - self.timings.profile.workspace_bytes - around
         return StageLoad(layer_seconds=seconds, fixed_seconds=fixed, most_layers=max(0, int(room / weights)))
 
@@ -143,7 +156,9 @@ class Balance:
         free = max(self.memory * gpus - model_parameters(spec) * self._held_bytes(), 0.1 * self.memory)
         per_request = (self.workload.mean_input + self.workload.mean_output / 2) * spec.num_layers
         rows = _FILL * free / (per_request * layer_kv_bytes_per_token(spec, self.profile.cache_dtype))
-        largest = self.timings.shard(min(self.timings.profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1]
+        largest = self.timings.shard(
+            Sharding(min(self.timings.profile.tensor_parallel_sizes))
+        ).decode_attention.num_seqs[-1]
         return float(min(max(rows / gpus, 1.0), largest))
 
     def _held_bytes(self) -> float:

@@ -18,6 +18,7 @@ _BOTH = ["decode", "prefill"]
 def check_placement(placement: Placement, spec: ModelSpec, schedule: Schedule) -> None:
     """Raises InputError naming the stage, layer or device that is wrong."""
     phases = sorted({stage.phase for stage in placement})
+    _check_shardings(placement, spec, separate=len(phases) > 1)
     separate = load_policy(schedule.policy).SEPARATE_STAGES
     if separate and phases != _BOTH:
         raise InputError(
@@ -51,6 +52,26 @@ def check_devices(placement: Placement, cluster: Cluster | None = None) -> None:
                     f"0 to {cluster.num_gpus - 1}"
                 )
             seen[device] = number
+
+
+def _check_shardings(placement: Placement, spec: ModelSpec, *, separate: bool) -> None:
+    """Raises InputError for degrees of a mixture of experts that the model or the stages cannot have."""
+    ranks = {stage.data_parallel_size for stage in placement}
+    parts = {stage.expert_parallel_size for stage in placement}
+    if spec.experts is None and ranks | parts != {1}:
+        raise InputError(
+            f"data_parallel_size and expert_parallel_size are of stages of a mixture of experts, and {spec.name} is "
+            "none; list replicas instead"
+        )
+    if spec.experts and (wrong := sorted(size for size in parts if spec.experts.count % size)):
+        raise InputError(
+            f"expert_parallel_size {wrong[0]} does not divide the {spec.experts.count} experts of {spec.name}"
+        )
+    if len(ranks) > 1 or (separate and ranks != {1}):
+        raise InputError(
+            "all stages must have the same data_parallel_size, and 1 where some only prefill; found "
+            f"{', '.join(map(str, sorted(ranks)))}"
+        )
 
 
 def _check_layers(spans: Sequence[tuple[int, int]], total: int, spec: ModelSpec, what: str) -> None:

@@ -56,7 +56,7 @@ def _stage_table(placement: Placement, breakdown: Breakdown) -> str:
             name = f"{number} {stage.phase}".strip()
             held = sum(last - first for first, last in (stage.layers, stage.encoder_layers))
             rows.append((name, show_gpus(stage.devices).split()[1], str(held), *map(percent, shares.values())))
-    devices = sum(stage.tensor_parallel_size for stage in placement)
+    devices = sum(stage.num_devices for stage in placement)
     layers = sum(last - first for s in placement for first, last in (s.layers, s.encoder_layers))
     rows.append(("all", str(devices), str(layers), *map(percent, breakdown.mean.values())))
     return table(header, rows)

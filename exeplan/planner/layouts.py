@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from exeplan.core.cluster import Cluster
 from exeplan.core.model import ModelSpec
-from exeplan.core.schedule import Placement, Stage
+from exeplan.core.schedule import Placement, Sharding, Stage
 
 _MOST_MOVED = 3
 """Stages to which a layer of the slowest one is moved."""
@@ -23,7 +23,7 @@ _ALL_COUNTED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Tensor-parallel degree `size` on `num_parallel` of the GPUs, and the number of GPUs that only prefill."""
+    """Stages of `size` GPUs on `num_parallel` of the GPUs, and the number of GPUs that only prefill."""
 
     size: int = 1
     num_parallel: int = 0
@@ -31,8 +31,19 @@ class Layout:
     """0 where every GPU prefills and decodes."""
     across_nodes: bool = False
     """A tensor-parallel group may span nodes."""
+    data_parallel_size: int = 1
+    """Ranks of such a stage; of one rank the GPUs are tensor parallel."""
+    expert_parallel_size: int = 1
+
+    def sharding(self, devices: Sequence[int]) -> Sharding:
+        """Of a stage on these GPUs: those that are in no group of `size` hold their layers alone."""
+        if len(devices) != self.size:
+            return Sharding(len(devices))
+        return Sharding(self.size // self.data_parallel_size, self.data_parallel_size, self.expert_parallel_size)
 
     def __str__(self) -> str:
+        if self.expert_parallel_size > 1:
+            return f"{show_sharding(self.sharding(range(self.size)))} on {self.num_parallel} GPUs"
         parallel = (
             f"tensor parallel {self.size} on {self.num_parallel} GPUs" if self.num_parallel else "no tensor parallelism"
         )
@@ -49,11 +60,19 @@ class StageLoad:
     """Layers that fit the memory."""
 
 
-def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_nodes: bool = False) -> list[Layout]:
+def layouts(
+    cluster: Cluster,
+    spec: ModelSpec,
+    sizes: Sequence[int],
+    *,
+    shardings: Sequence[Sharding] = (),
+    across_nodes: bool = False,
+) -> list[Layout]:
     """Every degree and number of tensor-parallel GPUs worth trying; a group stays in its node unless `across_nodes`.
 
     Degrees must divide the heads. On more than 16 GPUs the tensor-parallel ones come in whole nodes, and on more than
-    64 the nodes of one kind, or those of the other, are 1, 2, 4, 8 ...
+    64 the nodes of one kind, or those of the other, are 1, 2, 4, 8 ... With one of the `shardings` all stages have it;
+    its ranks stay in their nodes too, and whole nodes may share the experts.
     """
     found = [Layout()] if 1 in sizes else []
     for size in sizes:
@@ -66,7 +85,32 @@ def layouts(cluster: Cluster, spec: ModelSpec, sizes: Sequence[int], *, across_n
         if cluster.num_gpus > _ALL_COUNTED:
             counts = _sparse(counts)
         found += [Layout(size=size, num_parallel=step * count, across_nodes=across_nodes) for count in counts]
+    found += [
+        Layout(
+            size=one.num_devices,
+            num_parallel=cluster.num_gpus,
+            across_nodes=across_nodes or one.num_devices > cluster.gpus_per_node,
+            data_parallel_size=one.data_parallel_size,
+            expert_parallel_size=one.expert_parallel_size,
+        )
+        for one in shardings
+        if _fits(cluster, spec, one, across_nodes)
+    ]
     return found
+
+
+def _fits(cluster: Cluster, spec: ModelSpec, sharding: Sharding, across_nodes: bool) -> bool:
+    """Whether stages of this sharding fill the cluster, each rank in one node."""
+    per_node, rank, whole = cluster.gpus_per_node, sharding.tensor_parallel_size, sharding.num_devices
+    if spec.num_heads % rank or cluster.num_gpus % whole:
+        return False
+    return across_nodes or (per_node % rank == 0 and (per_node % whole == 0 or whole % per_node == 0))
+
+
+def show_sharding(sharding: Sharding) -> str:
+    """`attention data parallel 8, expert parallel 8`: the degrees above 1."""
+    names = ("tensor parallel", "attention data parallel", "expert parallel")
+    return ", ".join(f"{name} {size}" for name, size in zip(names, sharding, strict=True) if size > 1)
 
 
 def _sparse(counts: Sequence[int]) -> list[int]:
@@ -144,14 +188,30 @@ def _shifted(spans: Mapping[int, tuple[int, int]], by: Mapping[int, int]) -> dic
 
 
 def placed(
-    spec: ModelSpec, device_groups: Sequence[tuple[int, ...]], counts: Sequence[int], *, phase: str = ""
+    spec: ModelSpec,
+    device_groups: Sequence[tuple[int, ...]],
+    counts: Sequence[int],
+    *,
+    phase: str = "",
+    layout: Layout | None = None,
 ) -> Placement:
-    """The stages of these groups with `counts` decoder layers, and encoder layers in proportion."""
+    """The stages of these groups with `counts` decoder layers, and encoder layers in proportion; shared as in a layout,
+    or tensor parallel."""
     ends = list(accumulate(counts, initial=0))
     encoder_ends = [round(end * spec.num_encoder_layers / ends[-1]) for end in ends]
+    shardings = [layout.sharding(devices) if layout else Sharding(len(devices)) for devices in device_groups]
     return tuple(
-        Stage(devices=devices, layers=layers, encoder_layers=encoder, phase=phase)
-        for devices, layers, encoder in zip(device_groups, pairwise(ends), pairwise(encoder_ends), strict=True)
+        Stage(
+            devices=devices,
+            layers=layers,
+            encoder_layers=encoder,
+            phase=phase,
+            data_parallel_size=sharding.data_parallel_size,
+            expert_parallel_size=sharding.expert_parallel_size,
+        )
+        for devices, layers, encoder, sharding in zip(
+            device_groups, pairwise(ends), pairwise(encoder_ends), shardings, strict=True
+        )
     )
 
 

@@ -283,6 +283,12 @@ def profile_for(spec: ModelSpec, profile: Profile) -> Profile:
             f"the profile is of {profile.model.name}, whose sizes (fingerprint {profile.model.fingerprint}) are not "
             f"those of {spec.name} ({spec.fingerprint}); profile it with `exeplan profile`"
         )
+    held = [str(model.quantization or "none") for model in (profile.model, spec)]
+    if profile.source == "measured" and held[0] != held[1]:
+        raise InputError(
+            f"the profile was measured with the weights of {profile.model.name} (quantization: {held[0]}), those of "
+            f"{spec.name} are others (quantization: {held[1]}); profile it with `exeplan profile`"
+        )
     return replace(profile, model=spec)
 
 

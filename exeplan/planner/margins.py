@@ -58,7 +58,7 @@ class Risk:
         )
 
     def _law(self, problem: Problem, quantity: str, bound: Bound) -> ErrorLaw:
-        size = max(stage.tensor_parallel_size for stage in problem.cost.placement)
+        size = max(stage.num_devices for stage in problem.cost.placement)
         own = self.own.get(quantity)
         if own is None and problem.profile.correction is not None:
             return correction_law(

@@ -13,8 +13,9 @@ from typing import Any
 
 from exeplan.core.bounds import Bound, binding, scaled, utilizations
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule
+from exeplan.core.schedule import ROUTERS, Estimate, Placement, ReplicaGroup, Schedule, num_ranks
 from exeplan.errors import Infeasible
+from exeplan.planner.adjusting import adjusted_schedules, may_gain
 from exeplan.planner.candidates import Candidate, Key, Known, candidate, candidates, not_searched, reached, sustained
 from exeplan.planner.exhaustive import search_progress
 from exeplan.planner.infeasible import burst, too_slow, too_tight, wider_bounds
@@ -55,6 +56,8 @@ _DOUBT = 0.05
 _MOST_ADDED = 40_000
 """Requests of further seeds, after which the order may stay uncertain, and the means of one schedule's seeds decide
 whether it keeps the bounds."""
+_ADJUSTED_SEEDS = 3
+"""Replays of an adjusted schedule."""
 _MISJUDGED, _GIVEN_UP = 1.1, 2
 """Replay over closed form in latency, or closed form over replay in throughput, from which another variant is looked
 at; and how many are given up at most."""
@@ -285,7 +288,9 @@ class Pipelines:
             self._disprove(key, proof)
 
     def _disprove(self, key: Key, proof: _Proof) -> None:
-        """Searches again, or gives the candidate up: its replays break a bound."""
+        """Adjusts the candidate, searches again, or gives it up: its replays break a bound."""
+        if self._adjust(key, proof):
+            return
         winner, replayed = self.found[key], proof.replayed
         assert winner.schedule is not None
         self.broken.append((winner.schedule, replayed))
@@ -343,7 +348,7 @@ class Pipelines:
     def _prove(self, key: Key, proof: _Proof) -> None:
         """Keeps the better of this proof and the one that another variant had; looks for another variant where the
         closed form promised far more than was replayed."""
-        just, misjudged = self.found[key], self._promised_more(key, proof)
+        just, misjudged = self.found[key], self._promised_more(key, proof) or self._tightened_ranks(key)
         best = just, proof
         before = self.shelved.pop(key, None)
         if before and before[1].replayed.throughput >= proof.replayed.throughput:
@@ -352,9 +357,66 @@ class Pipelines:
             self.shelved[key], self.found[key] = best, again
             return
         self.found[key], self.proofs[key] = best
+        self._adjust(key, self.proofs[key])
+
+    def _adjust(self, key: Key, proof: _Proof) -> bool:
+        """Replaces a schedule by an adjusted one that keeps the bounds and serves certainly more, if there is one; the
+        place of one that breaks them any takes that keeps them, as the closed form has found no better.
+
+        By replays of the same requests, several seeds: bisected for the most throughput, as larger prefills take
+        longer.
+        """
+        winner = self.found[key]
+        if self.risk or not may_gain(self.problem, key[1]):
+            return False
+        assert winner.schedule is not None
+        assert winner.placement is not None
+        placed, taken = _at(self.parts[key[0]], winner.placement), None
+        schedules = adjusted_schedules(placed, winner.schedule)
+        low, high = 0, len(schedules)
+        while low < high:
+            middle = (low + high) // 2
+            if kept := self._kept(placed, schedules[middle]):
+                high, taken = middle, (schedules[middle], kept)
+            else:
+                low = middle + 1
+        if taken is None:
+            return False
+        schedule, (run, replays) = taken
+        if key in self.proofs and not self._gains(placed, winner.schedule, replays):
+            return False
+        self.found[key] = replace(winner, schedule=schedule, estimate=placed.estimate(schedule))
+        self.proofs[key] = replace(proof, run=run, replays=replays)
+        return True
+
+    def _kept(self, placed: Problem, schedule: Schedule) -> tuple[Run, tuple[Estimate, ...]] | None:
+        """The first replay of a schedule, and Estimates of all seeds; None where the first or their mean breaks a
+        bound."""
+        run, first = self._replay(placed, schedule)
+        if not self._keep([first]):
+            return None
+        others = (self._replay(placed, schedule, more=more)[1] for more in range(1, _ADJUSTED_SEEDS))
+        replays = first, *others
+        return (run, replays) if self._keep(replays) else None
+
+    def _keep(self, replays: Sequence[Estimate]) -> bool:
+        """Whether the mean of replays keeps all bounds."""
+        return max(utilizations(self.problem.bounds, mean_estimate(replays))) <= 1
+
+    def _gains(self, placed: Problem, schedule: Schedule, replays: Sequence[Estimate]) -> bool:
+        """Whether replays, by seed, serve certainly more than those of the schedule."""
+        before = [self._replay(placed, schedule, more=more)[1].throughput for more in range(len(replays))]
+        gain, interval = behind([one.throughput for one in replays], before)
+        return gain > interval
 
     def _promised_more(self, key: Key, proof: _Proof) -> bool:
         return not self.problem.arrivals and sustained(self.found[key]) > _MISJUDGED * proof.replayed.throughput
+
+    def _tightened_ranks(self, key: Key) -> bool:
+        """Whether the bounds were tightened for a placement whose ranks the closed form knows less well: one without
+        ranks may be better then."""
+        placement = self.found[key].placement
+        return not self.problem.arrivals and placement is not None and num_ranks(placement) > 1 and self.tries[key] > 0
 
     def _another_variant(self, key: Key, *, at_least: float = 0.0) -> Candidate | None:
         """The best of a policy's variants that were not tried; None where there is none, or several were given up."""

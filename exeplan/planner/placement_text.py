@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from exeplan.core.plan import Plan
-from exeplan.core.schedule import Placement, ReplicaGroup, Stage, num_devices
+from exeplan.core.schedule import Placement, ReplicaGroup, Sharding, Stage, num_devices
+from exeplan.planner.layouts import show_sharding
 
 _LISTED = 8
 """Most stages whose layers are listed one by one; of more, equal neighbours are counted."""
@@ -15,7 +16,7 @@ _LISTED = 8
 
 def show_placement(placement: Placement) -> str:
     """Stages, their GPUs with tensor-parallel degrees, and the layers of each."""
-    if len(placement) == 1 and placement[0].tensor_parallel_size == 1:
+    if len(placement) == 1 and placement[0].num_devices == 1:
         return f"all layers on GPU {placement[0].devices[0]}"
     parts = {phase: [s for s in placement if s.phase == phase] for phase in dict.fromkeys(s.phase for s in placement)}
     counted = " + ".join(f"{len(stages)} {phase}".strip() for phase, stages in parts.items())
@@ -47,8 +48,10 @@ def _copies(group: ReplicaGroup) -> str:
 
 def _one(stages: Sequence[Stage]) -> str:
     """The stages of one phase."""
-    runs = [(size, list(run)) for size, run in groupby(stages, key=lambda stage: stage.tensor_parallel_size)]
-    gpus = ", ".join(show_gpus([d for stage in run for d in stage.devices]) + _degree(size) for size, run in runs)
+    runs = [(sharding, list(run)) for sharding, run in groupby(stages, key=lambda stage: stage.sharding)]
+    gpus = ", ".join(
+        show_gpus([d for stage in run for d in stage.devices]) + _degrees(sharding) for sharding, run in runs
+    )
     decoder = [stage.layers[1] - stage.layers[0] for stage in stages]
     encoder = [stage.encoder_layers[1] - stage.encoder_layers[0] for stage in stages]
     layers = [f"layers {_counts(decoder)}"] if any(decoder) else []
@@ -56,8 +59,8 @@ def _one(stages: Sequence[Stage]) -> str:
     return ", ".join([gpus, *layers])
 
 
-def _degree(size: int) -> str:
-    return f" (tensor parallel {size})" if size > 1 else ""
+def _degrees(sharding: Sharding) -> str:
+    return f" ({show_sharding(sharding)})" if sharding.num_devices > 1 else ""
 
 
 def show_gpus(gpus: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from exeplan.core.layer_costs import embedding_parameters, layer_parameters
+from exeplan.core.layer_costs import embedding_parameters, expert_parameters, layer_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Placement, ReplicaGroup, Stage
@@ -195,9 +195,12 @@ def _held(placement: Sequence[Stage], spec: ModelSpec) -> dict[int, Held]:
             parts.append(("embedding", 0))
         if number == same[-1]:
             parts.append(("embedding" if spec.tied_head else "head", 0))
-        size = stage.tensor_parallel_size
-        for rank, gpu in enumerate(stage.devices):
+        experts = [("experts", layer) for layer in range(*stage.layers)] if spec.experts else []
+        size, whole = stage.tensor_parallel_size, stage.num_devices
+        for number_in_stage, gpu in enumerate(stage.devices):
+            rank = number_in_stage % size
             found[gpu] = dict.fromkeys(parts, (rank / size, (rank + 1) / size))
+            found[gpu] |= dict.fromkeys(experts, (number_in_stage / whole, (number_in_stage + 1) / whole))
     return found
 
 
@@ -205,7 +208,8 @@ def _bytes(spec: ModelSpec, dtype: str) -> dict[str, float]:
     """Of a whole part."""
     around = embedding_parameters(spec)
     counts = {
-        "decoder": layer_parameters(spec),
+        "decoder": layer_parameters(spec) - expert_parameters(spec),
+        "experts": expert_parameters(spec),
         "encoder": layer_parameters(spec, encoder=True),
         "embedding": around,
         "head": around,

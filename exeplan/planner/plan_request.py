@@ -93,7 +93,7 @@ class PlanRequest:
 
     def problem_at(self, placement: Placement) -> Problem:
         """The problem on this placement alone. Raises Infeasible when its memory does not suffice."""
-        if len(placement) == 1 and self.cluster is None and placement[0].tensor_parallel_size == 1:
+        if len(placement) == 1 and self.cluster is None and placement[0].num_devices == 1:
             return self.problem(None)
         device = self.cluster.memory_bytes if self.cluster else self.profile.device.memory_bytes
         memory = device * (self.gpu_memory_utilization or MEMORY_UTILIZATION)

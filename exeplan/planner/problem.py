@@ -11,7 +11,7 @@ from exeplan.core.bounds import Bound, check_together, limit, percentile, target
 from exeplan.core.cluster import Cluster
 from exeplan.core.profile import Profile
 from exeplan.core.queue_order import ORDERS
-from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, num_devices, single_stage
+from exeplan.core.schedule import ROUTERS, Estimate, Placement, Schedule, Sharding, num_devices, single_stage
 from exeplan.errors import Infeasible, InputError
 from exeplan.policies import load_policy
 from exeplan.search.search import Outcome
@@ -281,7 +281,7 @@ def make_problem(
             f"{profile.model.name} is {profile.model.max_context}; scale it down with --fit-context"
         )
     cost = CostModel(profile, cluster=cluster)
-    measured = int(cost.timings.shard(min(profile.tensor_parallel_sizes)).decode_attention.num_seqs[-1])
+    measured = int(cost.timings.shard(Sharding(min(profile.tensor_parallel_sizes))).decode_attention.num_seqs[-1])
     if cluster is not None:
         check_cluster_memory(profile, cluster, available, longest)
         return Problem(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from exeplan.core.schedule import Placement, Schedule
+from exeplan.core.schedule import Placement, Schedule, num_ranks
 from exeplan.errors import InputError
 from exeplan.planner.balance_stages import Balance
 from exeplan.planner.layouts import Layout, layouts, moved_layers
@@ -49,7 +49,9 @@ class Variant:
     """From which the placement was made; None where it was given."""
 
     def holds(self, placement: Placement, schedule: Schedule) -> bool:
-        """Whether this schedule on this placement is one of its points."""
+        """Whether this schedule on this placement is one of its points; with ranks: whether that is its placement."""
+        if num_ranks(placement) > 1:  # What the closed form misses of ranks, it misses whatever the schedule.
+            return placement == self.problem.cost.placement
         point = {**schedule.variables, **self.enumerated}
         same = load_policy(schedule.policy).schedule(point, self.problem.workload).variables == schedule.variables
         return same and placement == self.problem.cost.placement
@@ -85,6 +87,7 @@ def _placements(problem: Problem, policy: Policy) -> dict[Placement, Layout | No
         problem.cluster,
         problem.profile.model,
         problem.profile.tensor_parallel_sizes,
+        shardings=() if policy.SEPARATE_STAGES else problem.profile.expert_shardings,
         across_nodes=problem.across_nodes,
     )
     return _placed(problem, [replace(layout, num_prefill=number) for number in numbers for layout in found])

@@ -27,6 +27,12 @@ _LEFT = 0.6
 _LOWER = 0.99
 """A latency below this share of another is worth more GPUs."""
 
+_TENTH_MORE, _HALF_MORE = 1.1, 1.5
+"""What is tried where as many nodes as a rate needs in proportion do not suffice."""
+
+_UNLIKELY = 0.9
+"""Below this share of the GPUs that a rate needs in proportion no part of several nodes is tried."""
+
 _VERIFIED = 2
 """Sizes whose closed form keeps a bound that are optimized for, before the one of the lowest latency."""
 
@@ -123,6 +129,7 @@ def with_more_gpus(
     guess = 0
     if error.reached:
         needed = own * problem.required / error.reached
+        clusters = _likely(whole, clusters, needed)
         guess = next((i for i, size in enumerate(clusters) if size.num_gpus >= needed), len(clusters) - 1)
     found, tried = _fewest(clusters, solve, told, guess)
     if found is None:
@@ -132,14 +139,31 @@ def with_more_gpus(
     return _completed(error, _suffices(found, "are the fewest that suffice" if sure else "suffice", whole))
 
 
+def _likely(whole: Cluster, clusters: list[Cluster], needed: float) -> list[Cluster]:
+    """Those of the clusters that may sustain a rate which needs that many GPUs in proportion to what fewer sustain.
+
+    Where the cluster is used up: as many nodes as that makes, a tenth more, and half as many again.
+    """
+    largest = clusters[-1]
+    if largest.num_gpus > whole.num_gpus and whole.gpus_per_node < needed <= largest.num_gpus:
+        nodes = math.ceil(needed / whole.gpus_per_node)
+        numbers = sorted({nodes, math.ceil(_TENTH_MORE * nodes), math.ceil(_HALF_MORE * nodes)})
+        return [replace(whole, num_nodes=number) for number in numbers]
+    enough = [one for one in clusters if one.num_gpus <= whole.gpus_per_node or one.num_gpus >= _UNLIKELY * needed]
+    return enough or [largest]
+
+
 def _completed(error: Infeasible, advice: str) -> Infeasible:
     return Infeasible(f"{error}; {advice}", nearest=error.nearest, wider=error.wider, reached=error.reached)
 
 
 def _suffices(found: Tried, words: str, whole: Cluster) -> str:
+    """With the requests/s of its replay; at a rate with those of full batches, above which its queue would grow."""
     assert found.optimum is not None
     plan = found.optimum.plan
-    sentence = f"{found.num_gpus} GPUs {words}, by {show_copies(plan)} at {_most(plan):.3g} requests/s"
+    full = found.optimum.full
+    most = f"up to {full.throughput:.3g}" if full else f"{_most(plan):.3g}"
+    sentence = f"{found.num_gpus} GPUs {words}, by {show_copies(plan)} at {most} requests/s"
     return f"{sentence}{_beyond_file(found.num_gpus, whole)}"
 
 

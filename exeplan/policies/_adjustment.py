@@ -6,7 +6,8 @@ together follows two rules. The requests that decode afterwards stay within that
 of the planned `prefill_tokens`: fewer long prompts, more short ones. At least one request is prefilled, so that none
 waits forever.
 
-Shared by rra, waa-c and waa-m. The closed form plans the mean and ignores it; replay and engine apply it.
+Shared by rra, waa-c and waa-m; replay and engine apply it. The closed form plans the mean, and knows of it that the
+prompts of a prefill differ less (`simulator/request_times.py`). Not here: when a plan has it (`planner/adjusting.py`).
 """
 
 from exeplan.core.schedule import Schedule

@@ -10,6 +10,7 @@ Shared by waa-c and waa-m, which differ in how the planner splits the GPUs.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from exeplan.core.batch import Batch
 from exeplan.core.control_variables import require
@@ -38,6 +39,13 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 def completed(variables: Mapping[str, int], workload: Workload) -> dict[str, int]:
     """Adds the prefill batch, unless given, that replaces the requests finished in one iteration of all groups."""
     return {"prefill_batch": max(1, round(variables["decode_batch"] / workload.mean_output)), **variables}
+
+
+def enlarged(schedule: Schedule, workload: Workload, factor: float) -> tuple[Schedule, ...]:
+    """Both batches."""
+    variables = {**schedule.variables, "decode_batch": round(factor * schedule["decode_batch"])}
+    del variables["prefill_batch"]
+    return (replace(schedule, variables=completed(variables, workload)),)
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:

@@ -5,7 +5,7 @@ Not here: the lookup by name (`exeplan/policies/__init__.py`), and the scheduler
 """
 
 from collections import abc
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Protocol, cast
@@ -271,6 +271,11 @@ class Policy(Protocol):
         A policy may leave this out, which says all.
         """
 
+    def enlarged(self, schedule: Schedule, workload: Workload, factor: float) -> Sequence[Schedule]:
+        """Schedules like this one with prefills of so many times the requests, of a policy that has dynamic workload
+        adjustment (ExeGPT section 5.2): with it they may keep a bound. A policy without it leaves this out.
+        """
+
     def repeats(self, schedule: Schedule, queue: Queue, state: State) -> float:
         """How many more times the decode batch that has just begun follows itself, whatever waits, where one group runs
         everything: until a request arrives or has its last token, and at most that often. It spares a replay the
@@ -280,7 +285,9 @@ class Policy(Protocol):
 
 def missing_members(module: ModuleType) -> tuple[str, ...]:
     """What a module lacks to be a policy. `SPLIT_BY` matters with separate stages only, some functions never."""
-    optional = {"groups_used", "repeats"} | (set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"})
+    optional = {"enlarged", "groups_used", "repeats"} | (
+        set() if getattr(module, "SEPARATE_STAGES", False) else {"SPLIT_BY"}
+    )
     return tuple(name for name in _members() if name not in optional and not hasattr(module, name))
 
 

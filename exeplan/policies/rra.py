@@ -20,7 +20,7 @@ therefore weights every decode iteration with the probability that a request is 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -63,6 +63,16 @@ def knobs(workload: Workload, max_seqs: int) -> tuple[Knob, ...]:
 
 def schedule(variables: Mapping[str, int], workload: Workload) -> Schedule:
     return Schedule("rra", variables)
+
+
+def enlarged(schedule: Schedule, workload: Workload, factor: float) -> tuple[Schedule, ...]:
+    """Prefills as often, and as much less often as they are larger."""
+    batch, steps = (max(round(factor * schedule[name]), 1) for name in ("prefill_batch", "decode_steps"))
+    pairs = dict.fromkeys(((batch, schedule["decode_steps"]), (batch, steps)))
+    return tuple(
+        replace(schedule, variables={**schedule.variables, "prefill_batch": batch, "decode_steps": steps})
+        for batch, steps in pairs
+    )
 
 
 def pass_limits(schedule: Schedule) -> PassLimits:

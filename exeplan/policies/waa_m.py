@@ -25,6 +25,7 @@ pass_limits = _waa.pass_limits
 starts_together = _waa.starts_together
 steady_state = _waa_steady.steady_state
 start = _waa.start
+enlarged = _waa.enlarged
 next_batch = _waa.next_batch
 
 

@@ -55,8 +55,11 @@ class Scheduler:
         num_decode_stages: int = 1,
         whole_prompts: bool = False,
         pass_tokens: int | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """`whole_prompts`: no prompt can be cut, because an encoder attends to all of it at once.
+
+        An admitted sequence goes to the one of `num_ranks` that has the fewest; their blocks are counted together.
 
         The device has memory to prefill `pass_tokens` tokens at once; None for no limit. The replay has no such limit:
         where it binds, a plan's prefill becomes several, one after the other.
@@ -68,6 +71,8 @@ class Scheduler:
         self.num_prefill_stages, self.num_decode_stages = num_prefill_stages, num_decode_stages
         self.whole_prompts = whole_prompts
         self.pass_tokens = pass_tokens
+        self.on_ranks = [0] * num_ranks
+        """Admitted sequences by the rank that attends for them."""
         self.waiting: deque[SequenceState] = deque()
         """In order of arrival, preempted ones first."""
         self._next_deadline = math.inf
@@ -361,6 +366,8 @@ class Scheduler:
 
     def _enter(self, sequence: SequenceState) -> None:
         self.running.append(sequence)
+        sequence.rank = self.on_ranks.index(min(self.on_ranks))
+        self.on_ranks[sequence.rank] += 1
         sequence.admission = self.num_admissions
         self.num_admissions += 1
 
@@ -394,6 +401,7 @@ class Scheduler:
 
     def _leave(self, sequence: SequenceState) -> None:
         del self.running[bisect_left(self.running, sequence.admission, key=_admission)]
+        self.on_ranks[sequence.rank] -= 1
         if sequence in self.groups[sequence.group]:
             self.groups[sequence.group].remove(sequence)
         elif sequence in self.ready:

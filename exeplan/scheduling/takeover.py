@@ -63,5 +63,6 @@ def _keep(new: Scheduler, sequence: SequenceState) -> None:
     sequence.group = sequence.slot = 0
     new.num_admissions += 1
     new.running.append(sequence)
+    new.on_ranks[sequence.rank] += 1
     if new.policy.SEPARATE_STAGES:
         new.ready.append(sequence)

@@ -106,7 +106,7 @@ def replayed(cost: CostModel, row: ServingRun, options: EngineOptions, per_clien
         for most in (row.input_tokens, row.output_tokens)
     )
     return replay(
-        _schedule(row, options, slots),
+        _schedule(row, options, slots, cost.num_ranks),
         cost,
         input_tokens=inputs,
         output_tokens=outputs,
@@ -123,11 +123,13 @@ def _num_requests(row: ServingRun, per_client: int | None) -> int:
     return row.concurrency * (per_client or REQUESTS_PER_CLIENT)
 
 
-def _schedule(row: ServingRun, options: EngineOptions, slots: int) -> Schedule:
+def _schedule(row: ServingRun, options: EngineOptions, slots: int, num_ranks: int) -> Schedule:
+    """Each rank has the limits of an engine: together they have as many times the tokens and prompts of a pass."""
     if row.engine == "sglang":
-        return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": _SGLANG_TOKENS})
-    tokens = row.concurrency + row.input_tokens + _SPARE_TOKENS
+        tokens = num_ranks * _SGLANG_TOKENS
+        return Schedule("rra", {"prefill_batch": slots, "decode_steps": 1, "max_num_batched_tokens": tokens})
+    tokens = row.concurrency + num_ranks * (row.input_tokens + _SPARE_TOKENS)
     variables = {"max_num_seqs": slots, "max_num_batched_tokens": tokens}
     if options.max_num_prefills:
-        variables["max_num_prefills"] = options.max_num_prefills
+        variables["max_num_prefills"] = num_ranks * options.max_num_prefills
     return Schedule("chunked", variables)

@@ -4,8 +4,9 @@
 gemm_efficiency=0.6` overrides one; the formulas are in `roofline.py`. A layer is cut as Megatron cuts it: heads, MLP,
 each expert's width and the vocabulary are shared by the tensor parallel group; key/value heads are too, and are
 replicated where there are fewer of them than devices, as latent vectors are on all. A pass of T tokens reads
-E (1 - (1 - k/E)^T) of E experts, k a token, all as likely. No communication is in a layer's rows. Not here: whether a
-plan fits the memory.
+E (1 - (1 - k/E)^T) of E experts, k a token, all as likely. With expert parallelism experts are whole, and the busiest
+device's are timed (`core/sparse_layers.py`). No communication is in a layer's rows. Not here: whether a plan fits the
+memory.
 
 `workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens (residual stream, norm, and
 the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
@@ -23,6 +24,7 @@ from exeplan.core.cluster import Cluster
 from exeplan.core.layer_costs import embedding_parameters, layer_kv_bytes_per_token, model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import LINKS, Device, Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.core.sparse_layers import Experts, LatentAttention
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
@@ -34,6 +36,7 @@ from exeplan.profiler.datasheets.roofline import (
     SIZE,
     Datasheet,
     all_reduce_seconds,
+    all_to_all_seconds,
     between_layers,
     decode_attention_seconds,
     elementwise_seconds,
@@ -114,14 +117,28 @@ def profile_from_datasheet(
     dtype: str,
     kv_dtype: str | None = None,
     tensor_parallel_sizes: Sequence[int] | None = None,
+    shardings: Sequence[Sharding] = (),
+    passes_over: str = "own",
 ) -> Profile:
     """Rows of every operation at every tensor parallel size: those given, or those of 1, 2, 4, 8 that share the heads.
 
+    `shardings` are further ones, with expert parallelism or attention data parallelism, of a mixture of experts, whose
+    tensor parallel sizes are among them. Where all tokens are on every device, small kernels of the experts pass over
+    the rows of its `own` experts, or of `all`.
+
     `dtype` is of the layers' weights: with fp8 the rest is in bfloat16. `kv_dtype` is of keys and values, `dtype` where
-    it is None. Raises InputError when a given size does not divide the heads, or the device has no such dtype.
+    it is None. Raises InputError when a given size does not divide the heads, the device has no such dtype, or the
+    weights are quantized in a way that has no roofline.
     """
+    if spec.quantization and spec.quantization.planned_dtype is None:
+        raise InputError(
+            f"'{spec.name}' is quantized ({spec.quantization}), whose products are measured (`exeplan profile MODEL`) "
+            "and neither derived from a datasheet nor imported; its unquantized checkpoint has the same sizes"
+        )
     sizes = _sizes(spec, tensor_parallel_sizes)
     rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size)]
+    if spec.experts:
+        rows += _expert_rows(spec, spec.experts, sheet, dtype, shardings, all_rows=passes_over == "all")
     around = embedding_parameters(spec) * (1 if spec.tied_head else 2)
     return Profile(
         model=spec,
@@ -158,6 +175,40 @@ def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, si
             yield row(op="rest", phase=phase, num_tokens=tokens, seconds=took)
         moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[between]
         yield row(op="embed", num_tokens=tokens, seconds=elementwise_seconds(sheet, moved))
+
+
+def _expert_rows(
+    spec: ModelSpec,
+    experts: Experts,
+    sheet: Datasheet,
+    dtype: str,
+    shardings: Sequence[Sharding],
+    *,
+    all_rows: bool,
+) -> Iterator[Measurement]:
+    """What further layouts take: a layer's products where all tokens are on every device; where ranks attend for their
+    own requests, those of a rank's tokens, those of the experts, and the exchanges between them."""
+    share = experts.num_layers / spec.num_layers
+    for one in shardings:
+        row = partial(Measurement, **one._asdict())
+        for tokens in _grid(MAX_TOKENS):
+            if one.data_parallel_size == 1:
+                size, parts = one.tensor_parallel_size, one.expert_parallel_size
+                took = _rest(spec, sheet, dtype, size, tokens, "", parts=parts, all_rows=all_rows)
+                yield row(op="rest", num_tokens=tokens, seconds=took)
+            else:
+                took = routed_seconds(experts, spec.hidden_size, sheet, dtype, one, tokens)
+                yield row(op="experts", num_tokens=tokens, seconds=share * took)
+    ranks = [one for one in shardings if one.data_parallel_size > 1]
+    for size in sorted({one.tensor_parallel_size for one in ranks}):
+        for tokens in _grid(MAX_TOKENS):
+            took = _dense(spec, sheet, dtype, size, tokens, "")
+            yield Measurement(op="dense", tensor_parallel_size=size, num_tokens=tokens, seconds=took)
+    for number in sorted({one.num_devices for one in ranks}):
+        for where in LINKS:
+            for sent in _LINK_BYTES:
+                took = all_to_all_seconds(sheet, where, number, sent)
+                yield Measurement(op="all_to_all", phase=where, tensor_parallel_size=number, bytes=sent, seconds=took)
 
 
 def _overhead_rows(sheet: Datasheet) -> Iterator[Measurement]:
@@ -232,11 +283,33 @@ def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
     return sum(count * seconds(window) for window, count in spec.windows.items()) / spec.num_layers
 
 
-def _rest(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int, phase: str) -> float:
+def _rest(
+    spec: ModelSpec,
+    sheet: Datasheet,
+    dtype: str,
+    size: int,
+    tokens: int,
+    phase: str,
+    *,
+    parts: int = 1,
+    all_rows: bool = False,
+) -> float:
     """A layer but its attention: matrix products, two norms with the residual, rotation or bias, and activation.
 
     `prefill` is an encoder layer, `decode` a decoder layer with cross attention, "" a decoder-only model's layer.
+    Experts are in `parts` of whole ones.
     """
+    routed = 0.0
+    if spec.experts:
+        sharding = Sharding(size, expert_parallel_size=parts)
+        routed = routed_seconds(spec.experts, spec.hidden_size, sheet, dtype, sharding, tokens, all_rows=all_rows)
+    return _dense(spec, sheet, dtype, size, tokens, phase, routed=routed)
+
+
+def _dense(
+    spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int, phase: str, *, routed: float = 0.0
+) -> float:
+    """The same, the routed experts of a layer that has them taking so many seconds."""
     norms, element = 3 if phase == "decode" else 2, tokens * DTYPE_BYTES[between_layers(dtype)]
     took = norms * elementwise_seconds(sheet, 4 * spec.hidden_size * element)
     if spec.latent:
@@ -247,7 +320,7 @@ def _rest(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, tokens: int,
     dense = mlp(-(-spec.intermediate_size // size))
     if not (experts := spec.experts):
         return took + dense
-    sparse = routed_seconds(experts, spec.hidden_size, sheet, dtype, size, tokens)
+    sparse = routed
     if experts.shared_width:
         sparse += mlp(-(-experts.shared_width // size))
     return took + (experts.num_layers * sparse + (spec.num_layers - experts.num_layers) * dense) / spec.num_layers
@@ -286,14 +359,26 @@ def _mlp(spec: ModelSpec, sheet: Datasheet, dtype: str, tokens: int, inner: int)
     return took + elementwise_seconds(sheet, (ups + 1) * inner * tokens * DTYPE_BYTES[between_layers(dtype)])
 
 
-def routed_seconds(experts: Experts, hidden: int, sheet: Datasheet, dtype: str, size: int, tokens: int) -> float:
-    """Router and experts, each device with its part of every expert's width; a kernel gathers the rows by expert, and
-    one sums them."""
-    rows, inner = tokens * experts.per_token, -(-experts.width // size)
-    product = partial(grouped_gemm_seconds, sheet, dtype, rows, num_groups=experts.touched(tokens))
-    took = gemm_seconds(sheet, between_layers(dtype), tokens, experts.count, hidden)
+def routed_seconds(
+    experts: Experts,
+    hidden: int,
+    sheet: Datasheet,
+    dtype: str,
+    sharding: Sharding,
+    tokens: int,
+    *,
+    all_rows: bool = False,
+) -> float:
+    """Router and experts on the device with the most rows, of the tokens of all ranks; a kernel gathers the rows by
+    expert, and one sums them: its own, or those of experts elsewhere too."""
+    parts = sharding.expert_parallel_size
+    rows, inner = experts.busiest_rows(tokens, parts), -(-experts.width * parts // sharding.num_devices)
+    touched = experts.busiest_touched(tokens, parts)
+    product = partial(grouped_gemm_seconds, sheet, dtype, rows, num_groups=touched)
+    own = tokens / sharding.data_parallel_size
+    took = gemm_seconds(sheet, between_layers(dtype), own, experts.count, hidden)
     took += product(2 * inner, hidden) + product(hidden, inner)
-    moved = rows * DTYPE_BYTES[between_layers(dtype)]
+    moved = (tokens * experts.per_token if all_rows else rows) * DTYPE_BYTES[between_layers(dtype)]
     return took + 2 * elementwise_seconds(sheet, 2 * hidden * moved) + elementwise_seconds(sheet, 3 * inner * moved)
 
 
@@ -339,9 +424,14 @@ def _grid(limit: int) -> list[int]:
     return sorted({1, 2, 3, limit} | {point for point in points if point <= limit})
 
 
+def tensor_parallel_sizes_of(spec: ModelSpec) -> tuple[int, ...]:
+    """Those of 1, 2, 4, 8 that share the heads."""
+    return tuple(size for size in TENSOR_PARALLEL_SIZES if spec.num_heads % size == 0)
+
+
 def _sizes(spec: ModelSpec, asked: Sequence[int] | None) -> tuple[int, ...]:
     if asked is None:
-        return tuple(size for size in TENSOR_PARALLEL_SIZES if spec.num_heads % size == 0)
+        return tensor_parallel_sizes_of(spec)
     for size in asked:
         if size < 1 or spec.num_heads % size:
             fitting = [n for n in range(1, spec.num_heads + 1) if spec.num_heads % n == 0 and n <= 16]

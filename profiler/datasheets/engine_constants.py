@@ -7,25 +7,41 @@ only), and prepares each row of a pass on the host. Of a decoder-only model's ro
     rest         decode    + layer
                  prefill   max((rest + layer) * prefill_factor, uncaptured_layer)
     attention    prefill   * prefill_factor
-    all_reduce             + all_reduce_skew * log2(tensor_parallel_size); by NCCL or the engine's own kernels, below
+    all_reduce             by NCCL or the engine's own kernels, below, + all_reduce_skew * log2(tensor_parallel_size)
+    all_to_all             + all_reduce_skew * log2(tensor_parallel_size)
     overhead               row * rows of the pass, instead of what there was
+
+where `dense` and `experts` rows of one layout together are a `rest` row, whose tokens the ranks share evenly.
 
 A datasheet's sums inside a node are NCCL's. Engines sum small tensors by kernels of their own, which are taken where
 they are faster: S bytes over t devices take one launch and (t - 1) S over the link where every device reads all others
 (one shot), or two and a half launches and 2 (t - 1) / t S where each sums a part and reads the others' (two shots).
 
 Of the memory of an engine only `memory_share` goes to weights, keys and values. The shipped ones
-(`plans/engines/*.yaml`) come from `benchmarks/silicon/`. Not here: an engine's admission of requests, which is a
-policy's.
+(`plans/engines/*.yaml`) come from `benchmarks/silicon/`. A file may also state which layouts of a mixture of experts
+the engine runs:
+
+    data_parallel_attention    any: ranks of any tensor-parallel degree; whole: each device a rank, or all together
+    expert_parallel            whole: all devices hold whole experts, or each a part of every one
+    expert_rows                all: where all tokens are on every device, small kernels of the experts pass over the
+                               rows of experts elsewhere too; own: they do not
+
+Where it states no such thing, experts and attention are tensor parallel. Not here: an engine's admission of requests,
+which is a policy's.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from exeplan.core.model import ModelSpec
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
 from exeplan.units import seconds
@@ -34,6 +50,13 @@ _MANY_ROWS = 4096
 """Where the second point of the host's straight line lies."""
 _LEAST_LAYER = 0.5
 """Share of a layer's time in the tables that fused kernels cannot take away."""
+_LAYOUTS = {
+    "data_parallel_attention": ("any", "whole"),
+    "expert_parallel": ("whole",),
+    "expert_rows": ("own", "all"),
+}
+_MOST_DEVICES = 32
+"""Over which experts are spread."""
 _SUM_LAUNCH, _TWO_SHOTS = 3.3e-6, 2.5
 """Of an engine's own kernels that sum over GPUs: 2.5 to 5.6 us for 4 KB over 2 to 8 GPUs, in CUDA graphs, of vLLM 0.24,
 SGLang 0.5.14 and TensorRT-LLM 1.3 in AIConfigurator 0.12.0's tables; NCCL takes 6.5 to 16 us there."""
@@ -56,6 +79,12 @@ class EngineConstants:
     """Kernels of passes with prompts in a busy device over the same ones measured alone."""
     memory_share: float
     """Of the device's memory, for weights, keys and values."""
+    data_parallel_attention: str = ""
+    """`any` or `whole`; '' where it has none."""
+    expert_parallel: str = ""
+    """`whole`; '' where it has none."""
+    expert_rows: str = "own"
+    """`own` or `all`."""
 
 
 def load_engine(name: str) -> EngineConstants:
@@ -68,16 +97,35 @@ def load_engine(name: str) -> EngineConstants:
 
 def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
     """The constants of a file's mapping. Raises InputError as `load_engine` does."""
-    names = [field.name for field in fields(EngineConstants) if field.name != "name"]
-    for wrong in sorted(set(body) ^ set(names), key=str):
+    names = [field.name for field in fields(EngineConstants) if field.name not in ("name", *_LAYOUTS)]
+    for wrong in sorted((set(body) - set(_LAYOUTS)) ^ set(names), key=str):
         what = "unknown" if wrong in body else "missing"
         raise InputError(f"{path} must give {', '.join(names)}; '{wrong}' is {what}")
+    read: dict[str, Callable[[object, str], Any]]
     read = {name: _signed_seconds if name == "layer" else _seconds for name in names}
     read |= {"prefill_factor": _number, "memory_share": _number}
+    for name, known in _LAYOUTS.items():
+        if body.get(name, known[0]) not in known:
+            raise InputError(f"{path}: {name} must be {' or '.join(known)}, found {body[name]!r}")
     found = EngineConstants(name=path.stem, **{name: read[name](body[name], f"{path}: {name}") for name in names})
+    layouts: dict[str, Any] = {name: body[name] for name in _LAYOUTS if name in body}
+    found = replace(found, **layouts)
     if found.memory_share > 1:
         raise InputError(f"{path}: memory_share is at most 1, found {found.memory_share:g}")
     return found
+
+
+def expert_shardings(engine: EngineConstants, spec: ModelSpec, sizes: Sequence[int]) -> tuple[Sharding, ...]:
+    """Layouts with whole experts on 2, 4, 8 ... devices that the engine runs, attention cut over one of these `sizes`:
+    on all of these devices, or on ranks with requests of their own. None of a dense model."""
+    if not spec.experts or not engine.expert_parallel:
+        return ()
+    numbers = [n for k in range(1, _MOST_DEVICES.bit_length()) if spec.experts.count % (n := 2**k) == 0]
+    found = [Sharding(n, 1, n) for n in numbers if n in sizes]
+    if engine.data_parallel_attention:
+        cut = [size for size in sizes if engine.data_parallel_attention == "any" or size == 1]
+        found += [Sharding(size, n // size, n) for n in numbers for size in cut if size < n and n % size == 0]
+    return tuple(found)
 
 
 def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
@@ -89,15 +137,30 @@ def with_engine(profile: Profile, engine: EngineConstants) -> Profile:
         raise InputError(f"constants of {engine.name} are of decoder-only models, and {profile.model.name} is none")
     if " with " in profile.source:
         raise InputError(f"the profile is '{profile.source}' already; {engine.name} needs one of kernels alone")
-    own_sums = profile.source.startswith("datasheet")
-    byte_seconds = _seconds_per_byte(profile.measurements) if own_sums else None
-    rows = [row for old in profile.measurements if old.op != "overhead" for row in _changed(old, engine, byte_seconds)]
+    dense = _dense_seconds(profile)
+    byte_seconds = _seconds_per_byte(profile.measurements) if profile.source.startswith("datasheet") else None
+    old = [row for row in profile.measurements if row.op != "overhead"]
+    rows = [row for one in old for row in _changed(one, engine, dense, byte_seconds)]
     return replace(
         profile,
         measurements=(*rows, *_overheads(engine)),
         workspace_bytes=max(1, round((1 - engine.memory_share) * profile.device.memory_bytes)),
         source=f"{profile.source} with {engine.name}",
     )
+
+
+def _dense_seconds(profile: Profile) -> Callable[[Measurement], float]:
+    """Of the `dense` part of a layer whose `experts` part is the row, on a rank with its share of the tokens."""
+    points: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for row in profile.measurements:
+        if row.op == "dense":
+            points[row.tensor_parallel_size].append((row.num_tokens, row.seconds))
+    curves = {size: np.array(sorted(found)).T for size, found in points.items()}
+
+    def seconds(row: Measurement) -> float:
+        return float(np.interp(row.num_tokens / row.data_parallel_size, *curves[row.tensor_parallel_size]))
+
+    return seconds
 
 
 def _seconds_per_byte(rows: Sequence[Measurement]) -> float | None:
@@ -119,8 +182,23 @@ def _sum_seconds(row: Measurement, seconds_per_byte: float | None) -> float:
     return min(row.seconds, one_shot, two_shots)
 
 
-def _changed(row: Measurement, engine: EngineConstants, seconds_per_byte: float | None) -> Iterator[Measurement]:
-    if row.op == "rest":
+def _changed(
+    row: Measurement,
+    engine: EngineConstants,
+    dense_seconds: Callable[[Measurement], float],
+    seconds_per_byte: float | None,
+) -> Iterator[Measurement]:
+    if row.op == "dense":
+        layer = max(row.seconds + engine.layer, _LEAST_LAYER * row.seconds)
+        yield replace(row, phase="decode", seconds=layer)
+        yield replace(row, phase="prefill", seconds=engine.prefill_factor * layer)
+    elif row.op == "experts":
+        dense = dense_seconds(row)
+        others = engine.prefill_factor * max(dense + engine.layer, _LEAST_LAYER * dense)
+        yield replace(row, phase="decode")
+        least = engine.uncaptured_layer - others
+        yield replace(row, phase="prefill", seconds=max(engine.prefill_factor * row.seconds, least))
+    elif row.op == "rest":
         layer = max(row.seconds + engine.layer, _LEAST_LAYER * row.seconds)
         if row.phase != "prefill":
             yield replace(row, phase="decode", seconds=layer)
@@ -128,8 +206,8 @@ def _changed(row: Measurement, engine: EngineConstants, seconds_per_byte: float 
             yield replace(row, phase="prefill", seconds=max(engine.prefill_factor * layer, engine.uncaptured_layer))
     elif (row.op, row.phase) == ("attention", "prefill"):
         yield replace(row, seconds=engine.prefill_factor * row.seconds)
-    elif row.op == "all_reduce":
-        taken = _sum_seconds(row, seconds_per_byte)
+    elif row.op in ("all_reduce", "all_to_all"):
+        taken = _sum_seconds(row, seconds_per_byte) if row.op == "all_reduce" else row.seconds
         yield replace(row, seconds=taken + engine.all_reduce_skew * math.log2(row.tensor_parallel_size))
     else:
         yield row

@@ -6,6 +6,7 @@
     decode attention   latency + sequences * kv heads * a constant + bytes of keys and values
     latent decode      latency + sequences * a constant + operations joined with bytes of the latent vectors
     element-wise       latency + bytes
+    all-to-all         latency + bytes that a device sends / (efficiency * link)
     all-reduce         latency + (t - 1) * step + wire + sqrt(ramp * wire)  wire: 2 (t - 1) / t of the bytes
 
 where `operations` stands for operations / (efficiency * peak) and `bytes` for bytes / (efficiency * bandwidth). The
@@ -85,6 +86,10 @@ class Datasheet:
     """Of the link's bandwidth, by large tensors inside a node."""
     all_reduce_inter_efficiency: float = _constant(SHARE)
     all_reduce_ramp: float = _constant(SECONDS)
+    all_to_all_latency: float = field(default=0.0, metadata={"unit": SECONDS})
+    """Of tokens that go to their experts, or back; 0 where it is taken to be an all-reduce's."""
+    all_to_all_efficiency: float = field(default=0.0, metadata={"unit": SHARE})
+    """Of the link's bandwidth; 0 for an all-reduce's inside a node."""
     intra_bandwidth: float = _constant(SIZE)
     intra_latency: float = _constant(SECONDS)
     inter_bandwidth: float = _constant(SIZE)
@@ -211,3 +216,12 @@ def all_reduce_seconds(sheet: Datasheet, where: str, devices: int, size: float) 
     crossings = 0.0 if where == "intra" else 2 * link.latency
     latency = sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency + crossings
     return latency + wire + sqrt(sheet.all_reduce_ramp * wire)
+
+
+def all_to_all_seconds(sheet: Datasheet, where: str, devices: int, size: float) -> float:
+    """Seconds in which each of `devices` devices sends `size` bytes to the others over these links."""
+    link = sheet.link(where)
+    latency = sheet.all_to_all_latency or sheet.all_reduce_latency + (devices - 1) * sheet.all_reduce_step_latency
+    share = sheet.all_to_all_efficiency or sheet.all_reduce_efficiency
+    share = share if where == "intra" else sheet.all_reduce_inter_efficiency
+    return latency + (0.0 if where == "intra" else link.latency) + size / (share * link.bytes_per_second)

@@ -210,6 +210,7 @@ class Campaign:
             kv_dtype=self.work.kv_dtype,
             device=self.device,
             weight_bytes=self.weight_bytes,
+            layer_weight_bytes=self.work.layer_bytes if self.work.spec.quantization else None,
             workspace_bytes=self.workspace_bytes,
             measurements=(*self.samples.measurements(), *self.multi_device_rows),
             versions=versions(),

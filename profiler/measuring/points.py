@@ -71,7 +71,7 @@ class Work:
 
     def _parameters(self, point: Point) -> float:
         """With which each token is multiplied."""
-        if self.spec.experts:
+        if self.spec.experts or self.spec.quantization:
             return layer_parameters_used(self.spec)
         return self._bytes(point) / DTYPE_BYTES[self.dtype]
 

@@ -14,9 +14,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exeplan.core.hub import download_command
+from exeplan.core.quantization import Quantization
 from exeplan.errors import InputError
 from exeplan.files import read_json
 from exeplan.kernels.select import Kernels, kernels_for
+from exeplan.runner.compute.quantized import (
+    QUANTIZED_BY,
+    IntMatrix,
+    Wanted,
+    fp8_matrix,
+    int_matrix,
+    mxfp4_values,
+    rounded,
+)
 from exeplan.runner.compute.shard import ShardRange
 
 INDEX = "model.safetensors.index.json"
@@ -36,8 +46,10 @@ class Weights(Protocol):
     """The kernels that its layers call."""
     fp8: bool
     """Whether linear layers quantize their weights."""
+    quantization: Quantization | None
+    """How the checkpoint's weights are quantized."""
     num_bytes: int
-    """Bytes of all tensors taken so far."""
+    """Bytes of all tensors taken so far, as the model holds them."""
 
     def holds(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -45,8 +57,16 @@ class Weights(Protocol):
     def take(self, name: str, *shape: int | ShardRange) -> Tensor:
         """The named tensor, copied to dtype and device; of a dimension given as a ShardRange only that range is read.
 
-        Raises InputError unless the whole tensor has that shape and the values taken are finite.
+        Quantized ones are dequantized. Raises InputError unless the whole tensor has that shape and the values taken
+        are finite.
         """
+
+    def matrix(self, name: str, outputs: int | ShardRange, inputs: int | ShardRange) -> Tensor | IntMatrix:
+        """The weight of the linear layer with that name: as `take`, or in small integers, of which the bytes are not
+        counted yet."""
+
+    def count(self, num_bytes: int) -> None:
+        """Adds bytes that the model holds."""
 
 
 class Checkpoint:
@@ -64,10 +84,12 @@ class Checkpoint:
         prefix: str = "",
         kernels: Kernels | None = None,
         fp8: bool = False,
+        quantization: Quantization | None = None,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         self.directory, self.dtype, self.device, self.prefix = directory, dtype, device, prefix
         self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
+        self.quantization = quantization
         self.num_bytes, self._on_read = 0, on_read
         self._files = _find_tensors(directory)
         self._open: dict[Path, Any] = {}
@@ -77,20 +99,62 @@ class Checkpoint:
         return name in self._files or name.removeprefix(self.prefix) in self._files
 
     def take(self, name: str, *shape: int | ShardRange) -> Tensor:
-        if name not in self._files:
-            name = name.removeprefix(self.prefix)
-        path = self._files.get(name)
-        if path is None:
-            raise InputError(f"{self.directory} has no tensor '{name}', which its config.json calls for")
-        tensor = self._read(path, name, shape)
-        if not tensor.is_floating_point():
-            raise InputError(f"tensor '{name}' in {path} is {tensor.dtype}; quantized weights are not supported")
+        tensor = self._dequantized(name, shape)
+        if tensor is None:
+            tensor = self._stored(name, *shape)
+            if not tensor.is_floating_point() or tensor.itemsize == 1:
+                raise InputError(f"tensor '{name}' in {self._path(name)} is {tensor.dtype}{self._unscaled()}")
         tensor = tensor.to(self.device, self.dtype, copy=True, memory_format=torch.contiguous_format)
         if not tensor.isfinite().all():
-            raise InputError(f"tensor '{name}' in {path} holds values that are not finite in {self.dtype}")
-        self.num_bytes += tensor.nbytes
-        self._on_read(self.num_bytes)
+            raise InputError(f"tensor '{name}' in {self._path(name)} holds values that are not finite in {self.dtype}")
+        self.count(tensor.nbytes)
         return tensor
+
+    def matrix(self, name: str, outputs: int | ShardRange, inputs: int | ShardRange) -> Tensor | IntMatrix:
+        how = self.quantization
+        if how is None or how.layout == "fp8" or not self._is_quantized(name, how):
+            return self.take(f"{name}.weight", outputs, inputs)
+        return int_matrix(self._stored, self.holds, Wanted.of(name, outputs, inputs), how)
+
+    def count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._on_read(self.num_bytes)
+
+    def _dequantized(self, name: str, shape: Sequence[int | ShardRange]) -> Tensor | None:
+        """A tensor that is stored quantized, in any dtype of numbers; None for others."""
+        how, layer = self.quantization, name.removesuffix(".weight")
+        if how is None:
+            return None
+        if how.layout == "mxfp4":
+            if not self.holds(f"{name}_blocks"):
+                return None
+            experts, inputs, outputs = (Wanted.of(name, part, 1).outputs for part in shape)
+            return mxfp4_values(self._stored, name, experts.size, outputs, inputs)
+        if layer == name or len(shape) != 2 or not self._is_quantized(layer, how):
+            return None
+        wanted = Wanted.of(layer, *shape)
+        if how.layout == "fp8":
+            return fp8_matrix(self._stored, self.holds, wanted, how)
+        return int_matrix(self._stored, self.holds, wanted, how).dequantized(self.dtype)
+
+    def _unscaled(self) -> str:
+        """Why a tensor of 8 bits is not read."""
+        if self.quantization is None or not (scales := QUANTIZED_BY[self.quantization.layout]):
+            return ", which its config.json does not say how to dequantize"
+        return f" without {' or '.join(scales)}, which its quantization ({self.quantization}) needs"
+
+    def _is_quantized(self, layer: str, how: Quantization) -> bool:
+        return any(self.holds(f"{layer}.{tensor}") for tensor in QUANTIZED_BY[how.layout])
+
+    def _path(self, name: str) -> Path | None:
+        return self._files.get(name if name in self._files else name.removeprefix(self.prefix))
+
+    def _stored(self, name: str, *shape: int | ShardRange) -> Tensor:
+        """The tensor, or the requested part of it, in the file's dtype; without a shape, the tensor of any."""
+        path = self._path(name)
+        if path is None:
+            raise InputError(f"{self.directory} has no tensor '{name}', which its config.json calls for")
+        return self._read(path, name if name in self._files else name.removeprefix(self.prefix), shape)
 
     def _read(self, path: Path, name: str, shape: Sequence[int | ShardRange]) -> Tensor:
         """The tensor, or the requested part of it, in the file's dtype."""
@@ -99,7 +163,7 @@ class Checkpoint:
             if file is None:
                 file = self._open[path] = safe_open(path, framework="pt")
             stored = file.get_slice(name)
-            if stored.get_shape() != _sizes(shape):
+            if shape and stored.get_shape() != _sizes(shape):
                 raise InputError(
                     f"tensor '{name}' in {path} has shape {stored.get_shape()}, config.json calls for {_sizes(shape)}"
                 )
@@ -120,10 +184,12 @@ class RandomWeights:
         seed: int,
         kernels: Kernels | None = None,
         fp8: bool = False,
+        quantization: Quantization | None = None,
         on_read: OnRead = lambda num_bytes: None,
     ) -> None:
         self.dtype, self.device, self.seed = dtype, device, seed
         self.kernels, self.fp8 = kernels or kernels_for(device, dtype), fp8
+        self.quantization = quantization
         self.num_bytes, self._on_read = 0, on_read
 
     def holds(self, name: str) -> bool:
@@ -133,9 +199,20 @@ class RandomWeights:
         tensor = self._draw(name, _sizes(shape))
         if not _is_whole(shape):
             tensor = tensor[_index(shape)].clone(memory_format=torch.contiguous_format)
-        self.num_bytes += tensor.nbytes
-        self._on_read(self.num_bytes)
+        self.count(tensor.nbytes)
         return tensor
+
+    def matrix(self, name: str, outputs: int | ShardRange, inputs: int | ShardRange) -> Tensor | IntMatrix:
+        how, wanted = self.quantization, Wanted.of(name, outputs, inputs)
+        if how is None or how.layout in ("fp8", "mxfp4") or how.skips(name):
+            return self.take(f"{name}.weight", outputs, inputs)
+        weight_OI = self._draw(f"{name}.weight", [wanted.outputs.size, wanted.inputs.size])
+        part_OI = weight_OI[_index((wanted.outputs, wanted.inputs))].to("cpu", torch.float32)
+        return rounded(part_OI, wanted, how)
+
+    def count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._on_read(self.num_bytes)
 
     def _draw(self, name: str, sizes: Sequence[int]) -> Tensor:
         if name.endswith("bias"):

@@ -11,7 +11,7 @@ much.
 
 On a tensor-parallel group every rank has its part of the inner width of all experts, and routes all tokens alike.
 Source: Shazeer et al. 2017; the order of tokens is that of MegaBlocks (Gale et al. 2022). Not here: experts divided
-over ranks, quantized experts.
+over ranks.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def expert_block(
         _gated_mlp(weights, spec, group, f"{name}.{names.experts}.{number}", names.products, spec.experts.width)
         for number in range(spec.experts.count)
     ]
-    block: Block = Experts(router, experts, padded=router.product.packed)
+    block: Block = Experts(router, experts, padded=router.product.packed or experts[0].up.packed)
     if names.shared and spec.experts.shared_width:
         width = spec.experts.shared_width
         shared: Block = _gated_mlp(weights, spec, group, f"{name}.{names.shared}", _PRODUCTS, width)

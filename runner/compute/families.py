@@ -39,10 +39,25 @@ def load_model(
     kind, place, fp8 = activation_dtype(dtype), torch.device(device), dtype == FP8
     weights: Weights
     if dummy_weights or spec.directory is None:
-        weights = RandomWeights(dtype=kind, device=place, seed=seed, kernels=kernels, fp8=fp8, on_read=on_read)
+        weights = RandomWeights(
+            dtype=kind,
+            device=place,
+            seed=seed,
+            kernels=kernels,
+            fp8=fp8,
+            quantization=spec.quantization,
+            on_read=on_read,
+        )
     else:
         weights = Checkpoint(
-            spec.directory, dtype=kind, device=place, prefix=family.PREFIX, kernels=kernels, fp8=fp8, on_read=on_read
+            spec.directory,
+            dtype=kind,
+            device=place,
+            prefix=family.PREFIX,
+            kernels=kernels,
+            fp8=fp8,
+            quantization=spec.quantization,
+            on_read=on_read,
         )
     model: Model = family.Model(spec, weights, shard or whole(spec))
     return model, weights.num_bytes
@@ -68,11 +83,6 @@ def _families() -> dict[str, ModuleType]:
 
 def _family(spec: ModelSpec) -> ModuleType:
     families = _families()
-    if spec.weight_dtype:
-        raise InputError(
-            f"'{spec.name}' is quantized ({spec.weight_dtype}), and its weights are not loaded; run its unquantized "
-            "checkpoint, with --dtype fp8 on GPUs that have it"
-        )
     if (spec.experts or spec.latent) and spec.family not in RUN_SPARSE:
         raise InputError(
             f"'{spec.name}' of the family {spec.family} has {'experts' if spec.experts else 'latent attention'}, which "

@@ -24,7 +24,8 @@ from exeplan.core.sparse_layers import LatentAttention
 from exeplan.errors import InputError
 from exeplan.kernels.linear import Linear
 from exeplan.runner.compute.checkpoint import Weights
-from exeplan.runner.compute.layers import Attend, AttentionShape, Block, RMSNorm, partial_linear, product, summed
+from exeplan.runner.compute.layers import Attend, AttentionShape, Block, RMSNorm, partial_linear, summed
+from exeplan.runner.compute.products import product
 from exeplan.runner.compute.rotary import Angles
 from exeplan.runner.compute.shard import Shard, ShardRange, head_ranges
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from exeplan.core.model import ModelSpec
 from exeplan.errors import InputError
-from exeplan.kernels.fp8_linear import Fp8Linear
 from exeplan.kernels.linear import Linear
 from exeplan.kernels.online_softmax import DistanceBias
 from exeplan.kernels.select import Kernels
 from exeplan.runner.compute.checkpoint import Weights
+from exeplan.runner.compute.products import Product, merged
 from exeplan.runner.compute.rotary import Angles
 from exeplan.runner.compute.shard import Group, Shard, ShardRange, head_ranges, inner_range
 
@@ -131,25 +131,13 @@ class LayerNorm:
         return self.kernels.add_layer_norm(x_NE, residual_NE, self.weight, self.bias, self.eps)
 
 
-Product = Linear | Fp8Linear
-
-
-def product(weights: Weights, weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
-    """The linear layer of a weight, quantized where `weights.fp8`."""
-    if not weights.fp8:
-        return Linear(weight_OI, bias_O)
-    layer = Fp8Linear(weight_OI, bias_O, quantize_rows=weights.kernels.quantize_rows)
-    weights.num_bytes += layer.num_bytes - weight_OI.nbytes
-    return layer
-
-
 def linear(
     weights: Weights, outputs: Mapping[str, int | ShardRange], inputs: int | ShardRange, *, bias: bool
 ) -> Product:
     """The named layers merged into one product, whose outputs are concatenated in that order."""
-    weight = torch.cat([weights.take(f"{name}.weight", part, inputs) for name, part in outputs.items()])
-    bias_O = torch.cat([weights.take(f"{name}.bias", part) for name, part in outputs.items()]) if bias else None
-    return product(weights, weight, bias_O)
+    parts = [weights.matrix(name, part, inputs) for name, part in outputs.items()]
+    biases = [weights.take(f"{name}.bias", part) for name, part in outputs.items()] if bias else None
+    return merged(weights, parts, biases)
 
 
 def partial_linear(
@@ -255,7 +243,7 @@ class MLP:
 
     def added_to(self, residual_NE: Tensor, x_NE: Tensor) -> Tensor:
         """The sum of the block's output and the residual, fused into the last product where it can add."""
-        if self.down.adds:
+        if isinstance(self.down, Linear) and self.down.adds:
             return residual_NE.addmm_(self.activation(self.up(x_NE)), self.down.weight.t())
         return self(x_NE).add_(residual_NE)
 

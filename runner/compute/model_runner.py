@@ -25,7 +25,7 @@ from exeplan.runner.compute.families import CPU_ONLY, load_model
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
-from exeplan.runner.compute.precision import activation_dtype, cache_dtype
+from exeplan.runner.compute.precision import activation_dtype, cache_dtype, held_bits
 from exeplan.runner.compute.prompt_logprobs import PromptPart, ReportedSpan, report_prompts
 from exeplan.runner.compute.residents import Residents
 from exeplan.runner.compute.row_buckets import RowBucket
@@ -71,7 +71,10 @@ class ModelRunner:
             raise InputError(f"'{spec.name}' has {kind}, which runs on a CPU only, not over blocks")
         self.kernels = paged_with
         """None where attention takes the CPU's fast path."""
-        self._prepacked = prepacks(self.device, self.activation)
+        how = spec.quantization
+        self._prepacked = prepacks(self.device, self.activation) or bool(
+            how and held_bits(how, dtype, self.device) == 8
+        )
         with torch.inference_mode():
             self.model, self.weight_bytes = load_model(
                 spec,

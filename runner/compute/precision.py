@@ -3,14 +3,20 @@
 Layers compute in `dtype`; fp8 means 8-bit weights with a scale for each output channel, and bfloat16 between layers,
 for embedding and output head. Keys and values are stored in `kv_dtype`: `dtype`, or fp8 with scale 1. One scale
 suffices: e4m3 has 3 bits of mantissa from 2^-6 to 448, the range of the keys and values of these families; larger
-values saturate. Scales calibrated on some prompts would tie a cache to these. Not here: calibrated scales, 4 bits.
+values saturate. Scales calibrated on some prompts would tie a cache to these.
+
+Weights of a quantized checkpoint stay in its 4 or 8 bits where the device has products of those that pay, and are
+dequantized to `dtype` when loaded elsewhere; a sentence says which. Not here: calibrated scales.
 """
 
 import torch
 
-from exeplan.core.model import DTYPE_BYTES, FP8, RUN_DTYPES
+from exeplan.core.model import DTYPE_BYTES, FP8, RUN_DTYPES, ModelSpec
+from exeplan.core.quantization import Quantization
 from exeplan.errors import InputError
 from exeplan.kernels.fp8_linear import multiplies_fp8
+from exeplan.kernels.int4_linear import multiplies_int4
+from exeplan.kernels.int8_linear import multiplies_int8
 
 
 def activation_dtype(dtype: str) -> torch.dtype:
@@ -38,3 +44,38 @@ def check_precision(dtype: str, kv_dtype: str | None, place: torch.device) -> No
         raise InputError("fp8 needs a GPU, this is a CPU; it has float32, bfloat16 and float16")
     name, capability = torch.cuda.get_device_name(place), ".".join(map(str, torch.cuda.get_device_capability(place)))
     raise InputError(f"fp8 needs a GPU of compute capability 8.9, {name} has {capability}; use bfloat16")
+
+
+def held_bits(how: Quantization, dtype: str, place: torch.device) -> int | None:
+    """The bits in which a device holds quantized weights: 8 with a scale an output, 4 with groups; None where they are
+    dequantized.
+    """
+    if how.layout in ("fp8", "mxfp4"):
+        return None
+    if how.group_size is None:
+        return 8 if multiplies_int8(place) else None
+    fits = how.bits == 4 and activation_dtype(dtype) == torch.bfloat16
+    return 4 if fits and multiplies_int4(place) else None
+
+
+def holding_remarks(spec: ModelSpec, dtype: str, place: torch.device) -> list[str]:
+    """A sentence on how the weights of a quantized checkpoint are held; none for others."""
+    how = spec.quantization
+    if how is None:
+        return []
+    weights, bits = f"the weights of '{spec.name}' ({how})", held_bits(how, dtype, place)
+    weights += " but for latent attention's, which are dequantized," if bits and spec.latent else ""
+    if bits == 8:
+        rows = "rounded to 8 bits a token" if how.int8_rows else f"in digits of 8 bits that hold {dtype}"
+        return [f"{weights} are kept in 8 bits and multiplied so, by inputs {rows}"]
+    if bits == 4:
+        parts = " or cuts through groups" + (" (desc_act)" if how.ordered else "")
+        return [
+            f"{weights} are kept in 4 bits; what tensor parallelism leaves no multiples of 64 outputs{parts} is "
+            f"dequantized to {dtype} when loaded"
+        ]
+    instead = ""
+    if place.type == "cpu" and how.bits == 4 and how.layout != "mxfp4" and multiplies_int4(place):
+        instead = "; with --dtype bfloat16 they stay in 4 bits"
+    form = "bfloat16 and then quantized to fp8 with a scale an output" if dtype == FP8 else dtype
+    return [f"{weights} are dequantized to {form} when loaded, and take the memory of that{instead}"]

@@ -89,6 +89,8 @@ class SamplingParams:
     """Added to the logits of these token ids, -100 to 100."""
     structure: str | None = None
     """The grammar that the output follows (`structures.py`); it may end only where that is complete."""
+    shown_token_ids: tuple[int, ...] = ()
+    """Special tokens whose names are in the text of the output, as they mark calls of functions."""
 
     def __post_init__(self) -> None:
         for name, limits in FLOAT_LIMITS.items():
@@ -104,6 +106,7 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
         self._check_structure()
+        object.__setattr__(self, "shown_token_ids", tuple(self.shown_token_ids))
 
     def _check_stops(self) -> None:
         for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_IDS)):

@@ -11,7 +11,9 @@ two of them wait for each other. Between two CPU workers of one host pieces go t
 
 For encoder-decoder models the encoder's output goes instead: `[N, E]` is far less than keys and values of every decoder
 layer, which the decoding stages compute from it. It waits in host memory until the rows are decoded.
-Letters: L layers, N tokens of the flat batch, K key/value heads of a shard, D head_dim.
+Of latent attention the latent vectors go, which are one head whose key is its value; every rank has them whole.
+Letters: L layers, N tokens of the flat batch, K key/value heads of a shard, T vectors of each (a key and a value, or a
+latent vector), D their width.
 """
 
 import contextlib
@@ -47,10 +49,10 @@ class Transfer(NamedTuple):
 
 def kv_heads_of(spec: ModelSpec, size: int, rank: int) -> tuple[int, ...]:
     """The key/value heads on one rank of a stage; where there are fewer heads than ranks, some are on several."""
-    if spec.num_kv_heads >= size:
-        share = spec.num_kv_heads // size
+    if spec.num_kv_shares >= size:
+        share = spec.num_kv_shares // size
         return tuple(range(rank * share, (rank + 1) * share))
-    return (rank * spec.num_kv_heads // size,)
+    return (rank * spec.num_kv_shares // size,)
 
 
 def transfers(spec: ModelSpec, placement: Placement) -> list[Transfer]:
@@ -79,14 +81,16 @@ def transfer_pairs(spec: ModelSpec, placement: Placement) -> set[tuple[int, int]
 def _between(
     spec: ModelSpec, senders: Sequence[int], receivers: Sequence[int], layers: tuple[int, int]
 ) -> list[Transfer]:
-    found = []
+    """Of the senders that have a head, the receivers take turns."""
+    found, count = [], len(senders)
     for index, receiver in enumerate(receivers):
         missing = list(kv_heads_of(spec, len(receivers), index))
-        for number, sender in enumerate(senders):
-            heads = tuple(head for head in kv_heads_of(spec, len(senders), number) if head in missing)
+        first = index * count // len(receivers)
+        for number in (*range(first, count), *range(first)):
+            heads = tuple(head for head in kv_heads_of(spec, count, number) if head in missing)
             if heads:
                 missing = [head for head in missing if head not in heads]
-                found.append(Transfer(sender, receiver, layers, heads))
+                found.append(Transfer(senders[number], receiver, layers, heads))
     return found
 
 
@@ -94,7 +98,7 @@ class PassingCache:
     """Takes the place of a KV cache on a stage that only prefills: what a layer stores is passed on."""
 
     def __init__(self, device: torch.device, store: Callable[[int, Tensor], None]) -> None:
-        """`store` is called with the number of a layer in this shard and its keys and values `[N, 2K, D]`."""
+        """`store` is called with the number of a layer in this shard and its keys and values `[N, TK, D]`."""
         self.device, self._store = device, store
 
     def slots(self, request_id: str, start: int, stop: int) -> NDArray[np.int64]:
@@ -156,14 +160,14 @@ class Wire:
 def piece_layers(spec: ModelSpec, stage: Stage, num_tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
     """The pieces in which each worker of a stage sends its share of so many tokens."""
     heads = len(kv_heads_of(spec, stage.tensor_parallel_size, 0))
-    return pieces(stage.layers, 2 * num_tokens * heads * spec.head_dim * dtype.itemsize)
+    return pieces(stage.layers, num_tokens * heads * spec.kv_width // spec.num_kv_shares * dtype.itemsize)
 
 
 class _Piece(NamedTuple):
     layers: tuple[int, int]
     """Of the model."""
     computed: list[Tensor]
-    """Keys and values `[N, 2K, D]` of each of these layers, or an encoder's output."""
+    """Keys and values `[N, TK, D]` of each of these layers, or an encoder's output."""
     ready: "torch.cuda.Event | None"
 
 
@@ -218,10 +222,9 @@ class Sender:
         first, last = _shared_layers(piece.layers, transfer.layers)
         if first >= last:
             return None
-        chosen = [self._heads.index(head) for head in transfer.heads]
-        rows = chosen + [len(self._heads) + index for index in chosen]
+        rows = _rows(self._spec, self._heads, transfer.heads)
         layers = piece.computed[first - piece.layers[0] : last - piece.layers[0]]
-        whole = len(chosen) == len(self._heads)
+        whole = transfer.heads == self._heads
         return _on_host(
             lambda: torch.stack([kv_NMD if whole else kv_NMD[:, rows] for kv_NMD in layers]), piece.ready, stream
         )
@@ -328,15 +331,16 @@ class Receiver:
                 del self._arriving[batch.number]
 
     def _piece(self, ours: Sequence[Transfer], num_layers: int, num_tokens: int) -> Tensor:
-        """Some layers of a batch, `[L, N, 2K, D]`, of all heads of this worker."""
-        heads, dim = len(self._heads), self._spec.head_dim
+        """Some layers of a batch, `[L, N, TK, D]`, of all heads of this worker."""
+        tables = self._spec.num_kv_tables
+        width = self._spec.kv_width // self._spec.num_kv_shares // tables
+        whole = self._empty(num_layers, num_tokens, tables * len(self._heads), width)
         if len(ours) == 1:
-            return self._wire.receive(self._empty(num_layers, num_tokens, 2 * heads, dim), ours[0].sender)
-        whole = self._empty(num_layers, num_tokens, 2 * heads, dim)
+            return self._wire.receive(whole, ours[0].sender)
         for transfer in ours:
-            chosen = [self._heads.index(head) for head in transfer.heads]
-            part = self._empty(num_layers, num_tokens, 2 * len(chosen), dim)
-            whole[:, :, chosen + [heads + index for index in chosen]] = self._wire.receive(part, transfer.sender)
+            part = self._empty(num_layers, num_tokens, tables * len(transfer.heads), width)
+            rows = _rows(self._spec, self._heads, transfer.heads)
+            whole[:, :, rows] = self._wire.receive(part, transfer.sender)
         return whole
 
     def _store(self, number: int, layer: int, kv_LNMD: Tensor) -> None:
@@ -352,6 +356,11 @@ class Receiver:
     def _empty(self, *shape: int) -> Tensor:
         """A GPU copies from pinned memory without the CPU."""
         return torch.empty(shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+
+
+def _rows(spec: ModelSpec, held: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """Where the keys and values of some heads are among a shard's: all keys stand before all values."""
+    return [table * len(held) + held.index(head) for table in range(spec.num_kv_tables) for head in chosen]
 
 
 def _shared_layers(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

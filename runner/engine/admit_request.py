@@ -65,7 +65,9 @@ def _admitted(
         num_begin_tokens=len(begin),
         banned_token_ids=tuple(token for token in ends if 0 <= token < spec.vocab_size),
         end_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else ends),
-        stream=_advanced(tokenizer.stream(begin or prompt, params.stop), output, params.min_tokens),
+        stream=_advanced(
+            tokenizer.stream(begin or prompt, params.stop, shown=params.shown_token_ids), output, params.min_tokens
+        ),
         arrival=request.arrival,
         start=request.start,
         crashes=request.crashes,

@@ -19,6 +19,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from exeplan.errors import InputError
 from exeplan.files import read_text
 
+UNKNOWN_TOOL_FORMAT = (
+    "calls of functions that this model makes by itself cannot be read, as its chat template does not say their "
+    "format; use tool_choice=required, or name a function"
+)
+
 
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's words for training; here it is replaced by its content."""
@@ -60,6 +65,8 @@ class ChatTemplate:
             raise InputError(f"the model's chat template is not valid: {error}") from None
         self.tool_format = tool_format(source) if self.takes_tools else None
         """Of the calls that it asks the model for; None where it is not known."""
+        self.has_channels = self.tool_format == "harmony"
+        """Whether every output is in that format, also without a call."""
 
     def render(
         self,
@@ -84,15 +91,29 @@ class ChatTemplate:
             raise InputError(f"the model's chat template does not take these messages: {error}") from None
 
 
-def tool_format(source: str) -> str | None:
-    """How a template asks for calls of functions, by the words that its model was trained with.
+_TOOL_WORDS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama3_json", ('"parameters": dictionary',)),
+)
+"""Of each format, the words that its templates have and those of the formats after it lack."""
 
-    `hermes`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen 2.5, Qwen 3); `llama3_json`:
-    `{"name": ..., "parameters": {...}}` (Llama 3.1). None for other ones, such as XML within `<tool_call>`.
+
+def tool_format(source: str) -> str | None:
+    """How a template asks for calls of functions, by the words that its model was trained with; None for other ways.
+
+    `hermes` (Hermes, Qwen 2.5, Qwen 3), `qwen3_coder`, `glm45` (GLM 4.5 to 4.7), `mistral` (a list, as up to Mistral
+    Small 3.1), `mistral_v11` (a name before its arguments, as from Mistral Small 3.2), `deepseek_v3` (V3, R1),
+    `deepseek_v31`, `harmony` (gpt-oss), and `llama3_json` (Llama 3.1 to 3.3): `runner/server/tool_calls.py` says how
+    each is written.
     """
-    if "<tool_call>" in source and not any(other in source for other in ("<function=", "<arg_key>")):
-        return "hermes"
-    return "llama3_json" if '"parameters": dictionary' in source else None
+    return next((name for name, words in _TOOL_WORDS if all(word in source for word in words)), None)
 
 
 def find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:

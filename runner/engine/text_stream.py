@@ -5,6 +5,7 @@ the token before. So a window of tokens is decoded together, and the text that i
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoders put in place of an incomplete character."""
@@ -27,7 +28,7 @@ class TextStream:
         self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
         self.stopped = False
-        self._decode, self._stops = decode, stops
+        self._decode, self._stops = decode, [_Search(stop) for stop in stops]
         self._held = ""
         # `_num_decoded` tokens of the window, that is `_num_chars` characters, have been delivered or held.
         self._window, self._num_decoded, self._num_chars = _context(decode, prompt_token_ids)
@@ -37,8 +38,7 @@ class TextStream:
         text = self._decoded(token_id)
         if not self._stops or not may_stop:
             return text
-        self._held += text
-        return self._before_stop()
+        return self._before_stop(text)
 
     def finish(self) -> str:
         """The text held back, after the last token; an incomplete character becomes U+FFFD, as in `decode`."""
@@ -59,13 +59,13 @@ class TextStream:
             self._num_decoded, self._num_chars = len(self._window), len(self._decode(self._window))
         return new
 
-    def _before_stop(self) -> str:
-        text = self._held
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
+    def _before_stop(self, new: str) -> str:
+        found, text = [stop.push(new) for stop in self._stops], self._held + new
+        ends = [(len(self._held) + end - stop.length) for stop, end in zip(self._stops, found, strict=True) if end]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(places)]
-        kept = max(_overlap(text, stop) for stop in self._stops)
+            return text[: min(ends)]
+        kept = max(stop.matched for stop in self._stops)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -82,9 +82,35 @@ def _context(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -
     return tail, 0, len(decode(tail).removesuffix(BROKEN))
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Search:
+    """One string in a text that comes in pieces, by the method of Knuth, Morris and Pratt: the time of a character does
+    not depend on the string's length. `matched` is how many characters at the end of the text begin the string.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted, self.length, self.matched = wanted, len(wanted), 0
+        self._borders = _borders(wanted)
+
+    def push(self, text: str) -> int | None:
+        """How many characters of this piece there are up to the end of the string's first appearance."""
+        for place, character in enumerate(text):
+            self.matched = _longer(self._wanted, self._borders, self.matched, character)
+            if self.matched == self.length:
+                return place + 1
+        return None
+
+
+def _longer(wanted: str, borders: Sequence[int], matched: int, character: str) -> int:
+    """How much of the string the text ends with after one more character."""
+    while matched and wanted[matched] != character:
+        matched = borders[matched - 1]
+    return matched + (wanted[matched] == character)
+
+
+@lru_cache(1024)
+def _borders(wanted: str) -> tuple[int, ...]:
+    """Of each beginning of a string, the longest other beginning that it ends with."""
+    borders = [0]
+    for character in wanted[1:]:
+        borders.append(_longer(wanted, borders, borders[-1], character))
+    return tuple(borders)

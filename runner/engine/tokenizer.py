@@ -5,8 +5,9 @@ neither and works on bytes. A model without a tokenizer still serves prompts of 
 Not here: SentencePiece's tokenizer.model; transformers writes a tokenizer.json for it when it saves the tokenizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -48,6 +49,14 @@ class Codec(Protocol):
         """`special` adds the model's special tokens, such as a beginning-of-sequence token."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+    @property
+    def special_token_ids(self) -> Mapping[str, int]:
+        """The tokens that `skip_special` leaves out, by name."""
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text does not have the space of its first token."""
 
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         """The bytes of `vocab_size` tokens, as llguidance wants them; `ends` end a sequence."""
@@ -123,16 +132,34 @@ class Tokenizer:
         once, twice = (self.codec.decode([token_id] * count, skip_special=False) for count in (1, 2))
         return twice[len(once) :]
 
-    def stream(self, prompt_token_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream | None:
+    def stream(
+        self, prompt_token_ids: Sequence[int], stops: Sequence[str] = (), *, shown: Sequence[int] = ()
+    ) -> TextStream | None:
         """Incremental detokenization of an output after this prompt; None when there is no tokenizer.
 
+        The names of the special tokens `shown` are in the text.
         Raises InputError when there are stop strings and no tokenizer to find them with.
         """
         if self.codec is None:
             if stops:
                 raise InputError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
             return None
-        return TextStream(self.decode, prompt_token_ids, stops)
+        decode = partial(self._decode_but, frozenset(self.codec.special_token_ids.values()) - {*shown})
+        return TextStream(decode if shown else self.decode, prompt_token_ids, stops)
+
+    def _decode_but(self, hidden: Set[int], token_ids: Sequence[int]) -> str:
+        assert self.codec
+        return self.codec.decode([token for token in token_ids if token not in hidden], skip_special=False)
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text does not have the space of its first token."""
+        return self.codec is not None and self.codec.drops_first_space
+
+    def special_token_ids(self, names: Iterable[str]) -> dict[str, int]:
+        """Of these names, those that are special tokens."""
+        known = self.codec.special_token_ids if self.codec else {}
+        return {name: known[name] for name in names if name in known}
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self.codec is None:
@@ -154,10 +181,15 @@ class ByteCodec:
 
     bos_token_id, eos_token_id, num_ids = 256, 257, 258
     eos_token_ids: tuple[int, ...] = (eos_token_id,)
+    drops_first_space = False
 
     @property
     def longest_token(self) -> int:
         return 1
+
+    @property
+    def special_token_ids(self) -> Mapping[str, int]:
+        return {"<bos>": self.bos_token_id, "<eos>": self.eos_token_id}
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [self.bos_token_id] * special + list(text.encode())
@@ -191,13 +223,18 @@ class FileCodec:
     def __init__(self, tokenizer: HuggingFaceTokenizer, eos_token: str | None) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._steps = tokenizer, _decoder_steps(tokenizer)
         eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None
         self.eos_token_ids: tuple[int, ...] = () if eos_token_id is None else (eos_token_id,)
 
     @cached_property
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    @cached_property
+    def special_token_ids(self) -> Mapping[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return _called(  # It fails, for example, without a token for the unknown.
@@ -211,7 +248,33 @@ class FileCodec:
     def for_structures(self, vocab_size: int, ends: list[int]) -> "LLTokenizer":
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self._tokenizer.to_str(), vocab_size, ends)
+        text = self._tokenizer.to_str()
+        if any(step["type"] == "Metaspace" for step in self._steps):  # Which llguidance knows by other words.
+            plain = [_spaces(step["replacement"]) if step["type"] == "Metaspace" else step for step in self._steps]
+            decoder = {"type": "Sequence", "decoders": [*plain, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+            text = json.dumps({**json.loads(text), "decoder": decoder})
+        return LLTokenizer(text, vocab_size, ends)
+
+    @property
+    def drops_first_space(self) -> bool:
+        return any(
+            (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+            or (step["type"] == "Strip" and step["start"] > 0)
+            for step in self._steps
+        )
+
+
+def _decoder_steps(tokenizer: HuggingFaceTokenizer) -> list[dict[str, Any]]:
+    """What its decoder does to tokens, one thing after the other, as in tokenizer.json."""
+    if tokenizer.decoder is None:
+        return []
+    found = json.loads(tokenizer.decoder.__getstate__())
+    steps: list[dict[str, Any]] = found.get("decoders", [found])
+    return steps
+
+
+def _spaces(replacement: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": replacement}, "content": " "}
 
 
 def eos_token_ids(spec: ModelSpec) -> tuple[int, ...]:

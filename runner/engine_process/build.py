@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.plan import Plan
+from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
 from exeplan.planner.problem import MEMORY_UTILIZATION
-from exeplan.progress import OnProgress, Progress, no_progress
+from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, LauncherSetup, ModelSource
 
 if TYPE_CHECKING:
@@ -44,12 +45,12 @@ def engine_setup(
     `launcher` describes the hosts of a plan that spans several; None where all devices are on this one.
 
     A batch may take `deadline_seconds` on any stage before its workers count as hanging; by default a multiple of the
-    prefill time that the plan predicts. Raises InputError for a placement on which the model does not run.
+    prefill time that the plan predicts. Raises InputError for a plan of another engine's shape.
     """
-    if spec.latent and any(stage.phase for stage in plan.placement):
+    if needs_other_engine(plan.placement):
         raise InputError(
-            f"'{spec.name}' has latent attention, which prefills and decodes on the same devices; policy "
-            f"{plan.schedule.policy} divides them: plan with another --policy"
+            "the plan has expert parallelism or attention data parallelism, which the engine here does not run; other "
+            "engines do; plan without --engine for this one"
         )
     return EngineSetup(
         model=model_source(spec),
@@ -113,10 +114,12 @@ def build_engine(
     import torch
 
     from exeplan.runner.compute.kv_budget import warn_if_below_plan
+    from exeplan.runner.compute.precision import holding_remarks
     from exeplan.runner.engine.engine import Engine
     from exeplan.runner.engine.tokenizer import Tokenizer
 
     spec = _spec(setup)
+    note(holding_remarks(spec, setup.engine.dtype, torch.device(setup.engine.device)))
     torch.set_num_threads(setup.num_threads)
     executor = _executor(setup, spec, launcher, on_loss, on_progress)
     kv_budget, planned = executor.kv_budget, setup.engine.num_blocks

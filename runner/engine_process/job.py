@@ -21,8 +21,8 @@ _FAULTS = {
     "lost": "the engine or its workers died more than once while this request was running, so it is not tried again",
 }
 _UNFOLLOWED = (
-    "no token could be found for this output: its grammar is too costly to follow at this point, or the model's logits "
-    "are not finite; a simpler grammar is followed further"
+    "no token could be found for this output: its grammar is too costly to follow at this point, or the model's "
+    "vocabulary lacks a character that it needs, or its logits are not finite; a simpler grammar is followed further"
 )
 _EXPIRED = "the request had not begun by its deadline, so nothing of it was computed"
 MAX_UNREAD = 16384

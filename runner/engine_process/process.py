@@ -66,7 +66,9 @@ Command: TypeAlias = EngineCommand | ExecutorBuilt | WorkersLost | MessageError
 """What the main thread carries out; it raises a MessageError, which stands for something that was no command."""
 HEARTBEAT_SECONDS = 1.0
 MAX_HELD_TOKENS = 32
-"""Tokens of an answer that is not streamed before they are sent: so many are computed again at most after a crash."""
+"""Tokens of an answer that is not streamed before they are sent: so many are computed again at most after a crash. Each
+log-probability counts as one, as those of many sequences, sent at once, would take the server longer to read than it
+may be away."""
 _NOTHING = Resumed(token_ids=(), start=None, crashes=0)
 log = logging.getLogger(__name__)
 
@@ -276,11 +278,16 @@ class _EngineLoop:
         event = _event(output, request.arrival)
         if event.finish_reason:
             del self._requests[event.request_id]
-        elif not (request.streamed or event.first) and len(request.held) < MAX_HELD_TOKENS - 1:
+        elif not (request.streamed or event.first) and (len(request.held) + 1) * _num_values(event) < MAX_HELD_TOKENS:
             request.held.append(event)
             return None
         held, request.held = request.held, []
         return _joined([*held, event]) if held else event
+
+
+def _num_values(event: Event) -> int:
+    """Of a token: itself, and the most likely ones that are reported with it."""
+    return 1 + len(event.logprobs[0].top) if event.logprobs else 1
 
 
 def _out_of_order(command: Any) -> MessageError:

@@ -114,6 +114,7 @@ class Sampling(Part, frozen=True):
     prompt_logprobs: int | None
     logit_bias: Mapping[int, float]
     structure: str | None
+    shown_token_ids: tuple[int, ...] = ()
 
 
 class Prompt(Part, frozen=True):
@@ -218,12 +219,13 @@ class JobRefused(Message, frozen=True):
     """Whether the engine is to blame, and not the request."""
 
 
-class Logprob(Record, frozen=True):
-    """A token and its log-probability."""
+class Logprob(Record, frozen=True, gc=False):
+    """A token and its log-probability. An answer may have a million of them, all numbers, and no cycle: they, and the
+    tuples in them, are none of the garbage collector's business, whose pauses would stop the server."""
 
     token_id: int
     logprob: float
-    top: Sequence[tuple[int, float]] = ()
+    top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens with theirs, best first."""
 
 
@@ -451,6 +453,8 @@ class ToolFormat(Part, frozen=True):
     functions: tuple[str, ...]
     single: bool
     """At most one call is reported."""
+    types: Mapping[str, Mapping[str, list[str]]] = {}
+    """By function, the JSON types of its arguments; of formats that write arguments without their types."""
 
 
 class Generate(Message, frozen=True):

@@ -14,15 +14,14 @@ from exeplan.runner.compute.layers import (
     MLP,
     Attend,
     LayerNorm,
-    Product,
     SelfAttention,
     activation,
     added,
     attention_shape,
     integer,
-    product,
     summed,
 )
+from exeplan.runner.compute.products import Product, product
 from exeplan.runner.compute.rotary import Angles
 from exeplan.runner.compute.shard import Shard, ShardRange, head_ranges, inner_range
 from exeplan.runner.compute.vocabulary import Vocabulary

@@ -22,11 +22,11 @@ from exeplan.runner.compute.layers import (
     Block,
     SelfAttention,
     attention_shape,
-    product,
     projections,
     summed,
 )
 from exeplan.runner.compute.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
+from exeplan.runner.compute.products import product
 from exeplan.runner.compute.rotary import Rotary
 from exeplan.runner.compute.shard import Group, Shard, head_ranges, inner_range
 

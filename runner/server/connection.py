@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exeplan.runner.server.api_keys import ApiKeys
 from exeplan.runner.server.clients import Client, network_of, set_client
-from exeplan.runner.server.listener import MAX_CONNECTIONS, Listener, set_buffers
+from exeplan.runner.server.listener import MAX_CONNECTIONS, Listener, set_options
 from exeplan.runner.server.places import Places
 from exeplan.runner.server.protocol import RequestError
 from exeplan.runner.server.request_log import new_request_id, note
@@ -39,6 +39,8 @@ VANISHED_SECONDS = 60
 """After this time the kernel closes a connection whose peer no longer answers."""
 MAX_BODIES_BYTES = 256 * 1024 * 1024
 """Of all bodies being read at one time."""
+AMBIGUOUS = "ambiguous_length"
+"""The code of a refusal after which the connection is not used again: a proxy may see other requests on it."""
 PROBES = ("/health", "/ready")
 """Answered on a few more connections than there may be."""
 OPEN_PATHS = ("/", *PROBES)
@@ -66,7 +68,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
         if connection := transport.get_extra_info("socket"):
-            set_buffers(connection, VANISHED_SECONDS)
+            set_options(connection, VANISHED_SECONDS)
             if self.listener is not None:
                 self.listener.has_begun(connection.fileno())
         self._expect_header()
@@ -218,7 +220,8 @@ class OnlyProbes:
 
 
 class Gate:
-    """ASGI middleware: large headers get 431, pages of other sites 403, paths outside `OPEN_PATHS` 401 without the key.
+    """ASGI middleware: large headers get 431, ambiguous ones 400, pages of other sites 403, and paths outside
+    `OPEN_PATHS` 401 without the key.
 
     It precedes routing: a path is refused whether or not a view exists for it.
     """
@@ -240,6 +243,11 @@ class Gate:
         )
         if size > MAX_HEADER_BYTES:
             return RequestError(f"the header is larger than {MAX_HEADER_BYTES >> 10} KiB", status=431)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            message = (
+                "a header with both content-length and transfer-encoding may be read in two ways; send one of them"
+            )
+            return RequestError(message, status=400, code=AMBIGUOUS)
         if self._is_foreign(headers):
             return RequestError("pages of this origin may not use this server (--cors-origin allows one)", status=403)
         if not self._keys.required or scope["path"] in OPEN_PATHS:
@@ -265,9 +273,13 @@ _num_body_bytes = 0
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises RequestError 413 before an oversized one is read, 408 for one that does not arrive,
-    and 503 when the bodies of all requests together are too large."""
+    """The body of a request. Raises RequestError 415 for an encoded one, 413 before an oversized one is read, 408 for
+    one that does not arrive, and 503 when the bodies of all requests together are too large."""
     global _num_body_bytes
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"a body with content-encoding {encoding[:40]!r} is not read; send it as it is"
+        raise RequestError(message, status=415)
     if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
         raise _too_large()
     parts = bytearray()
@@ -320,7 +332,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = str(error.retry_after)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.code != "deadline_exceeded" and (error.status in (408, 413, 431) or error.code == "busy"):
+    if error.code != "deadline_exceeded" and (error.status in (408, 413, 431) or error.code in ("busy", AMBIGUOUS)):
         headers["connection"] = "close"
     kind = ClosingResponse if error.status in (413, 431) else JSONResponse
     return kind(error.body(), status_code=error.status, headers=headers)

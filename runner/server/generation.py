@@ -28,6 +28,8 @@ from exeplan.runner.server.responses import ChatChunk, CompletionChunk, Response
 from exeplan.runner.server.service import Service
 
 Rendered = TypeVar("Rendered")
+_PART_BYTES = 1 << 18
+"""Of a large answer, that are given to the connection at a time."""
 
 
 async def generate(service: Service, http_request: Request, *, chat: bool) -> Response:
@@ -81,16 +83,28 @@ class Generation(Response):
                 return note(**builder.usage())
             await self._collect(builder, first)
             note(**builder.usage())
-            large = self._request.sampling.prompt_logprobs is not None
-            response = await self._in_thread(partial(_whole, builder)) if large else _whole(builder)
+            if builder.is_large:
+                return await self._send_in_pieces(builder, send)
+            response = Response(b"".join(builder.pieces()), media_type="application/json")
         except (InputError, EngineError) as error:
             response = error_response(_as_request_error(error))
         await response(scope, receive, send)
 
     async def _in_thread(self, render: Callable[[], Rendered]) -> Rendered:
-        """What it returns: for what has the log-probabilities of prompts, as it may be large."""
+        """What it returns: for what takes longer than the event loop may be away."""
         async with self._service.rendering:
             return await asyncio.to_thread(render)
+
+    async def _send_in_pieces(self, builder: ResponseBuilder, send: Send) -> None:
+        """A large answer, of which no more is in memory than a choice and what the connection takes."""
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        pieces = builder.pieces()
+        while piece := await self._in_thread(partial(next, pieces, b"")):
+            for begin in range(0, len(piece), _PART_BYTES):
+                await send(
+                    {"type": "http.response.body", "body": piece[begin : begin + _PART_BYTES], "more_body": True}
+                )
+        await send({"type": "http.response.body", "body": b""})
 
     async def _collect(self, builder: ResponseBuilder, events: Sequence[Event]) -> None:
         while True:
@@ -105,7 +119,13 @@ class Generation(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async for chunks in self._chunks(builder, first):
-                body = b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)
+                body = b""
+                for chunk in chunks:
+                    body += b"data: " + _json(chunk) + b"\n\n"
+                    if len(body) > _PART_BYTES:  # Of many choices, each of which repeats a long prompt.
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        await asyncio.sleep(0)
+                        body = b""
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         except (InputError, EngineError) as error:
             note(ended=str(error)[:200])
@@ -136,10 +156,6 @@ class Generation(Response):
             yield found
             if not builder.finished:
                 events = await self._job.next_events()
-
-
-def _whole(builder: ResponseBuilder) -> Response:
-    return Response(_json(builder.whole()), media_type="application/json")
 
 
 def _json(value: Any) -> bytes:

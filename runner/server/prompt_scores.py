@@ -17,7 +17,7 @@ from exeplan.runner.ipc.messages import Logprob, PromptLogprobs
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI's value."""
-_PIECE = 256
+_PIECE = 64
 """Tokens that are read or encoded at a time."""
 T = TypeVar("T")
 

@@ -341,6 +341,14 @@ class GenerationRequest(NotOffered, Labels, Sampling, Lenient, ABC):
     """Report what the model says of each token of the prompt, and of this many most likely ones; vLLM's name. Not taken
     with stream=true."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _all_are_the_best(cls, given: Any) -> Any:
+        """The best of as many answers as are asked for are all of them."""
+        if isinstance(given, dict) and type(given.get("best_of")) is int and given["best_of"] == given.get("n"):
+            return {name: value for name, value in given.items() if name != "best_of"}
+        return given
+
     @property
     def structure(self) -> Structure | None:
         """What the output must be; None for any text. Raises RequestError for what is stated twice."""

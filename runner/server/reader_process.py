@@ -22,6 +22,7 @@ from exeplan.runner import logs
 from exeplan.runner.compute.sampling import SamplingParams, check_token_ids
 from exeplan.runner.compute.structures import check_grammar
 from exeplan.runner.engine.admit_request import check_prompt_length
+from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT
 from exeplan.runner.engine.tokenizer import Tokenizer, structure_tokenizer
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
@@ -57,6 +58,8 @@ from exeplan.runner.server.protocol import (
     unknown_model,
 )
 from exeplan.runner.server.structure import grammar_of, refused, tool_grammar
+from exeplan.runner.server.tool_arguments import declared_types
+from exeplan.runner.server.tool_calls import DIALECTS
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -101,7 +104,7 @@ class Reader:
             check_prompt_length(self._spec, len(prompt))
             check_token_ids("the prompt", prompt, self._spec.vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, self._spec.vocab_size)
-        grammar, tools = self._structured(request)
+        grammar, tools, shown = self._structured(request)
         echoes = self._echoes(request, prompts)
         self._check_reported(request, params.prompt_logprobs, prompts)
         options = request.stream_options
@@ -110,7 +113,7 @@ class Reader:
             chat=command.chat,
             prompts=prompts,
             echoes=echoes,
-            sampling=Sampling(**asdict(_with_structure(params, grammar))),
+            sampling=Sampling(**asdict(_with_structure(params, grammar, shown))),
             n=request.n,
             stream=request.stream,
             usage=wants_usage,
@@ -122,30 +125,37 @@ class Reader:
             tools=tools,
         )
 
-    def _structured(self, request: GenerationRequest) -> tuple[str | None, ToolFormat | None]:
-        """The grammar that the output must have, and how calls of functions are found in it."""
+    def _structured(self, request: GenerationRequest) -> tuple[str | None, ToolFormat | None, tuple[int, ...]]:
+        """The grammar that the output must have, how calls of functions are found in it, and the special tokens that
+        its text has for that."""
         if structure := request.structure:
-            return self._checked(grammar_of(structure), structure.param), None
-        if not isinstance(request, ChatRequest) or not (functions := request.told_functions):
-            return None, None
+            # Outputs of other models continue their prompts.
+            begins = self._spec.is_encoder_decoder
+            stated = grammar_of(structure, space_first=begins and self._tokenizer.drops_first_space)
+            return self._checked(stated, structure.param), None, ()
+        template = self._tokenizer.chat_template
+        if not isinstance(request, ChatRequest):
+            return None, None, ()
+        if not (functions := request.told_functions) and not (template and template.has_channels):
+            return None, None, ()
         forced = request.forced_functions
+        name = self._tool_format(forced=bool(forced))
         tools = ToolFormat(
-            name=self._tool_format(forced=bool(forced)),
+            name=name,
             functions=tuple(function.name for function in functions),
             single=not request.parallel_tool_calls or isinstance(request.tool_choice, ToolChosen),
+            types={f.name: declared_types(f.parameters) for f in functions} if DIALECTS[name].tags else {},
         )
-        return self._checked(tool_grammar(forced, tools), "tools") if forced else None, tools
+        special = self._tokenizer.special_token_ids(DIALECTS[name].markers)
+        grammar = self._checked(tool_grammar(forced, tools, special), "tools") if forced else None
+        return grammar, tools, tuple(special.values())
 
     def _tool_format(self, *, forced: bool) -> str:
         template = self._tokenizer.chat_template
         found = template.tool_format if template else None
         if not found and not forced:
-            message = (
-                "calls of functions that this model makes by itself cannot be read, as its chat template does not say "
-                "their format; use tool_choice=required, or name a function"
-            )
-            raise RequestError(message, param="tool_choice")
-        return found or "json"
+            raise RequestError(UNKNOWN_TOOL_FORMAT, param="tool_choice")
+        return found if found and not (forced and DIALECTS[found].forced is None) else "json"
 
     def _checked(self, grammar: str, param: str) -> str:
         try:
@@ -237,10 +247,10 @@ class Reader:
             raise unknown_model(name, self._served)
 
 
-def _with_structure(params: SamplingParams, grammar: str | None) -> SamplingParams:
+def _with_structure(params: SamplingParams, grammar: str | None, shown: tuple[int, ...]) -> SamplingParams:
     """Raises RequestError where the other parameters do not go with a grammar."""
     try:
-        return replace(params, structure=grammar)
+        return replace(params, structure=grammar, shown_token_ids=shown)
     except InputError as error:
         raise RequestError(str(error)) from None
 

@@ -7,19 +7,24 @@ several choices it has the earliest start, the earliest first token and the late
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
+import msgspec
 from msgspec.structs import replace
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from exeplan.runner.ipc.messages import Event, Generate, Logprob, PromptLogprobs
+from exeplan.runner.server.harmony import parser_of
 from exeplan.runner.server.prompt_scores import PromptScores, encoded, entries, finite, prompt_scores
+from exeplan.runner.server.scores import Scores
 from exeplan.runner.server.text_offsets import TextOffsets, TokenTexts
-from exeplan.runner.server.tool_calls import Parsed, ToolCall, ToolParser, whole_calls
+from exeplan.runner.server.tool_calls import Parsed, ToolCall, whole_calls
 
+_LARGE_SCORES, _LARGE_CHARS = 2048, 1 << 16
+"""Log-probabilities and characters of an answer that take about two milliseconds to write."""
 FinishReason = Annotated[str, Field(json_schema_extra={"enum": ["stop", "length", "tool_calls"]})]
 
 
@@ -98,6 +103,8 @@ class ChatMessage(TypedDict):
     content: str | None
     """None where there are only calls."""
     refusal: None
+    reasoning_content: NotRequired[str]
+    """DeepSeek's name, of models whose format tells reasoning from content."""
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -111,6 +118,7 @@ class ChatChoice(TypedDict):
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -143,7 +151,8 @@ class Choice:
     index: int
     text: str = ""
     num_tokens: int = 0
-    logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: Scores = field(default_factory=Scores)
+    """None of a stream, whose chunks have them."""
     finish_reason: str | None = None
     first: Event | None = None
     last: Event | None = None
@@ -155,7 +164,6 @@ class Choice:
         self.last = event
         self.text += event.text
         self.num_tokens += len(event.token_ids)
-        self.logprobs.extend(event.logprobs)
         self.prompt = event.prompt or self.prompt
         self.finish_reason = event.finish_reason
 
@@ -164,6 +172,7 @@ class ResponseBuilder(ABC):
     """Collects the choices of one request and renders its bodies."""
 
     prefix: str
+    kind: str
 
     def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
         self._texts, self._request = texts, request
@@ -179,6 +188,8 @@ class ResponseBuilder(ABC):
             event = replace(event, token_ids=(), text="", logprobs=(), finish_reason=reason)
         choice = self.choices[int(event.request_id.rpartition("-")[2])]
         choice.take(event)
+        if not self._request.stream:
+            choice.logprobs.extend(event.logprobs)
         return choice, event
 
     @property
@@ -208,9 +219,32 @@ class ResponseBuilder(ABC):
             return None
         return prompt_scores(self._prompts[choice.index], choice.prompt, count, self._texts.text)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the body of a finished response takes milliseconds to make."""
+        scored = sum(len(choice.logprobs) for choice in self.choices) * (1 + (self._request.sampling.logprobs or 0))
+        prompts = self._request.sampling.prompt_logprobs is not None
+        chars = self._request.n * sum(map(len, self._request.echoes)) + sum(len(choice.text) for choice in self.choices)
+        return prompts or scored > _LARGE_SCORES or chars > _LARGE_CHARS
+
+    def pieces(self) -> Iterator[bytes]:
+        """The body of a finished response that is not streamed, as JSON in pieces: one is a choice, which is not kept.
+
+        Its lists are encoded piece by piece as well: a thread that encodes for long holds up all others.
+        """
+        yield msgspec.json.encode({**self._head, "object": self.kind})[:-1] + b',"choices":['
+        for choice in self.choices:
+            yield b"," * (choice.index > 0) + msgspec.json.encode(self._whole(choice))
+            choice.logprobs = Scores()
+        yield b"]," + msgspec.json.encode(self._end())[1:]
+
+    def _end(self) -> dict[str, Any]:
+        """What comes after the choices."""
+        return {"usage": self.usage(), "timing": self.timing()}
+
     @abstractmethod
-    def whole(self) -> Completion | ChatCompletion:
-        """The body of a finished response that is not streamed."""
+    def _whole(self, choice: Choice) -> CompletionChoice | ChatChoice:
+        """A choice that has finished."""
 
     @abstractmethod
     def chunk(self, choice: Choice, event: Event) -> CompletionChunk | ChatChunk:
@@ -224,7 +258,7 @@ class ResponseBuilder(ABC):
 class CompletionBuilder(ResponseBuilder):
     """Of `/v1/completions`; prompts that are to be repeated come first, with the log-probabilities of their tokens."""
 
-    prefix = "cmpl"
+    prefix, kind = "cmpl", "text_completion"
 
     def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
         super().__init__(texts, request, model=model)
@@ -233,18 +267,13 @@ class CompletionBuilder(ResponseBuilder):
         if request.sampling.logprobs is not None:
             self._offsets = [TextOffsets(texts, self._echo(choice)) for choice in self.choices]
 
-    def whole(self) -> Completion:
-        choices = [self._choice(c, c.text, c.logprobs, c.finish_reason, begins=True) for c in self.choices]
-        for choice, rendered in zip(self.choices, choices, strict=True):
-            if (scores := self._prompt_scores(choice)) is not None:
-                rendered["prompt_logprobs"] = scores
-        return {
-            **self._head,
-            "object": "text_completion",
-            "choices": choices,
-            "usage": self.usage(),
-            "timing": self.timing(),
-        }
+    def _whole(self, choice: Choice) -> CompletionChoice:
+        rendered = self._choice(choice, choice.text, choice.logprobs, choice.finish_reason, begins=True)
+        if (found := rendered["logprobs"]) is not None:
+            rendered["logprobs"] = _encoded(found)
+        if (scores := self._prompt_scores(choice)) is not None:
+            rendered["prompt_logprobs"] = scores
+        return rendered
 
     def chunk(self, choice: Choice, event: Event) -> CompletionChunk:
         begins = choice.first is event
@@ -268,7 +297,7 @@ class CompletionBuilder(ResponseBuilder):
         }
 
     def _choice(
-        self, choice: Choice, text: str, logprobs: Sequence[Logprob], finish_reason: str | None, *, begins: bool
+        self, choice: Choice, text: str, logprobs: Iterable[Logprob], finish_reason: str | None, *, begins: bool
     ) -> CompletionChoice:
         """What is generated, or what an event adds; the echo of the prompt comes with the beginning."""
         echo = self._echo(choice) if begins else ""
@@ -282,7 +311,7 @@ class CompletionBuilder(ResponseBuilder):
                 self._add_all(found, choice, entries(prompt, scored, count))
                 self._offsets[choice.index].end_prompt()
             self._add_all(found, choice, logprobs)
-            if scored:
+            if scored and choice.finish_reason is None:
                 found = _encoded(found)
         return {"index": choice.index, "text": echo + text, "logprobs": found, "finish_reason": finish_reason}
 
@@ -319,38 +348,29 @@ def _encoded(found: CompletionLogprobs) -> CompletionLogprobs:
 class ChatBuilder(ResponseBuilder):
     """Of `/v1/chat/completions`."""
 
-    prefix = "chatcmpl"
+    prefix, kind = "chatcmpl", "chat.completion"
 
     def __init__(self, texts: TokenTexts, request: Generate, *, model: str) -> None:
         super().__init__(texts, request, model=model)
-        self._parsers = [ToolParser(request.tools) for _ in self.choices] if request.tools else []
+        self._parsers = [parser_of(request.tools) for _ in self.choices] if request.tools else []
 
-    def whole(self) -> ChatCompletion:
-        choices = [self._choice(choice) for choice in self.choices]
-        head = self._head
-        answer: ChatCompletion = {
-            "id": head["id"],
-            "created": head["created"],
-            "model": head["model"],
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": self.usage(),
-            "timing": self.timing(),
-        }
-        if (scores := self._prompt_scores(self.choices[0])) is not None:
-            answer["prompt_logprobs"] = scores
-        return answer
+    def _end(self) -> dict[str, Any]:
+        scores = self._prompt_scores(self.choices[0])
+        return super()._end() | ({} if scores is None else {"prompt_logprobs": scores})
 
-    def _choice(self, choice: Choice) -> ChatChoice:
+    def _whole(self, choice: Choice) -> ChatChoice:
         message: ChatMessage = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._parsers:
-            parsed = self._parsed(choice, choice.text)
+            parsed = self._parsers[choice.index].whole(choice.text)
+            message["content"] = parsed.content
             if calls := whole_calls(parsed.calls):
                 message |= {"content": parsed.content or None, "tool_calls": calls}
+            if parsed.reasoning:
+                message["reasoning_content"] = parsed.reasoning
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice.logprobs, in_pieces=True),
             "finish_reason": self._finish_reason(choice),
         }
 
@@ -359,7 +379,7 @@ class ChatBuilder(ResponseBuilder):
         parser = self._parsers[choice.index]
         parsed = parser.push(text)
         if choice.finish_reason:
-            parsed.content += parser.finish().content
+            parser.end(parsed)
         return parsed
 
     def _finish_reason(self, choice: Choice) -> str | None:
@@ -392,6 +412,8 @@ class ChatBuilder(ResponseBuilder):
         parsed, delta = self._parsed(choice, text), ChatDelta()
         if parsed.content:
             delta["content"] = parsed.content
+        if parsed.reasoning:
+            delta["reasoning_content"] = parsed.reasoning
         if parsed.calls:
             delta["tool_calls"] = parsed.calls
         return delta
@@ -405,17 +427,15 @@ class ChatBuilder(ResponseBuilder):
             "timing": self.timing(),
         }
 
-    def _logprobs(self, logprobs: Iterable[Logprob]) -> ChatLogprobs | None:
+    def _logprobs(self, logprobs: Iterable[Logprob], *, in_pieces: bool = False) -> ChatLogprobs | None:
         if self._request.sampling.logprobs is None:
             return None
-        content: list[ChatSampledToken] = [
-            {
-                **self._token(entry.token_id, entry.logprob),
-                "top_logprobs": [self._token(token, value) for token, value in entry.top],
-            }
-            for entry in logprobs
-        ]
-        return {"content": content, "refusal": None}
+        content = map(self._sampled_token, logprobs)
+        return {"content": encoded(content) if in_pieces else [*content], "refusal": None}
+
+    def _sampled_token(self, entry: Logprob) -> ChatSampledToken:
+        top = [self._token(token, value) for token, value in entry.top]
+        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> ChatToken:
         text = self._texts.text(token_id)

@@ -19,6 +19,7 @@ from exeplan.core.plan import Plan, single_plans
 from exeplan.drift.state import Rules
 from exeplan.errors import InputError
 from exeplan.runner import logs
+from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT
 from exeplan.runner.engine.tokenizer import Tokenizer
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
@@ -54,6 +55,8 @@ def serve(
     max_queue = options.max_queue or default_max_queue(plan)
     admission = Admission(plan, max_queue=max_queue, refuse_late=options.admission == "refuse-late")
     tokenizer = Tokenizer.load(spec)
+    if (template := tokenizer.chat_template) and template.takes_tools and not template.tool_format:
+        log.warning("%s", UNKNOWN_TOOL_FORMAT)
     keys = ApiKeys(key=options.api_key, file=options.api_keys)
     host = options.host
     tls = Tls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None

@@ -6,67 +6,76 @@ by token). What cannot be followed is refused, never left out.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exeplan.errors import InputError
 from exeplan.runner.ipc.messages import ToolFormat
 from exeplan.runner.server.protocol import MAX_SCHEMA_CHARS, Function, RequestError, Structure
-from exeplan.runner.server.tool_calls import DIALECTS
+from exeplan.runner.server.tool_calls import DIALECTS, NAME
 
 _JSON_STYLE = {"whitespace_pattern": r"( |\n[ \t]{0,24})?", "lenient": False, "coerce_one_of": False}
 """A space, or a line break with its indentation, so that white space ends; and no keyword is ignored."""
 _ANY_OBJECT = {"type": "object"}
+_NONE: Mapping[str, int] = {}
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def grammar_of(structure: Structure) -> str:
-    """Raises RequestError for a schema that is none, or too large."""
+def grammar_of(structure: Structure, *, space_first: bool = False) -> str:
+    """With `space_first` a space may come before it, which is no part of an answer that begins with it.
+
+    Raises RequestError for a schema that is none, or too large.
+    """
     from llguidance import LLMatcher, regex_to_lark
 
     match structure.kind:
         case "regex":  # Digits and letters are those of ASCII, as in JSON Schema.
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(structure.value, 'dw')}/")
+            output = f"/{regex_to_lark(structure.value, 'dw')}/"
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, structure.value)))
+            output = " | ".join(map(_quoted, structure.value))
         case _:
-            return LLMatcher.grammar_from_json_schema(_schema(structure.value or _ANY_OBJECT, structure.param))
+            schema = _schema(structure.value or _ANY_OBJECT, structure.param)
+            if not space_first:
+                return LLMatcher.grammar_from_json_schema(schema)
+            output = f"%json {schema}"
+    return LLMatcher.grammar_from_lark(f"start: {'/ ?/ ' * space_first}output\noutput: {output}")
 
 
-def tool_grammar(functions: Sequence[Function], tools: ToolFormat) -> str:
+def tool_grammar(functions: Sequence[Function], tools: ToolFormat, special: Mapping[str, int] = _NONE) -> str:
     """Calls of these functions and nothing else: one of them, or several where the format has a place for them.
 
-    Raises RequestError for parameters that are no schema, or too large.
+    `special` are the ids of the tokens that mark calls, where they are special. Raises RequestError for parameters that
+    are no schema, or too large.
     """
     from llguidance import LLMatcher
 
-    dialect = DIALECTS[tools.name]
-    calls = "call" if tools.single or not dialect.begin else 'call ("\\n" call)*'
+    written = DIALECTS[tools.name].forced
+    assert written
+    calls = "call" if tools.single or written.between is None else f"call ({_text(written.between, special)} call)*"
     rules = [
-        f"start: {calls}",
-        f"call: {_around(dialect.begin, f'({_alternatives(len(functions))})', dialect.end)}",
+        f"start: {_text(written.before, special)} {calls} {_text(written.after, special)}",
+        f"call: {' | '.join(f'f{number}' for number in range(len(functions)))}",
     ]
     rest = MAX_SCHEMA_CHARS
     for number, function in enumerate(functions):
         given = _NO_ARGUMENTS if function.parameters is None else function.parameters
         schema = _schema(given, f"the parameters of {function.name}", most=rest)
         rest -= len(schema)
-        head = f'{{"name": {json.dumps(function.name)}, "{dialect.arguments}": '
-        rules += [f"f{number}: {_quoted(head)} a{number} {_quoted('}')}", f"a{number}: %json {schema}"]
+        before, after = (_text(text.replace(NAME, function.name), special) for text in written.call)
+        rules += [f"f{number}: {before} a{number} {after}", f"a{number}: %json {schema}"]
     return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def _text(text: str, special: Mapping[str, int]) -> str:
+    """An exact text as terms of Lark, of which special tokens are some."""
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part)
 
 
 def refused(error: InputError, param: str) -> RequestError:
     """What `check_grammar` says of a grammar, as the answer to the request."""
     return RequestError(f"{param} cannot be followed: {error}", param=param)
-
-
-def _around(begin: str, body: str, end: str) -> str:
-    return f"{_quoted(begin + chr(10))} {body} {_quoted(chr(10) + end)}" if begin else body
-
-
-def _alternatives(count: int) -> str:
-    return " | ".join(f"f{number}" for number in range(count))
 
 
 def _schema(given: Mapping[str, Any], name: str, *, most: int = MAX_SCHEMA_CHARS) -> str:

@@ -15,8 +15,18 @@ from typing import Any
 import pytest
 
 from exeplan.cli import main
+from exeplan.core.model import load_model_spec
+from exeplan.core.profile import load_profile
+from exeplan.core.schedule import Stage
+from exeplan.kernels.int4_linear import multiplies_int4
+from exeplan.kernels.int8_linear import multiplies_int8
 from exeplan.planner.load_problem import load_plan
 from exeplan.runner import models
+from exeplan.runner.compute.model_runner import ModelRunner
+from exeplan.runner.compute.shard import Shard
+from exeplan.simulator.memory import weight_bytes
+
+from ..runner.models import quantized_checkpoints
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -121,6 +131,47 @@ def test_from_a_directory_to_an_answer(
     expected = save_checkpoint(family, tmp_path / "models" / family)
     with serving(planned(f"models/{family}", capsys)) as url:
         assert answered(url, family) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "held"), [("awq-32", "bfloat16", "4 bits"), ("w8a16", "float32", "8 bits")]
+)
+def test_from_a_quantized_directory_to_an_answer(
+    layout: str,
+    dtype: str,
+    held: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory, model = quantized_checkpoints.save(tmp_path, "qwen3", quantized_checkpoints.LAYOUTS[layout])
+    words = tokenizers.models.WordLevel({f"t{number}": number for number in range(quantized_checkpoints.VOCAB)}, "t0")
+    tokenizers.Tokenizer(words).save(str(directory / "tokenizer.json"))
+    assert main(["profile", "quantized", "-o", "p.json", "--budget", "200ms", "--max-num-seqs", "2"]) == 0
+    told = capfd.readouterr().err
+    assert "the weights of 'quantized' (" in told
+    if multiplies_int8(torch.device("cpu")) and multiplies_int4(torch.device("cpu")):
+        assert f"are kept in {held}" in told
+    profile = load_profile(Path("p.json"))
+    engine = ModelRunner(load_model_spec("quantized"), dtype=dtype, num_blocks=1)
+    assert (profile.dtype, profile.weight_bytes) == (dtype, engine.weight_bytes)
+    whole = (Stage(layers=(0, 2)),)
+    assert weight_bytes(profile, whole, 0) == pytest.approx(engine.weight_bytes)
+    for number, layers in enumerate(((0, 1), (1, 2))):
+        halves = (Stage(layers=(0, 1)), Stage(layers=(1, 2)))
+        shard = Shard(layers=layers, first=number == 0, last=number == 1)
+        part = ModelRunner(load_model_spec("quantized"), shard=shard, dtype=dtype, num_blocks=1)
+        assert weight_bytes(profile, halves, number) == pytest.approx(part.weight_bytes, rel=0.01)
+    law, bound = "fixed:in=5;out=4", ["--latency-bound", "inf", "--policy", "orca", "--max-num-seqs", "2"]
+    assert main(["optimize", "--profile", "p.json", "--workload", law, *bound, "-o", "plan.yaml"]) == 0
+    with serving(tmp_path / "plan.yaml") as url:
+        text = answered(url, "quantized")
+    inputs = torch.tensor([PROMPT])
+    expected = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
+    )[0, len(PROMPT) :]
+    assert text == " ".join(f"t{token}" for token in expected.tolist())
 
 
 def test_a_model_of_the_hub_and_one_that_moved(

@@ -212,11 +212,13 @@ def test_an_id_of_the_hub_has_the_sizes_of_a_shipped_model_without_its_cache(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     spec = load_model_sizes("Qwen/Qwen3-235B-A22B-FP8")
-    assert (spec.name, spec.reference, spec.weight_dtype) == (*["Qwen/Qwen3-235B-A22B-FP8"] * 2, "fp8")
+    assert (spec.name, spec.reference) == ("Qwen/Qwen3-235B-A22B-FP8",) * 2
+    assert spec.quantization is not None
+    assert spec.quantization.planned_dtype == "fp8"
     assert spec.fingerprint == load_model_spec("qwen3-235b-a22b").fingerprint
     assert "has the sizes of the shipped 'qwen3-235b-a22b'" in spec.remarks[0]
     assert "hub" not in spec.config
-    assert load_model_sizes("Qwen/Qwen3-8B").weight_dtype is None
+    assert load_model_sizes("Qwen/Qwen3-8B").quantization is None
     with pytest.raises(InputError, match="Qwen/Qwen3-7B"):
         load_model_sizes("Qwen/Qwen3-7B")
     with pytest.raises(InputError, match="Qwen/Qwen3-8B"):  # Its weights are needed.

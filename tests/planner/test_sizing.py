@@ -203,3 +203,23 @@ def test_gpus_beyond_the_cluster_need_another_cluster_file(folder: Path, capsys:
     found = re.search(r"(\d+) GPUs .*suffice, by .*raise `nodes` in the cluster file from 2 to (\d+)$", message)
     assert found
     assert int(found[1]) == 3 * int(found[2]) > 6
+
+
+@pytest.mark.parametrize(
+    ("load", "words"), [(["--min-throughput", "1000"], "at"), (["--arrival-rate", "900"], "at up to")]
+)
+def test_nodes_are_advised_in_proportion_and_not_by_doubling(
+    load: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bound = ["--latency-bound", "200ms"]
+    message = refusal(capsys, "--gpus", "6", *bound, *load)
+    found = re.search(
+        rf"the most is ([\d.]+) requests/s, .* {words} ([\de.+]+) requests/s; .* from 2 to (\d+)$", message
+    )
+    assert found
+    wanted = float(load[1])
+    assert float(found[2]) >= wanted
+    nodes = int(found[3])
+    assert nodes <= 1.1 * (2 * wanted / float(found[1])) + 1
+    (folder / "six.yaml").write_text(CLUSTER.replace("nodes: 2", f"nodes: {nodes}"))
+    assert main(command(*bound, *load)) == 0

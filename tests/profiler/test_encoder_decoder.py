@@ -8,6 +8,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Profile
+from exeplan.core.schedule import Sharding
 from exeplan.profiler.measuring.calibrate import BurstStep, calibrate
 from exeplan.profiler.measuring.lint import row_name
 from exeplan.profiler.measuring.measure import Rig
@@ -140,9 +141,9 @@ def test_the_cost_model_reproduces_measured_layers(profile: Profile) -> None:
     cost = CostModel(replace(profile, calibration=1.0))
     for m in profile.measurements:
         if m.op == "rest":
-            assert cost.shards[1].rest[m.phase](m.num_tokens) == pytest.approx(m.seconds)
+            assert cost.shards[Sharding()].rest[m.phase](m.num_tokens) == pytest.approx(m.seconds)
         elif m.op == "attention" and m.phase == "decode":
-            found = cost.shards[1].decode_attention(m.num_seqs, m.context_tokens / m.num_seqs)
+            found = cost.shards[Sharding()].decode_attention(m.num_seqs, m.context_tokens / m.num_seqs)
             assert found == pytest.approx(m.seconds)
 
 

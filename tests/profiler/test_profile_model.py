@@ -11,6 +11,7 @@ import pytest
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Profile, load_profile, save_profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.lint import row_name
 from exeplan.profiler.profile_model import profile_model
@@ -77,19 +78,21 @@ def test_interpolation_reproduces_measured_points(profile: Profile) -> None:
     cost = CostModel(replace(profile, calibration=1.0))
     for m in profile.measurements:
         if m.op == "rest":
-            assert cost.shards[1].rest["decode"](m.num_tokens) == pytest.approx(m.seconds)
+            assert cost.shards[Sharding()].rest["decode"](m.num_tokens) == pytest.approx(m.seconds)
         elif m.op == "attention" and m.phase == "decode":
-            assert cost.shards[1].decode_attention(m.num_seqs, m.context_tokens / m.num_seqs) == pytest.approx(
+            assert cost.shards[Sharding()].decode_attention(m.num_seqs, m.context_tokens / m.num_seqs) == pytest.approx(
                 m.seconds
             )
         elif m.op == "attention":
-            assert cost.shards[1].prefill_attention(m.num_seqs, m.num_tokens / m.num_seqs) == pytest.approx(m.seconds)
+            assert cost.shards[Sharding()].prefill_attention(m.num_seqs, m.num_tokens / m.num_seqs) == pytest.approx(
+                m.seconds
+            )
 
 
 def test_a_batch_costs_more_than_its_layers(profile: Profile) -> None:
     rows = tuple(SequenceState(request_id=str(n), num_prompt_tokens=20 + n, max_output_tokens=1) for n in range(4))
     cost = CostModel(replace(profile, calibration=1.0))
-    assert cost.batch_seconds(Batch(decode=rows)) > 3 * float(cost.shards[1].rest["decode"](4))
+    assert cost.batch_seconds(Batch(decode=rows)) > 3 * float(cost.shards[Sharding()].rest["decode"](4))
 
 
 def test_an_unfinished_profile_is_resumed_and_keeps_its_points(profile: Profile, tmp_path: Path) -> None:

@@ -319,6 +319,17 @@ def test_each_device_transfers_its_own_share(
         assert cost.kv_transfer_seconds(tokens) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(("prefill", "decode", "sends"), [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 4, 2), (4, 4, 1)])
+def test_a_head_that_several_devices_have_goes_to_each_that_decodes(
+    prefill: int, decode: int, sends: int, profile: Profile
+) -> None:
+    timed = machine(profile)
+    timed = replace(timed, model=replace(timed.model, num_kv_heads=1))
+    cost = CostModel(timed, split([prefill], [decode]), cluster(8, LINKS))
+    size = 6 * 10 * 2 * timed.model.head_dim * 4
+    assert cost.kv_transfer_seconds(10) == pytest.approx(sends * message(size, "intra"), rel=1e-9)
+
+
 @pytest.mark.parametrize("apart", APART.values(), ids=APART)
 def test_an_encoders_output_goes_to_every_device_that_decodes(
     apart: tuple[list[int], list[int]], profile: Profile

@@ -11,6 +11,7 @@ from exeplan.core.correction import Correction
 from exeplan.core.layer_costs import layer_kv_bytes_per_token, layer_parameters_read
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.profile import Profile, load_profile, save_profile
+from exeplan.core.schedule import Sharding
 from exeplan.simulator.corrected_rows import corrected_rows
 from exeplan.simulator.timings import Timings
 
@@ -30,7 +31,7 @@ def profile(request: pytest.FixtureRequest) -> Profile:
 
 @pytest.mark.parametrize("correction", STRONG)
 def test_no_decode_step_is_under_the_bytes_that_it_reads(profile: Profile, correction: Correction) -> None:
-    shard, spec = Timings(replace(profile, correction=correction)).shard(2), profile.model
+    shard, spec = Timings(replace(profile, correction=correction)).shard(Sharding(2)), profile.model
     bandwidth = profile.device.copy_bytes_per_second
     for rows in ROWS:
         read = layer_parameters_read(spec, int(rows)) * DTYPE_BYTES[profile.dtype] / 2
@@ -44,7 +45,7 @@ def test_no_decode_step_is_under_the_bytes_that_it_reads(profile: Profile, corre
 
 @pytest.mark.parametrize("correction", STRONG)
 def test_times_do_not_fall_as_rows_or_tokens_are_added(profile: Profile, correction: Correction) -> None:
-    shard = Timings(replace(profile, correction=correction)).shard(2)
+    shard = Timings(replace(profile, correction=correction)).shard(Sharding(2))
     for curve in (shard.rest["decode"], shard.rest["prefill"], shard.decode_curve(16), shard.prefill_curve(16)):
         times = [float(curve(np.array([float(size)]))[0]) for size in (16, 32, 64, 512, 4096, 65536)]
         assert times == sorted(times)
@@ -54,8 +55,8 @@ def test_times_do_not_fall_as_rows_or_tokens_are_added(profile: Profile, correct
 
 def test_a_factor_is_one_on_all_times_and_none_changes_nothing(profile: Profile) -> None:
     assert corrected_rows(profile) == profile.measurements
-    before = Timings(profile).shard(2)
-    after = Timings(replace(profile, correction=Correction(level=0.5))).shard(2)
+    before = Timings(profile).shard(Sharding(2))
+    after = Timings(replace(profile, correction=Correction(level=0.5))).shard(Sharding(2))
     for name in ("embed", "head"):
         sizes = np.array([4.0, 100.0])
         assert getattr(after, name)(sizes) == pytest.approx(np.exp(0.5) * getattr(before, name)(sizes))

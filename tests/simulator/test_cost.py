@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.curves import Curve
@@ -39,8 +40,8 @@ def one_pass(*, num_prefill: float = 0, prompt: int = 1, num_decode: float = 0, 
 
 def test_measured_points_come_back(profile: Profile, cost: CostModel) -> None:
     surfaces = {
-        "prefill": (cost.shards[1].prefill_attention, "num_tokens"),
-        "decode": (cost.shards[1].decode_attention, "context_tokens"),
+        "prefill": (cost.shards[Sharding()].prefill_attention, "num_tokens"),
+        "decode": (cost.shards[Sharding()].decode_attention, "context_tokens"),
     }
     for m in profile.measurements:
         if m.op == "attention":
@@ -50,7 +51,7 @@ def test_measured_points_come_back(profile: Profile, cost: CostModel) -> None:
             curve = cost.prefill_overhead if m.phase == "prefill" else cost.overhead
             assert curve(float(m.num_seqs)) == pytest.approx(m.seconds)
         else:
-            curve = cost.shards[1].rest["decode"] if m.op == "rest" else getattr(cost.shards[1], m.op)
+            curve = cost.shards[Sharding()].rest["decode"] if m.op == "rest" else getattr(cost.shards[Sharding()], m.op)
             assert curve(float(m.num_tokens or m.num_seqs)) == pytest.approx(m.seconds)
 
 
@@ -87,10 +88,10 @@ def test_rising_measurements_make_rising_estimates(profile: Profile) -> None:
     context = np.linspace(1, 3000, 200)
     seqs = np.linspace(0.1, 150, 200)
     for n in (0.5, 1, 3, 40, 100):
-        assert (np.diff(jagged.shards[1].decode_attention(n, context)) >= -1e-15).all()
+        assert (np.diff(jagged.shards[Sharding()].decode_attention(n, context)) >= -1e-15).all()
     for tokens in (1, 100, 2000):
-        assert (np.diff(jagged.shards[1].decode_attention(seqs, tokens)) >= -1e-15).all()
-    assert (np.diff(jagged.shards[1].rest["decode"](np.linspace(0, 9000, 200))) >= 0).all()
+        assert (np.diff(jagged.shards[Sharding()].decode_attention(seqs, tokens)) >= -1e-15).all()
+    assert (np.diff(jagged.shards[Sharding()].rest["decode"](np.linspace(0, 9000, 200))) >= 0).all()
 
 
 def _bumped(m: Measurement, rng: np.random.Generator) -> Measurement:
@@ -101,8 +102,8 @@ def _bumped(m: Measurement, rng: np.random.Generator) -> Measurement:
 @pytest.mark.parametrize("num_seqs", [1, 2, 4, 7, 64, 100])
 @pytest.mark.parametrize("tokens", [1.0, 16.0, 100.0, 1024.0, 1500.0, 5000.0])
 def test_a_cut_through_the_surface_is_the_surface(cost: CostModel, num_seqs: int, tokens: float) -> None:
-    cut = cost.shards[1].decode_attention.at_num_seqs(num_seqs)
-    assert cut.at(tokens) == pytest.approx(float(cost.shards[1].decode_attention(float(num_seqs), tokens)))
+    cut = cost.shards[Sharding()].decode_attention.at_num_seqs(num_seqs)
+    assert cut.at(tokens) == pytest.approx(float(cost.shards[Sharding()].decode_attention(float(num_seqs), tokens)))
 
 
 def test_a_decode_pass_by_hand(cost: CostModel) -> None:

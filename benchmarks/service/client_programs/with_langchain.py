@@ -53,4 +53,12 @@ def tools() -> bool:
     return call.tool_calls[0]["name"] == "weather"
 
 
-run(two_turns, stream_with_usage, batch, json_schema, tools)
+def streamed_tools() -> bool:
+    """Pieces of a call add up to it."""
+    first, *rest = CHAT.bind_tools([weather], tool_choice="required").stream([ASK])
+    for chunk in rest:
+        first += chunk
+    return isinstance(first.tool_calls[0]["args"]["tomorrow"], bool) and not first.invalid_tool_calls
+
+
+run(two_turns, stream_with_usage, batch, json_schema, tools, streamed_tools)

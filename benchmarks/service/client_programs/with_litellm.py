@@ -8,6 +8,7 @@ import litellm
 from checks import run
 
 BASE_URL, MODEL = sys.argv[1:]
+CLOSED = {"additionalProperties": False}
 ASK: list[Any] = [{"role": "user", "content": "Name a colour."}]
 
 
@@ -47,4 +48,19 @@ def json_schema() -> bool:
     return set(json.loads(ask(max_tokens=60, response_format=form).choices[0].message.content)) == {"a"}
 
 
-run(two_turns, stream_with_usage, seeds, text_completion, json_schema)
+def tools() -> bool:
+    """A required call, whole and streamed, and the answer to its result."""
+    parameters = {"type": "object", "properties": {"day": {"enum": ["today", "tomorrow"]}}, "required": ["day"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {**parameters, **CLOSED}}}
+    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300}
+    message = ask(**asked).choices[0].message
+    (call,) = message.tool_calls
+    parts = list(ask(stream=True, **asked))
+    (streamed,) = litellm.stream_chunk_builder(parts, messages=ASK).choices[0].message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    ask([*ASK, message, result], tools=[tool], tool_choice="none")
+    days = [json.loads(each.function.arguments)["day"] for each in (call, streamed)]
+    return {call.function.name, streamed.function.name} == {"weather"} and {*days} <= {"today", "tomorrow"}
+
+
+run(two_turns, stream_with_usage, seeds, text_completion, json_schema, tools)

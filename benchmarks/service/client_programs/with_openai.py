@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 from checks import run
+from pydantic import BaseModel, ConfigDict
 
 BASE_URL, MODEL = sys.argv[1:]
 CLIENT = openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0, timeout=60)
@@ -67,6 +68,28 @@ def tools() -> bool:
     return choice.finish_reason == "tool_calls" and json.loads(call.function.arguments)["day"] in ("today", "tomorrow")
 
 
+def streamed_tools() -> bool:
+    """The client's own collector puts the pieces of a call together."""
+    tool = {"type": "function", "function": WEATHER}
+    asked = {"model": MODEL, "max_tokens": 400, "tools": [tool], "parallel_tool_calls": False}
+    with CLIENT.chat.completions.stream(messages=ASK, tool_choice="required", **asked) as stream:
+        pieces = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        choice = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls
+    return "".join(piece.arguments_delta for piece in pieces) == call.function.arguments and call.id is not None
+
+
+def structured_stream() -> bool:
+    class Answer(BaseModel):
+        """What is asked for."""
+
+        model_config = ConfigDict(extra="forbid")
+        sure: bool
+
+    with CLIENT.chat.completions.stream(model=MODEL, messages=ASK, response_format=Answer, max_tokens=100) as stream:
+        return isinstance(stream.get_final_completion().choices[0].message.parsed, Answer)
+
+
 def errors() -> bool:
     try:
         CLIENT.completions.create(model=MODEL, prompt="a", max_tokens=-1)
@@ -75,4 +98,4 @@ def errors() -> bool:
     return False
 
 
-run(two_turns, stream_with_usage, seeds, logprobs, stop, json_schema, tools, errors)
+run(two_turns, stream_with_usage, seeds, logprobs, stop, json_schema, structured_stream, tools, streamed_tools, errors)

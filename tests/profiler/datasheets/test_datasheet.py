@@ -26,6 +26,7 @@ from exeplan.core.layer_costs import (
 )
 from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
+from exeplan.core.schedule import Sharding
 from exeplan.core.sparse_layers import Experts
 from exeplan.errors import InputError
 from exeplan.files import shipped, shipped_names
@@ -455,7 +456,7 @@ def test_experts_against_measured_tables(system: str) -> None:
     ratios = []
     for row in alike.itertuples():
         experts = Experts(count=row.num_experts, per_token=row.topk, width=row.inter_size, num_layers=1)
-        seconds = routed_seconds(experts, row.hidden_size, sheet, "bfloat16", row.moe_tp_size, row.num_tokens)
+        seconds = routed_seconds(experts, row.hidden_size, sheet, "bfloat16", Sharding(row.moe_tp_size), row.num_tokens)
         ratios.append(1e3 * seconds / row.latency)
     assert len(ratios) > 2000
     assert 0.9 < median(ratios) < 1.1

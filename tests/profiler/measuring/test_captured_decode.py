@@ -10,7 +10,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import COMPUTE_OPS, Device, load_profile
-from exeplan.core.schedule import Schedule
+from exeplan.core.schedule import Schedule, Sharding
 from exeplan.kernels.select import REFERENCE
 from exeplan.profiler.measuring.captured_decode import captured_executor, decode_parts, overheads, replay_seconds
 from exeplan.profiler.measuring.measure import Rig
@@ -168,4 +168,4 @@ def test_a_profile_of_recordings_is_one_that_the_cost_model_reads(tmp_path: Path
     assert {m.op for m in profile.measurements} == set(COMPUTE_OPS)
     assert {m.phase for m in profile.measurements if m.op == "rest"} == {"prefill", "decode"}
     assert max(m.num_seqs for m in profile.measurements if m.op == "attention") == 8
-    assert CostModel(profile).shards[1].rest["decode"].at(4) > 0
+    assert CostModel(profile).shards[Sharding()].rest["decode"].at(4) > 0

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.errors import InputError
@@ -240,6 +240,45 @@ def test_a_model_without_tokenizer_or_end_takes_no_grammar(tmp_path: Any) -> Non
     with pytest.raises(InputError, match="structured output needs a tokenizer, which this model lacks"):
         structure_tokenizer(spec)
     Structures(lambda: structure_tokenizer(spec)).load()
+
+
+def metaspace(scheme: str) -> HuggingFace:
+    """A vocabulary as SentencePiece has it: T5's, with a Metaspace decoder, or Llama 2's, with bytes."""
+    pieces = ["<pad>", "<e>", "<unk>", "▁", "a", "▁a", "b", "▁b", "ab", '"', *(f"<0x{n:02X}>" for n in range(256))]
+    if scheme == "T5":
+        made = HuggingFace(models.Unigram([(piece, -1.0) for piece in pieces[:10]], 2))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    else:
+        vocabulary = {piece: number for number, piece in enumerate(pieces)}
+        made = HuggingFace(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+        spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.normalizer, made.decoder = normalizers.Replace(" ", "▁"), decoders.Sequence(spaces)
+    made.add_special_tokens(["<pad>", "<e>", "<unk>"])
+    return made
+
+
+@pytest.mark.parametrize("scheme", ["T5", "Llama 2"])
+def test_pieces_of_sentencepiece_are_text_with_their_spaces(scheme: str) -> None:
+    tokenizer = metaspace(scheme)
+    size = tokenizer.get_vocab_size()
+    codec = FileCodec(tokenizer, "<e>")
+    vocabulary = codec.for_structures(size, [1])
+    assert codec.drops_first_space
+    assert not FileCodec(byte_level("b"), "<e>").drops_first_space
+    structures = Structures(lambda: vocabulary)
+
+    def names(asking: Row) -> set[str | None]:
+        return {tokenizer.id_to_token(token) for token in allowed(asking, structures)} - {"<0x20>", "<0x61>", "<0x62>"}
+
+    within = row("choice", ["ab a", "ab b", "b"])
+    assert names(within) == {"a", "ab", "b"}
+    within.output_token_ids.append(tokenizer.token_to_id("ab"))
+    assert names(within) == {"▁", "▁a", "▁b"}
+    first = Row(SamplingParams(structure=grammar_of(Structure("x", "choice", ["ab", "b"]), space_first=True)))
+    assert names(first) == {"▁", "▁a", "▁b", "a", "ab", "b"}
+    ended = row("choice", ["ab"])
+    ended.output_token_ids.append(tokenizer.token_to_id("ab"))
+    assert names(ended) == {"<e>"}
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,28 @@
 
 import queue
 import threading
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from exeplan.core.handover import PIECE_BYTES, pieces
+from exeplan.core.handover import PIECE_BYTES, num_receivers, pieces
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Stage
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.shard import Shard
-from exeplan.runner.distributed.kv_transfer import Expected, Receiver, Sender, Wire, kv_heads_of, transfer_pairs
+from exeplan.runner.distributed.kv_transfer import (
+    Expected,
+    Receiver,
+    Sender,
+    Wire,
+    kv_heads_of,
+    transfer_pairs,
+    transfers,
+)
 from exeplan.runner.distributed.links import Seat, stage_ranks
 from exeplan.runner.distributed.shared_link import LINK_BYTES
 from exeplan.runner.ipc.collectives import SharedBuffer
@@ -141,6 +151,19 @@ def test_pieces_arrive_before_the_pass_has_ended_and_what_is_dropped_meanwhile_i
     assert arrived[:2].all()
     assert arrived[2:, 100:].all()
     assert not arrived[2:, :100].any()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("senders", [1, 2, 4])
+@pytest.mark.parametrize("receivers", [1, 2, 4])
+def test_the_busiest_sender_sends_as_often_as_the_simulator_counts(heads, senders, receivers):
+    spec = replace(SPEC, num_kv_heads=heads, num_heads=8)
+    placement = (*stages([senders], "prefill", 0), *stages([receivers], "decode", senders))
+    sent = Counter()
+    for transfer in transfers(spec, placement):
+        sent[transfer.sender] += len(transfer.heads)
+    held = len(kv_heads_of(spec, senders, 0))
+    assert max(sent.values()) == num_receivers(heads, senders, receivers) * held
 
 
 def test_a_piece_is_large_unless_there_is_no_more():

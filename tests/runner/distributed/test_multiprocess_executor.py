@@ -30,6 +30,11 @@ CASES = {
     "mistral": {**ROTARY, "sliding_window": 9},
     "opt": {**SIZES, **ENDLESS, "ffn_dim": 64, "max_position_embeddings": 128, "word_embed_proj_dim": 40},
     "gpt2": {**ENDLESS, "vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    "deepseek_v2": {
+        **ROTARY, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
     "t5": {
         "vocab_size": VOCAB, "d_model": 48, "d_kv": 16, "num_heads": 4, "d_ff": 64, "num_layers": 2,
         "num_decoder_layers": 3, "decoder_start_token_id": 0, "eos_token_id": None, "feed_forward_proj": "gated-gelu",
@@ -52,7 +57,8 @@ EVERYWHERE = ("llama", "t5")
 (`test_shards.py` has all cases), so it runs where there is most of that: several stages, and one of two devices."""
 ON_SHARED = [(f, p) for f in CASES for p in PLACEMENTS if f in EVERYWHERE or p == "tp2-pp2"]
 ON_APART = [(f, p) for f in CASES for p in APART_PLACEMENTS if f in EVERYWHERE or p == "1-1+2"]
-ON_APART.append(("qwen3", "2+1"))  # Its one key/value head is on both devices that prefill.
+# Their one key/value head, or latent vector, is on both devices that prefill.
+ON_APART += [("qwen3", "2+1"), ("deepseek_v2", "2+1"), ("deepseek_v2", "1+1")]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ class Defect(Tokenizer):
         super().__init__(None)
         self._error = error
 
-    def stream(self, *given: object) -> None:
+    def stream(self, *given: object, shown: object = ()) -> None:
         raise self._error("at once")
 
 

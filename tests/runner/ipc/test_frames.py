@@ -40,7 +40,7 @@ EVENT = Event(
     start=1.5,
     time=2.0,
     num_prompt_tokens=3,
-    logprobs=[Logprob(5, -0.5, [(5, -0.5), (6, -math.inf)])],
+    logprobs=[Logprob(5, -0.5, ((5, -0.5), (6, -math.inf)))],
 )
 events = st.one_of(
     st.builds(EngineDown, message=st.text()),

@@ -12,10 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec, model_spec
-from exeplan.core.plan import Plan
-from exeplan.core.schedule import Schedule, Stage
+from exeplan.core.schedule import Schedule
 from exeplan.core.sparse_layers import RUN_SPARSE
-from exeplan.errors import InputError
 from exeplan.kernels.select import REFERENCE
 from exeplan.runner.compute import experts
 from exeplan.runner.compute.families import CPU_ONLY, family_names
@@ -27,7 +25,6 @@ from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.executor import Executor, InProcessExecutor
 from exeplan.runner.engine.kv_regions import KVRegion, shard_view
 from exeplan.runner.engine.requests import RequestState
-from exeplan.runner.engine_process.build import engine_setup
 
 from .test_models import CASES, VOCAB, generate, prompt
 
@@ -173,14 +170,3 @@ def read(runner: ModelRunner, num_layers: int) -> torch.Tensor:
     tokens = torch.empty((num_layers, 1, 1, 20, 4 * runner.spec.kv_width), dtype=torch.uint8)
     runner.cache.read("a", tokens)
     return tokens
-
-
-def test_latent_attention_is_not_divided_into_prefill_and_decode_stages(checkpoint):
-    directory = str(checkpoint("deepseek_v2")[1])
-    apart = tuple(Stage(devices=(n,), layers=(0, 2), phase=phase) for n, phase in enumerate(("prefill", "decode")))
-    schedule = Schedule("waa-c", {"prefill_batch": 2, "decode_batch": 4})
-    plan = Plan(model=directory, schedule=schedule, placement=apart, kv_cache_tokens=256)
-    with pytest.raises(
-        InputError, match="has latent attention, which prefills and decodes on the same devices; policy"
-    ):
-        engine_setup(plan, load_model_spec(directory))

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -176,17 +177,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(checkpoint: Path) -> Callable[..., Any]:
     """`launch(schedule, placement, **options)` starts a server; leaving the context ends it.
 
-    `directory` has another checkpoint, `replicas` lists the first device of each, `log` is a file for its standard
-    error; a server that is `loading` is not waited for longer than until it listens, which its log says.
+    `directory` has another checkpoint, `replicas` lists the first device of each and `more_replicas` other groups, in
+    YAML; `log` is a file for its standard error; a server that is `loading` is not waited for longer than until it
+    listens, which its log says.
     """
 
-    def plan_file(directory: Path, schedule: str, placement: str, replicas: list[int]) -> Path:
-        path = directory / f"{schedule.partition(',')[0].rpartition(' ')[2]}.yaml"
+    numbers = itertools.count()
+
+    def plan_file(directory: Path, schedule: str, placement: str, replicas: list[int], more_replicas: str) -> Path:
+        path = directory / f"{next(numbers)}.yaml"
         lines = [
             f"model: {directory}",
             f"schedule: {{{schedule}}}",
             f"placement: {placement}",
             f"replicas: {replicas}",
+            f"more_replicas: {more_replicas}",
             f"kv_cache_tokens: {KV_TOKENS}",
             "bound: {seconds: 2.0}",
             "estimate: {throughput: 0.5, token_throughput: 64, ttft: 0.1, tpot: 0.02, latency: 1.5, latency_p50: 1.0,",
@@ -202,6 +207,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
         *,
         directory: Path = checkpoint,
         replicas: Sequence[int] = (0,),
+        more_replicas: str = "[]",
         log: Path | None = None,
         loading: bool = False,
         **options: Any,
@@ -213,7 +219,7 @@ def launch(checkpoint: Path) -> Callable[..., Any]:
             "log_level": "info" if log else "warning",
             **options,
         }
-        plan = plan_file(directory, schedule, placement, list(replicas))
+        plan = plan_file(directory, schedule, placement, list(replicas), more_replicas)
         command = [sys.executable, "-c", SERVE, str(plan), json.dumps(given)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         errors = contextlib.nullcontext() if log is None else log.open("w")

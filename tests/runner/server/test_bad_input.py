@@ -1,6 +1,7 @@
 """Every bad input gets one clear sentence with a 4xx, and other clients are unaffected."""
 
 import contextlib
+import gzip
 import json
 import socket
 import time
@@ -49,6 +50,7 @@ BODIES = {
     "stop of the wrong type": ({"prompt": "a", "stop": 5}, 400, "stop"),
     "a token id of 5000 digits": ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "must be a token id"),
     "an object of 100000 fields": ({"prompt": "a"} | {str(n): 1 for n in range(100_000)}, 400, "at most 4096"),
+    "best of fewer": ({"prompt": "a", "n": 4, "best_of": 2}, 400, "best_of=2 is not offered"),
     "harmless, but for its type": ({"prompt": "a", "best_of": True}, 400, "best_of=true is not offered"),
     "stop token out of range": ({"prompt": "a", "stop_token_ids": [5000]}, 400, "token id 5000"),
     "usage without stream": ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
@@ -169,6 +171,23 @@ def test_chunked_bodies_count_against_the_same_cap(server):
         for _ in range(40):
             connection.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_an_encoded_body_is_refused_by_its_header(server):
+    body = gzip.compress(b'{"prompt": "a", "max_tokens": 1}')
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    head += "connection: close\r\ncontent-encoding: gzip\r\n\r\n"
+    answer = receive(send(server, head.encode() + body))
+    assert answer.startswith(b"HTTP/1.1 415")
+    assert b"content-encoding 'gzip'" in answer
+
+
+def test_a_body_whose_length_is_said_in_two_ways_is_refused_and_ends_the_connection(server):
+    both = b'content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"a":\r\n0\r\n\r\n'
+    with contextlib.suppress(ConnectionResetError):
+        answer = receive(send(server, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + both))
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"may be read in two ways" in answer
 
 
 def test_what_is_not_http_gets_400(server):

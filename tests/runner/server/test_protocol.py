@@ -159,6 +159,7 @@ def test_a_wrong_chat_is_named(fields: dict[str, Any], words: str) -> None:
 
 def test_limits_themselves_are_taken() -> None:
     assert completion(n=128, deadline=86_400, weight=1e6, logprobs=20)[0].n == 128
+    assert completion(best_of=3, n=3)[0].n == 3
     assert completion(best_of=1, store=False, user="u", metadata={}, suffix="")[1] == completion()[1]
     assert chat(max_completion_tokens=7)[1].max_tokens == 7
     assert chat(max_completion_tokens=7, max_tokens=7)[1].max_tokens == 7

@@ -13,6 +13,7 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.profile import save_profile
 
 from ..processes import PATIENCE, eventually, is_alive
+from .conftest import KV_TOKENS, ONE_DEVICE, TWO_STAGES
 from .test_lifecycle import request, streaming
 
 ONE_AT_A_TIME = "policy: orca, max_num_seqs: 1"
@@ -39,6 +40,23 @@ def test_tokens_are_those_of_one_replica(pair, server):
     expected = json.loads(server.complete(body).text)["choices"][0]
     assert len(found) == 1
     assert json.loads(found.pop())[0]["text"] == expected["text"]
+
+
+def test_unequal_replicas_answer_alike_and_each_has_its_schedule(launch, server):
+    """A pipeline of two workers with two places, and one worker with one place."""
+    alone = f"{{schedule: {{{ONE_AT_A_TIME}}}, placement: {ONE_DEVICE}, replicas: [2], kv_cache_tokens: {KV_TOKENS}}}"
+    body = {"prompt": "the quick", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    expected = json.loads(server.complete(body).text)["choices"][0]["text"]
+    with launch("policy: orca, max_num_seqs: 2", TWO_STAGES, more_replicas=f"[{alone}]", replan="off") as running:
+        assert len(running.engine_pids) == 2
+        assert len(running.worker_pids) == 2
+        assert {json.loads(running.complete(body).text)["choices"][0]["text"] for _ in range(4)} == {expected}
+        with contextlib.ExitStack() as streams:
+            for _ in range(3):
+                streams.enter_context(streaming(running, max_tokens=2000))
+            eventually(
+                lambda: (running.metric("num_requests_running"), running.metric("num_requests_waiting")) == (3, 0)
+            )
 
 
 def test_another_schedule_is_adopted_by_both_and_another_number_of_replicas_refused(pair):

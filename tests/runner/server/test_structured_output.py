@@ -4,12 +4,16 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from .conftest import Running
 
@@ -199,3 +203,35 @@ def test_what_cannot_be_followed_gets_400_and_one_sentence(server: Running, name
     assert words in reply.error["message"]
     assert "\n" not in reply.error["message"]
     assert server.call("/health").status == 200
+
+
+T5 = {
+    **{"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": 2, "n_positions": 128},
+    **{"num_decoder_layers": 2, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+    **{"layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "is_encoder_decoder": True, "vocab_size": 9},
+    **{"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
+}
+
+
+def test_an_encoder_decoder_model_with_pieces_of_sentencepiece_follows_what_is_stated(
+    launch: Callable[..., AbstractContextManager[Running]], tmp_path: Path
+) -> None:
+    """Its first word may come with a space, which is none of the answer."""
+    pieces = ["<pad>", "<e>", "<unk>", "\u2581", "a", "\u2581a", "b", "\u2581b", "ab"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 2))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(pieces[:3])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<e>"}))
+    (tmp_path / "config.json").write_text(json.dumps(T5))
+    placement = "[{devices: [0], layers: [0, 2], encoder_layers: [0, 2]}]"
+    with launch(placement=placement, directory=tmp_path) as running, running.client() as client:
+
+        def texts(**stated: Any) -> set[str]:
+            options: dict[str, Any] = {"prompt": "ab a", "n": 8, "seed": 1, "max_tokens": 12, "extra_body": stated}
+            return {choice.text for choice in client.completions.create(model="tiny", **options).choices}
+
+        assert texts(guided_choice=["ab a", "b b"]) == {"ab a", "b b"}
+        assert texts(guided_regex="a{2}( b){2}") == {"aa b b"}
+        with pytest.raises(openai.BadRequestError, match="vocabulary lacks a character"):
+            texts(response_format={"type": "json_object"})

@@ -14,16 +14,19 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from exeplan.core.model import load_model_spec
 from exeplan.errors import InputError
 from exeplan.runner.compute.structures import check_grammar
-from exeplan.runner.engine.chat_template import ChatTemplate
+from exeplan.runner.engine.chat_template import UNKNOWN_TOOL_FORMAT, ChatTemplate
 from exeplan.runner.engine.tokenizer import structure_tokenizer
 from exeplan.runner.ipc.messages import ToolFormat
+from exeplan.runner.server.harmony import parser_of
 from exeplan.runner.server.protocol import Function, RequestError
 from exeplan.runner.server.structure import tool_grammar
-from exeplan.runner.server.tool_calls import MAX_HELD_CHARS, ToolParser, whole_calls
+from exeplan.runner.server.tool_arguments import MAX_HELD_CHARS, declared_types
+from exeplan.runner.server.tool_calls import DIALECTS, ToolParser, whole_calls
 
 from .conftest import Running
 
@@ -49,17 +52,35 @@ HERMES = (
     "<|assistant|>"
 )
 LLAMA = 'Respond {"name": function name, "parameters": dictionary of argument name and its value} {{ tools }}'
+TYPES = {
+    "weather": {
+        "city": ["string"],
+        "days": ["integer"],
+        "sure": ["boolean"],
+        "at": ["null", "string"],
+        "places": ["array"],
+        "how": ["object", "string"],
+    }
+}
 FORMATS = {
     "hermes": ToolFormat(name="hermes", functions=("weather", "clock"), single=False),
     "one": ToolFormat(name="hermes", functions=("weather", "clock"), single=True),
     "llama": ToolFormat(name="llama3_json", functions=("weather", "clock"), single=False),
+    "mistral": ToolFormat(name="mistral", functions=("weather", "clock"), single=False),
+    "one of a list": ToolFormat(name="mistral", functions=("weather", "clock"), single=True),
+    "mistral 11": ToolFormat(name="mistral_v11", functions=("weather", "clock"), single=False),
+    "deepseek": ToolFormat(name="deepseek_v3", functions=("weather", "clock"), single=False),
+    "deepseek 3.1": ToolFormat(name="deepseek_v31", functions=("weather", "clock"), single=False),
+    "qwen": ToolFormat(name="qwen3_coder", functions=("weather", "clock"), single=False, types=TYPES),
+    "harmony": ToolFormat(name="harmony", functions=("weather", "clock"), single=False),
+    "glm": ToolFormat(name="glm45", functions=("weather", "clock"), single=False, types=TYPES),
 }
 Read = tuple[str, list[tuple[str, str]]]
 
 
 def read(how: str, text: str, cuts: list[int] = []) -> Read:  # noqa: B006 - never changed
     """Content and calls of a text that comes in pieces."""
-    parser, places = ToolParser(FORMATS[how]), [0, *sorted(cuts), len(text)]
+    parser, places = parser_of(FORMATS[how]), [0, *sorted(cuts), len(text)]
     parsed = [parser.push(text[a:b]) for a, b in itertools.pairwise(places)] + [parser.finish()]
     calls = whole_calls(piece for each in parsed for piece in each.calls)
     assert len({call["id"] for call in calls}) == len(calls) == parser.num_calls
@@ -94,6 +115,132 @@ READINGS: dict[str, tuple[str, str, Read]] = {
         ('it is {"name": "clock", "parameters": {}}', []),
     ),
     "llama, other JSON": ("llama", '{"colour": 1}', ('{"colour": 1}', [])),
+    "arguments first": (
+        "hermes",
+        'so <tool_call>\n{"arguments": {"a": {"b": "}"}}, "name": "weather"}\n</tool_call> it',
+        ("so it", [("weather", '{"a": {"b": "}"}}')]),
+    ),
+    "arguments of nothing": (
+        "hermes",
+        '<tool_call>{"arguments": {"a": 1}}</tool_call> it',
+        ('<tool_call>{"arguments": {"a": 1}}</tool_call> it', []),
+    ),
+    "arguments first, cut": ("hermes", '<tool_call>{"arguments": {"a"', ('<tool_call>{"arguments": {"a"', [])),
+    "parameters": ("hermes", '<tool_call>{"name": "clock", "parameters": {}}</tool_call>', ("", [("clock", "{}")])),
+    "a list": (
+        "mistral",
+        'so [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "]}"}, "id": "abcdefghi"}, '
+        '{"name": "clock", "arguments": {}}]',
+        ("so", [("weather", '{"city": "]}"}'), ("clock", "{}")]),
+    ),
+    "one of a list": (
+        "one of a list",
+        '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]',
+        ("", [("clock", "{}")]),
+    ),
+    "a list with an unknown function": (
+        "mistral",
+        '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "x", "arguments": {}}]',
+        (', {"name": "x", "arguments": {}}]', [("clock", "{}")]),
+    ),
+    "names with arguments": (
+        "mistral 11",
+        '[TOOL_CALLS]weather[ARGS]{"city": "a"}[TOOL_CALLS]clock[CALL_ID]abc123[ARGS]{}[TOOL_CALLS]clock{}',
+        ("", [("weather", '{"city": "a"}'), ("clock", "{}"), ("clock", "{}")]),
+    ),
+    "an unknown name": ("mistral 11", "[TOOL_CALLS]x[ARGS]{}", ("[TOOL_CALLS]x[ARGS]{}", [])),
+    "deepseek": (
+        "deepseek",
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{{}}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("I look.", [("weather", ARGUMENTS), ("clock", "{}")]),
+    ),
+    "deepseek 3.1": (
+        "deepseek 3.1",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", [("weather", ARGUMENTS), ("clock", "{}")]),
+    ),
+    "tags": (
+        "qwen",
+        'so\n<tool_call>\n<function=weather>\n<parameter=city>\na "b"\n</parameter>\n<parameter=days>\n3\n</parameter>'
+        "\n<parameter=sure>\nTrue\n</parameter>\n<parameter=at>\nnull\n</parameter>\n<parameter=places>\n"
+        '["a", {"b": 1}]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n'
+        "</tool_call>",
+        (
+            "so",
+            [
+                ("weather", '{"city": "a \\"b\\"", "days": 3, "sure": true, "at": null, "places": ["a", {"b": 1}]}'),
+                ("clock", "{}"),
+            ],
+        ),
+    ),
+    "tags and lines": (
+        "qwen",
+        "<tool_call><function=weather><parameter=city>\nif a:\n    b\n\n</parameter></function></tool_call>",
+        ("", [("weather", '{"city": "if a:\\n    b\\n"}')]),
+    ),
+    "tags without declared types": (
+        "qwen",
+        "<tool_call><function=clock><parameter=a>1</parameter><parameter=b>x y</parameter></function></tool_call>",
+        ("", [("clock", '{"a": 1, "b": "x y"}')]),
+    ),
+    "tags of another type than declared": (
+        "qwen",
+        "<tool_call><function=weather><parameter=days>soon</parameter><parameter=how>5</parameter></function></tool_call>",
+        ("", [("weather", '{"days": "soon", "how": "5"}')]),
+    ),
+    "tags, cut in a string": (
+        "qwen",
+        "<tool_call><function=weather><parameter=city>par",
+        ("", [("weather", '{"city": "par')]),
+    ),
+    "tags without the mark before them": (
+        "qwen",
+        "so\n<function=clock>\n</function>\n</tool_call>\n<function=clock></function> it <fun",
+        ("so it <fun", [("clock", "{}")] * 2),
+    ),
+    "an unknown function in tags": (
+        "qwen",
+        "<tool_call><function=x></function></tool_call>",
+        ("<tool_call><function=x></function></tool_call>", []),
+    ),
+    "harmony": (
+        "harmony",
+        "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        f"{ARGUMENTS}<|call|>",
+        ("I look.", [("weather", ARGUMENTS)]),
+    ),
+    "harmony, recipient first": (
+        "harmony",
+        " to=functions.clock<|channel|>commentary json<|message|>{}<|call|>",
+        ("", [("clock", "{}")]),
+    ),
+    "harmony, no call": (
+        "harmony",
+        "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>final<|message|>hello <b>",
+        ("hello <b>", []),
+    ),
+    "harmony, two contents": (
+        "harmony",
+        "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        ("a\nb", []),
+    ),
+    "harmony, an unknown function": (
+        "harmony",
+        "<|channel|>commentary to=functions.x<|message|>{}<|call|>",
+        ("{}", []),
+    ),
+    "harmony, text": ("harmony", "it is so", ("it is so", [])),
+    "harmony, cut in a header": ("harmony", "<|channel|>anal", ("", [])),
+    "keys": (
+        "glm",
+        "so\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>",
+        ("so", [("weather", '{"city": "a", "days": 3}'), ("clock", "{}")]),
+    ),
 }
 
 
@@ -109,6 +256,42 @@ def test_pieces_of_a_text_say_what_the_whole_says(case: str, data: st.DataObject
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6) | st.just(list(range(len(text)))))
     content, calls = read(how, text, cuts)
     assert (content.split(), calls) == (expected[0].split(), expected[1])
+
+
+def test_a_string_in_tags_streams_before_it_is_complete() -> None:
+    parser = ToolParser(FORMATS["qwen"])
+    parser.push("<tool_call><function=weather><parameter=city>")
+    assert parser.push("par").calls == [{"index": 0, "function": {"arguments": "par"}}]
+
+
+HOSTILE = {
+    "properties": {
+        "a": {"$ref": "#/$defs/a"},
+        "b": {"type": "integer"},
+        "c": {"$ref": "#/$defs/b"},
+        "d": 1,
+        "e": {"enum": [1, "a"]},
+        "f": {"anyOf": [{"type": "null"}, {"const": "x"}]},
+    },
+    "$defs": {"a": {"$ref": "#/$defs/a"}, "b": {"anyOf": [{"$ref": "#/$defs/b"}] * 1000}},
+}
+
+
+def test_types_of_arguments_are_found_in_schemas_that_go_in_circles() -> None:
+    assert declared_types({"properties": dict(list(HOSTILE["properties"].items())[1:2])}) == {"b": ["integer"]}
+    assert declared_types({"properties": {k: HOSTILE["properties"][k] for k in "bdef"}}) == {
+        "b": ["integer"],
+        "e": ["integer", "string"],
+        "f": ["null", "string"],
+    }
+    assert "c" not in declared_types(HOSTILE)
+    for other in (None, {}, {"properties": 1}, {"properties": {"a": {"type": [1, []], "enum": 3}}}):
+        assert declared_types(other) == {}
+
+
+def test_reasoning_is_told_from_content() -> None:
+    parsed = parser_of(FORMATS["harmony"]).whole(READINGS["harmony"][1])
+    assert (parsed.reasoning, parsed.content) == ("I think", "I look.")
 
 
 def test_a_call_streams_before_it_is_complete() -> None:
@@ -133,17 +316,24 @@ def test_what_is_held_back_is_bounded() -> None:
         (HERMES, True, "hermes"),
         (LLAMA, True, "llama3_json"),
         ("{% if not tools is defined %}{% set tools = none %}{% endif %}" + LLAMA, True, "llama3_json"),
-        ("{{ tools }}<tool_call>\n<function=x>", True, None),
-        ("{{ tools }}[TOOL_CALLS]", True, None),
+        ("{{ tools }}<tool_call>\n<function=x><parameter=y>", True, "qwen3_coder"),
+        ("{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key>", True, "glm45"),
+        ("{{ tools }}[TOOL_CALLS] [{{ call | tojson }}]", True, "mistral"),
+        ("{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", True, "mistral_v11"),
+        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n", True, "deepseek_v3"),
+        ("{{ tools }}<｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", True, "deepseek_v31"),
+        ("{{ tools }}<tool_call>{{ call | tojson }}", True, "hermes"),
+        ("{{ tools }}<|start|>assistant<|channel|>final<|message|>", True, "harmony"),
+        ("{{ tools }}<tools>", True, None),
     ],
-    ids=range(7),
+    ids=range(14),
 )
 def test_a_template_says_whether_and_how_calls_are_made(template: str, takes: bool, form: str | None) -> None:
     found = ChatTemplate(template)
     assert (found.takes_tools, found.tool_format) == (takes, form)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3_json", "json"])
+@pytest.mark.parametrize("form", [name for name, dialect in DIALECTS.items() if dialect.forced])
 @pytest.mark.parametrize("single", [True, False])
 def test_a_grammar_of_calls_is_sound(form: str, single: bool) -> None:
     vocabulary = structure_tokenizer(load_model_spec("demo"))
@@ -265,6 +455,83 @@ def test_wrong_tools_get_400_and_one_sentence(callers: Running, fields: dict[str
     body = {"messages": [ASK], "tools": TOOLS, "tool_choice": "required", **fields}
     reply = callers.call("/v1/chat/completions", body)
     assert (reply.status, words in reply.error["message"]) == (400, True), reply.text
+
+
+MARKED = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
+    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def served_with(directory: Path, template: str, special: list[str]) -> None:
+    """Gives a checkpoint's tokenizer these special tokens, and its model a vocabulary with them."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    for name, fields in (
+        ("config.json", {"vocab_size": tokenizer.get_vocab_size()}),
+        ("tokenizer_config.json", {"chat_template": template}),
+    ):
+        (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | fields))
+
+
+def test_calls_are_found_by_marks_that_are_special_tokens(
+    launch: Callable[..., AbstractContextManager[Running]], checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "tiny"
+    shutil.copytree(checkpoint, directory)
+    served_with(directory, MARKED, ["[TOOL_CALLS]", "[ARGS]"])
+    with launch(directory=directory) as running, running.client() as client:
+        two = {"tool_choice": "required", "logit_bias": {"0": -1}, "max_tokens": 300}
+        whole = chat(client, tools=[CLOCK], **two).choices[0].message
+        assert len(whole.tool_calls) > 1
+        assert {(call.function.name, "".join(call.function.arguments.split())) for call in whole.tool_calls} == {
+            ("clock", "{}")
+        }
+        asked: Any = {"messages": [ASK], "tools": [CLOCK], "seed": 5, **two}
+        with client.chat.completions.stream(model="tiny", **asked) as stream:
+            events = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+            final = stream.get_final_completion().choices[0].message
+        assert [call.function.name for call in final.tool_calls] == [call.function.name for call in whole.tool_calls]
+        assert {event.index for event in events} >= set(range(len(final.tool_calls)))
+        one = chat(client, tool_choice="required", parallel_tool_calls=False).choices[0]
+        check(one.message.tool_calls[0])
+        text = chat(client, tool_choice="none", max_tokens=40, logit_bias={"300": 5}).choices[0].message.content
+        assert "[TOOL_CALLS]" not in text
+
+
+def test_messages_of_harmony_are_told_apart(
+    launch: Callable[..., AbstractContextManager[Running]], checkpoint: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "tiny"
+    shutil.copytree(checkpoint, directory)
+    words = "{% if tools %}{{ tools }}{% endif %}{{ messages }}<|start|>assistant{# <|channel|>final<|message|> #}"
+    marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"]
+    served_with(directory, words, marks)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    number = {mark: str(tokenizer.token_to_id(mark)) for mark in marks}
+    with launch(directory=directory) as running, running.client() as client:
+        forced = chat(client, tool_choice="required").choices[0]
+        check(forced.message.tool_calls[0])
+        assert forced.message.content is None
+        # No header can be complete where the mark before a body is banned, so that none of a body is told.
+        banned = {number["<|message|>"]: -100, "0": -100}
+        text = chat(client, tool_choice="none", max_tokens=20, logit_bias=banned | {number["<|channel|>"]: 100})
+        assert text.choices[0].message.content == ""
+
+
+def test_a_format_that_is_not_known_is_said_at_the_start_and_in_the_answer(
+    launch: Callable[..., AbstractContextManager[Running]], checkpoint: Path, tmp_path: Path
+) -> None:
+    directory, log = tmp_path / "tiny", tmp_path / "log"
+    shutil.copytree(checkpoint, directory)
+    served_with(directory, "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", [])
+    with launch(directory=directory, log=log) as running, running.client() as client:
+        assert UNKNOWN_TOOL_FORMAT in log.read_text()
+        reply = running.call("/v1/chat/completions", {"messages": [ASK], "tools": TOOLS})
+        assert (reply.status, reply.error["message"]) == (400, UNKNOWN_TOOL_FORMAT)
+        check(chat(client, tool_choice="required").choices[0].message.tool_calls[0])
 
 
 def test_a_template_without_tools_takes_none(server: Running) -> None:

@@ -22,6 +22,8 @@ RISK = 0.01
 _LEAST, _OWN, _DRAWS = 3, 3, 4
 _REACHES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)
 """Factors on a spread that are tried."""
+Case = tuple[Sequence[Sample], Correction]
+"""Runs, and what is known of their deployment."""
 
 
 @dataclass(slots=True)
@@ -90,35 +92,34 @@ def _groups(own: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def with_reach(law: CalibrationLaw, samples: Sequence[Sample]) -> CalibrationLaw:
-    """The law with the least factors on its spread of latencies, without and with own runs, with which no more picks
-    break than the risk, on deployments left out in turn, which weigh alike. Variances are not found anew.
+    """The law with the least factor on its spread of latencies with which no more picks break than the risk, on
+    deployments left out in turn, without own runs and with three, which all weigh alike. Variances are not found anew.
 
     A spread is of all runs, to both sides; a pick is broken only by what is slower than predicted, and is seldom one of
-    the few that are far off, such as those that wait for memory.
+    the few that are far off, such as those that wait for memory. One factor for both, so that own runs, which narrow
+    the law, narrow the margin.
     """
-    unseen, seen = [], []
+    cases: list[list[Case]] = []
     for left in sorted({sample.name.deployment for sample in samples}):
         own, rest = [s for s in samples if s.name.deployment == left], law.without(left)
-        unseen.append([(own, rest.correction(own[0].name))])
+        cases.append([(own, rest.correction(own[0].name))])
         draw, drawn = np.random.default_rng(0), []
         for _ in range(_DRAWS if len(own) > _OWN else 0):
             picked = set(draw.choice(len(own), _OWN, replace=False).tolist())
             found = with_own(rest, [own[i] for i in picked])
             drawn.append(([s for i, s in enumerate(own) if i not in picked], found))
-        seen += [drawn] if drawn else []
-    return replace(law, reach={"latency": (_least_reach(unseen), _least_reach(seen))})
+        cases += [drawn] if drawn else []
+    return replace(law, reach=next((reach for reach in _REACHES if _broken(cases, reach) <= RISK), _REACHES[-1]))
 
 
-def _least_reach(deployments: Sequence[Sequence[tuple[Sequence[Sample], Correction]]]) -> float:
-    def broken(reach: float) -> float:
-        shares = []
-        for cases in deployments:
-            total = Tally()
-            for own, correction in cases:
-                spreads = {**correction.spreads, "latency": reach * correction.spreads["latency"]}
-                for bounds in (tight_bounds, spread_bounds):
-                    total += picks(own, replace(correction, spreads=spreads), bounds, risk=RISK)
-            shares.append(total.broken / max(total.cases, 1))
-        return float(np.mean(shares))
-
-    return next((reach for reach in _REACHES if broken(reach) <= RISK), _REACHES[-1])
+def _broken(cases: Sequence[Sequence[Case]], reach: float) -> float:
+    """The mean share of broken picks."""
+    shares = []
+    for drawn in cases:
+        total = Tally()
+        for own, correction in drawn:
+            spreads = {**correction.spreads, "latency": reach * correction.spreads["latency"]}
+            for bounds in (tight_bounds, spread_bounds):
+                total += picks(own, replace(correction, spreads=spreads), bounds, risk=RISK)
+        shares.append(total.broken / max(total.cases, 1))
+    return float(np.mean(shares))

@@ -7,7 +7,7 @@ variances of the effects by level, and for each measured placement the number of
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ class CalibrationLaw:
     noise: Floats
     spread: Spread
     evidence: tuple[Evidence, ...]
-    reach: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Factors on the spreads of new errors, by quantity, without and with own runs; 1 where there are none."""
+    reach: float = 1.0
+    """Factor on the spread of a new error of a latency."""
 
     @property
     def engines(self) -> set[str]:
@@ -73,17 +73,15 @@ class CalibrationLaw:
         own_runs = sum(one.num_runs for one in found if one.name.deployment == name.deployment)
         others = [one for one in found if one.name.deployment != name.deployment]
         spreads = _spreads(covariance, self.noise)
+        spreads["latency"] *= self.reach
         return Correction(
             **{key: round(float(value), 5) for key, value in zip(THETA, theta, strict=True)},
             own_runs=own_runs,
             other_runs=sum(one.num_runs for one in others),
             deployments=len({one.name.deployment for one in found}),
             shared=tuple(level for level in _SHARED if any(o.name.key(level) == name.key(level) for o in others)),
-            spreads={name: round(value * self._reach(name, own_runs), 5) for name, value in spreads.items()},
+            spreads={name: round(value, 5) for name, value in spreads.items()},
         )
-
-    def _reach(self, name: str, own_runs: int) -> float:
-        return self.reach.get(name, (1.0, 1.0))[own_runs > 0]
 
 
 def _spreads(covariance: Floats, noise: Floats) -> dict[str, float]:
@@ -199,7 +197,7 @@ def read_law(path: Path) -> CalibrationLaw:
         noise=np.array([body["noise"][quantity] for quantity in QUANTITIES]),
         spread=Spread(variances={level: np.array(body["deviations"][level]) ** 2 for level in LEVELS}, weights=weights),
         evidence=tuple(map(_evidence, body["placements"])),
-        reach={name: tuple(body[f"reach_{name}"]) for name in (*QUANTITIES, "latency") if f"reach_{name}" in body},
+        reach=float(body["reach"]),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.lib.intervals import of_median, wilson
 from benchmarks.lib.record import RECORDS
 from benchmarks.paper.claims import CLAIM_HEADER, Claim
-from exeplan.planner.ranking import half_interval
+from exeplan.planner.problems.ranking import half_interval
 
 Record = Mapping[str, Any]
 

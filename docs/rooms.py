@@ -21,6 +21,10 @@ ORDER = (
     ("scheduling",),
     ("search",),
     ("simulator",),
+    ("planner.problems",),
+    ("planner.margins",),
+    ("planner.choice",),
+    ("planner.reports",),
     ("planner",),
     ("drift",),
     ("export",),
@@ -56,9 +60,11 @@ def module_name(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """A folder of exeplan or of exeplan.runner, or a file that stands in one of these two."""
+    """A folder of exeplan, exeplan.runner or exeplan.planner, or a file that stands in exeplan or exeplan.runner."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "runner" else parts[0]
+    if parts[0] == "runner" or (parts[0] == "planner" and ".".join(parts[:2]) in FLOOR):
+        return ".".join(parts[:2])
+    return parts[0]
 
 
 def sources() -> dict[str, ast.Module]:

@@ -25,12 +25,12 @@ from exeplan.core.plan import Plan, check_utilization
 from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.extras import require
+from exeplan.planner.choice.optimize import resolve_policies
 from exeplan.planner.comparison import Comparison, compare_row, matched
 from exeplan.planner.load_problem import cluster_for, plan_request, profile_for, profiled_host, read_plan
-from exeplan.planner.margins import Risk
-from exeplan.planner.optimize import resolve_policies
+from exeplan.planner.margins.margins import Risk
+from exeplan.planner.margins.risk import load_errors, parse_risk
 from exeplan.planner.plan_request import PlanRequest
-from exeplan.planner.risk import load_errors, parse_risk
 from exeplan.planner.simulation import Simulation, simulate_plan
 from exeplan.planner.solution import Solution, solve
 from exeplan.profiler.calibration.calibrate import with_shipped_engine

@@ -4,7 +4,7 @@ The split is exact: curves are linear in their measurements, so a pass timed wit
 that kind's time. Roofline: the minimal operations and bytes of a pass (weights read once, keys and values once) over
 the rates of the profile's device.
 
-Not here: what follows from it (`exeplan.planner.explain`).
+Not here: what follows from it (`exeplan.planner.reports.explain`).
 """
 
 from collections import defaultdict

@@ -4,7 +4,7 @@ Every replica is an engine with a schedule, a placement and a KV cache of its ow
 of the stream each runs on its own; then the router, which is the server's (`exeplan/scheduling/router.py`), looks at
 how many requests each has that are not over. What ends at that very time counts as over.
 
-Not here: replicas that fail, and how a cluster is divided into replicas (`exeplan/planner/replicas.py`).
+Not here: replicas that fail, and how a cluster is divided into replicas (`exeplan/planner/problems/replicas.py`).
 """
 
 import math

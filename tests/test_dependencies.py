@@ -136,7 +136,7 @@ def test_a_command_without_its_packages_says_which_extra_to_install(
 
 
 def test_a_missing_package_of_no_extra_is_a_fault_of_ours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "exeplan.planner.plan_diff", None)
+    monkeypatch.setitem(sys.modules, "exeplan.planner.reports.plan_diff", None)
     with pytest.raises(ModuleNotFoundError):
         main(["diff", "a.yaml", "b.yaml"])
 

@@ -20,7 +20,7 @@ from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.errors import InputError
 from exeplan.files import read_json, read_yaml, shipped
 from exeplan.planner.load_problem import read_plan
-from exeplan.planner.risk import load_errors
+from exeplan.planner.margins.risk import load_errors
 from exeplan.profiler.datasheets.datasheet import load_datasheet
 from exeplan.profiler.datasheets.engine_constants import load_engine
 from exeplan.runner.engine.tokenizer import Tokenizer, eos_token_ids

@@ -36,10 +36,10 @@ from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
 from exeplan.drift.state import Rules
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize, resolve_policies
 from exeplan.planner.load_problem import read_plan
-from exeplan.planner.optimize import optimize, resolve_policies
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient

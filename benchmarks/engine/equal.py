@@ -25,7 +25,7 @@ from benchmarks.lib.record import write_record
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine_process.build import build_engine, engine_setup

@@ -265,7 +265,7 @@ def report(
     batches: list[int],
 ) -> None:
     from benchmarks.lib.record import write_record
-    from exeplan.planner.tables import table
+    from exeplan.planner.reports.tables import table
 
     rows = []
     for name, found in rates.items():

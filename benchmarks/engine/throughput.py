@@ -191,7 +191,7 @@ def _measure(engine: str, folder: str, workload: str) -> dict:
 
 def _report(rates: dict, tokens: dict, engines: list[str]) -> None:
     from benchmarks.lib.record import write_record
-    from exeplan.planner.tables import table
+    from exeplan.planner.reports.tables import table
 
     rows = []
     for workload in WORKLOADS:

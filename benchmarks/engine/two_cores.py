@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.lib.record import write_record
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import load_model_spec
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import Shard
 

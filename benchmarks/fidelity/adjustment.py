@@ -26,10 +26,10 @@ from exeplan.core.metrics import summarize
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import replay

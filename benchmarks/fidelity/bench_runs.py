@@ -16,7 +16,7 @@ from statistics import median
 from benchmarks.lib.record import write_record
 from exeplan.core.plan import save_plan
 from exeplan.core.profile import Profile
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 _UNITS = {"throughput": "requests/s", "latency": "seconds to the 99th-percentile output"}
 _KINDS = ("replay", "measured", "measured_at_profile_speed")

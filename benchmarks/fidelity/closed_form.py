@@ -26,9 +26,9 @@ from exeplan.core.cluster import load_cluster
 from exeplan.core.metrics import summarize
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.search_space import Variant, variants
-from exeplan.planner.tables import table
+from exeplan.planner.choice.search_space import Variant, variants
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.closed_form import steady_state

@@ -38,10 +38,10 @@ from exeplan.core.plan import Plan, save_plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize, resolve_policies
 from exeplan.planner.load_problem import fitted, profile_for
-from exeplan.planner.optimize import optimize, resolve_policies
-from exeplan.planner.problem import make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.runner.fidelity.interleaved import Error, Measured, differ, play_interleaved
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Workload

@@ -36,10 +36,10 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Estimate, Schedule
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.policies import load_policy, policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.runner.load import enough_requests

@@ -24,10 +24,10 @@ from benchmarks.lib.record import write_record
 from exeplan.core.machine_speed import slowness_between
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile, load_profile
+from exeplan.planner.choice.optimize import resolve_policies
 from exeplan.planner.load_problem import fitted, profile_for
-from exeplan.planner.optimize import resolve_policies
-from exeplan.planner.problem import make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.units import seconds
 from exeplan.workload.files import load_workload
 

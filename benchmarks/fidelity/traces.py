@@ -22,10 +22,10 @@ from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted, profiled_host
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.policies import policy_names
 from exeplan.workload.files import load_workload
 

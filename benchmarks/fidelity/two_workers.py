@@ -20,9 +20,9 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Placement, Stage
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted, profiled_host
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import make_problem
+from exeplan.planner.problems.problem import make_problem
 from exeplan.policies import load_policy
 from exeplan.workload.files import load_workload
 

@@ -116,7 +116,7 @@ def _guarded(name: str, setting: Setting, run: Callable[[], Section]) -> Section
 
 
 def _print(section: Section) -> None:
-    from exeplan.planner.tables import table
+    from exeplan.planner.reports.tables import table
 
     print(f"\n## {section.title}\n")
     if section.rows:

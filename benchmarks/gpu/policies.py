@@ -25,9 +25,9 @@ from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile, load_profile
 from exeplan.core.schedule import Estimate
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import make_problem
+from exeplan.planner.problems.problem import make_problem
 from exeplan.profiler.profile_model import profile_model
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import warm_up_runner

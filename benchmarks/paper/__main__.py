@@ -22,7 +22,7 @@ from benchmarks.paper.claims import Part
 from benchmarks.paper.monotone import table_5
 from benchmarks.paper.setting import FIGURES, Settings
 from benchmarks.paper.tables import search_time, table_4, table_6, table_7
-from exeplan.planner.tables import json_line
+from exeplan.planner.reports.tables import json_line
 from exeplan.policies import policy_names
 
 _TABLES: dict[str, Callable[[Settings], Part]] = {

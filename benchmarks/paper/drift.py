@@ -20,8 +20,8 @@ from exeplan.arrays import Floats
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem
+from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.laws import joint, normal
 from exeplan.workload.length_law import LengthLaw

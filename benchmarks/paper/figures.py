@@ -14,8 +14,8 @@ from benchmarks.paper.setting import FIGURES, GPT3_39B, Scenario, Settings, boun
 from benchmarks.paper.systems import Point, bounds, fastest, on_whole_machines, searched, static_points
 from exeplan.core.schedule import Placement
 from exeplan.errors import Infeasible
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem
+from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.problems.problem import Problem
 
 _PREFILLS = (1, 2, 4)
 """DeepSpeed's hybrid schedule: micro-batches to prefill for one that decodes."""

@@ -11,8 +11,8 @@ from benchmarks.paper.setting import GPT3_101B, OPT_13B, Deployment, Settings, p
 from benchmarks.paper.systems import fastest, on_whole_machines, static_points
 from exeplan.core.schedule import Placement
 from exeplan.errors import Infeasible
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem
+from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.memory import kv_bytes_per_token, weight_bytes
 

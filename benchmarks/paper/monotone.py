@@ -21,9 +21,9 @@ from benchmarks.paper.setting import GPT3_39B, Settings, problem_of
 from benchmarks.paper.systems import bounds, on_whole_machines, static_points
 from exeplan.arrays import Floats
 from exeplan.core.schedule import Schedule
-from exeplan.planner.balance_stages import Balance
-from exeplan.planner.layouts import Layout, layouts
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.balance_stages import Balance
+from exeplan.planner.problems.layouts import Layout, layouts
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.search.search import Outcome
 

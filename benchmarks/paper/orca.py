@@ -25,7 +25,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies.interface import Cycle
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.memory import kv_capacity_tokens

@@ -21,9 +21,9 @@ from exeplan.core.batch import BLOCK_SIZE
 from exeplan.core.metrics import summarize
 from exeplan.core.plan import Plan
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import replay
 from exeplan.workload.files import load_workload

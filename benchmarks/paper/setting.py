@@ -13,7 +13,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import load_profile
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies import policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload

@@ -12,10 +12,10 @@ from benchmarks.paper.claims import Claim, Part
 from benchmarks.paper.setting import FIGURES, GPT3_39B, GPT3_101B, Scenario, Settings, bounded, problem_of
 from benchmarks.paper.systems import bounds, on_whole_machines, static_points
 from exeplan.core.schedule import Placement
-from exeplan.planner.balance_stages import Balance
-from exeplan.planner.layouts import layouts
-from exeplan.planner.problem import Problem
-from exeplan.planner.search_space import Variant, search_variants
+from exeplan.planner.choice.search_space import Variant, search_variants
+from exeplan.planner.problems.balance_stages import Balance
+from exeplan.planner.problems.layouts import layouts
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.search.grid import Limits
 from exeplan.search.search import search_grid

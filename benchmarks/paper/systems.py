@@ -24,9 +24,9 @@ import numpy as np
 from exeplan.arrays import Floats
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import Schedule
-from exeplan.planner.balance_stages import Balance
-from exeplan.planner.layouts import Layout
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.balance_stages import Balance
+from exeplan.planner.problems.layouts import Layout
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Clock, Cycle
 from exeplan.search.search import Outcome, search

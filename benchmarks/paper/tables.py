@@ -31,9 +31,9 @@ from exeplan.arrays import Floats
 from exeplan.core.layer_costs import model_parameters
 from exeplan.core.model import DTYPE_BYTES
 from exeplan.core.schedule import Schedule
-from exeplan.planner.balance_stages import Balance
-from exeplan.planner.layouts import Layout
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.balance_stages import Balance
+from exeplan.planner.problems.layouts import Layout
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Cycle
 from exeplan.simulator.closed_form import steady_state

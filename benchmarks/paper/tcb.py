@@ -29,7 +29,7 @@ from benchmarks.tcb.serve import ROW_TOKENS, ROWS, systems
 from exeplan.core.bounds import Bound
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import replay

@@ -20,9 +20,9 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import fitted
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload
 

@@ -10,9 +10,9 @@ records/micro-batches.json.
 from benchmarks.lib.record import write_record
 from benchmarks.paper.setting import GPT3_39B, OPT_13B, T5_11B, Scenario, bounded, problem_of
 from benchmarks.paper.systems import bounds, on_whole_machines, static_points
-from exeplan.planner.problem import Problem
-from exeplan.planner.search_space import Variant, variants
-from exeplan.planner.tables import table
+from exeplan.planner.choice.search_space import Variant, variants
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.reports.tables import table
 from exeplan.policies import load_policy
 from exeplan.search.grid import Grid, Limits
 from exeplan.search.line import reach

@@ -15,8 +15,8 @@ import numpy as np
 import exeplan
 from benchmarks.lib.intervals import half_width
 from benchmarks.lib.record import write_record
-from exeplan.planner.optimize import resolve_policies
-from exeplan.planner.tables import table
+from exeplan.planner.choice.optimize import resolve_policies
+from exeplan.planner.reports.tables import table
 
 MODEL, DEVICE, CLUSTER, GPUS, TASK, BOUND = "opt-13b", "a40-48gb", "a40", 4, "S", 11.5
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from exeplan.core.schedule import Schedule
-from exeplan.planner.problem import Problem
-from exeplan.planner.search_space import Variant, variants
+from exeplan.planner.choice.search_space import Variant, variants
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy
 from exeplan.policies.interface import Policy
 from exeplan.search.grid import Grid, Index, Limits, Outcome

@@ -33,7 +33,7 @@ from exeplan.core.cluster import load_cluster
 from exeplan.core.metrics import summarize
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Schedule, Stage
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay

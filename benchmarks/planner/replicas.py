@@ -29,12 +29,12 @@ from exeplan.core.cluster import Cluster, load_cluster
 from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.schedule import Placement, Schedule, Stage
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import optimize, resolve_policies
-from exeplan.planner.pipelines import Optimum
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.ranking import behind
-from exeplan.planner.replays import replay_estimate
-from exeplan.planner.tables import table
+from exeplan.planner.choice.optimize import optimize, resolve_policies
+from exeplan.planner.choice.pipelines import Optimum
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.problems.ranking import behind
+from exeplan.planner.problems.replays import replay_estimate
+from exeplan.planner.reports.tables import table
 from exeplan.policies import load_policy
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload

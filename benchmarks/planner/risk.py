@@ -44,10 +44,10 @@ from exeplan.core.bounds import Bound, utilizations
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
-from exeplan.planner.deployments import Deployment, deployment_law, errors_of
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.sampling_error import sampling_error
-from exeplan.planner.tables import table
+from exeplan.planner.margins.deployments import Deployment, deployment_law, errors_of
+from exeplan.planner.margins.sampling_error import sampling_error
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Trace, Workload

@@ -8,7 +8,7 @@ is fitted without it, strength of the pooling included, and its runs are predict
 drawn 20 times, in which case the others are judged. Among the configurations of one version, prompt and answer length
 the one of the highest predicted rate is picked whose predicted end-to-end time keeps a bound: twelve bounds a group
 between its fastest and slowest run, or each measured time, where the best lies exactly on the bound. With a margin the
-time by passes keeps it as `--risk 1%` demands (`exeplan/planner/deployments.py`: correction_law); the factor on the
+time by passes keeps it as `--risk 1%` demands (`planner/margins/deployments.py`: correction_law); the factor on the
 margin's spread is found without the deployment too, by picks on the others, each left out in turn.
 
 Intervals are Wilson's, of one draw's cases; runs of a deployment err alike, so that they are too narrow: the table by
@@ -36,7 +36,7 @@ from benchmarks.silicon.pooling import (
 )
 from benchmarks.silicon.rows import Row, spread_bounds, tight_bounds
 from exeplan.core.correction import Correction
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 _BOUNDS: Mapping[str, Callable[[Sequence[Row]], Sequence[float]]] = {
     "each measured e2e": tight_bounds,

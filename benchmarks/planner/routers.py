@@ -14,9 +14,9 @@ import exeplan
 from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import ROUTERS, ReplicaGroup, Schedule
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.replays import routed_estimate
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.problems.replays import routed_estimate
+from exeplan.planner.reports.tables import table
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload

@@ -18,11 +18,11 @@ from benchmarks.planner.referee import Referee, referee
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import load_profile
 from exeplan.core.schedule import Schedule
+from exeplan.planner.choice.optimize import resolve_policies
+from exeplan.planner.choice.search_space import search_variants
 from exeplan.planner.load_problem import fitted
-from exeplan.planner.optimize import resolve_policies
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.search_space import search_variants
-from exeplan.planner.tables import table
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.workload.files import load_workload
 
 WORKLOADS = ("alpaca", "wmt17-ende", "S")

@@ -17,9 +17,9 @@ from benchmarks.lib.record import write_record
 from exeplan.core.bounds import Bound
 from exeplan.core.cluster import load_cluster
 from exeplan.core.model import load_model_spec
-from exeplan.planner.problem import make_problem
-from exeplan.planner.search_space import search_variants
-from exeplan.planner.tables import table
+from exeplan.planner.choice.search_space import search_variants
+from exeplan.planner.problems.problem import make_problem
+from exeplan.planner.reports.tables import table
 from exeplan.policies import policy_names
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet, with_links
 from exeplan.workload.files import load_workload

@@ -18,8 +18,8 @@ from benchmarks.lib.record import write_record
 from benchmarks.paper.setting import FIGURES, OPT_13B, Scenario, bounded, problem_of
 from benchmarks.paper.systems import bounds, on_whole_machines, static_points
 from benchmarks.planner.referee import referee
-from exeplan.planner.search_space import search_variants
-from exeplan.planner.tables import table
+from exeplan.planner.choice.search_space import search_variants
+from exeplan.planner.reports.tables import table
 from exeplan.policies import policy_names
 
 _WHOLE = Scenario(OPT_13B, "S")

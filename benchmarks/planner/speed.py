@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.lib.record import write_record
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 INPUTS = Path(__file__).parents[2] / "plans"
 

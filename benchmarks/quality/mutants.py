@@ -28,7 +28,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from benchmarks.lib.record import write_record
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 600
@@ -361,11 +361,11 @@ MUTANTS = (
         (FORESIGHT,),
     ),
     Mutant(
-        "exeplan/planner/replicas.py",
+        "exeplan/planner/problems/replicas.py",
         "max([*options, best[places - 1]], key=lambda use: use.throughput)",
         "max([*options, best[0]], key=lambda use: use.throughput)",
         "no GPU may stay idle where replicas leave one over",
-        ("tests/planner/test_replicas.py",),
+        ("tests/planner/problems/test_replicas.py",),
     ),
     Mutant(
         "exeplan/core/schedule.py",
@@ -632,11 +632,11 @@ MUTANTS = (
         ("tests/core/test_bounds.py",),
     ),
     Mutant(
-        "exeplan/planner/layouts.py",
+        "exeplan/planner/problems/layouts.py",
         "(counts[i] + 1) * loads[i].layer_seconds",
         "counts[i] * loads[i].layer_seconds",
         "layers given to the stage that is fastest before it has one more",
-        ("tests/planner/test_layouts.py",),
+        ("tests/planner/problems/test_layouts.py",),
     ),
     # Sampling
     Mutant(

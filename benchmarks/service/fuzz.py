@@ -44,7 +44,7 @@ from benchmarks.lib.record import write_record
 from benchmarks.service.leavers import PLAN
 from benchmarks.service.malformed import malformed, talk
 from benchmarks.service.serving import Server, served
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.runner.server.protocol import MAX_CHOICES
 
 KEY = "a key for the benchmark"

@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.lib.record import write_record
 from benchmarks.service.serving import Server, descendants, served
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 ONE = "model: demo\nschedule: {policy: orca, max_num_seqs: 8}\nplacement: [{devices: [0], layers: [0, 6]}]\n"
 TWO = """model: demo

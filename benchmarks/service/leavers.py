@@ -25,7 +25,7 @@ import aiohttp
 
 from benchmarks.lib.record import write_record
 from benchmarks.service.serving import Server, served
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 PLAN = """model: demo
 schedule: {policy: rra, prefill_batch: 8, decode_steps: 8}

@@ -26,7 +26,7 @@ import aiohttp
 from benchmarks.lib.record import write_record
 from benchmarks.service.leavers import PLAN
 from benchmarks.service.serving import Server, descendants, served
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 DEFAULT, PARTS = 5000, 16
 _KINDS = ("front end", "engine", "forks", "reader", "rforks", "all")

@@ -24,7 +24,7 @@ from benchmarks.lib.record import write_record
 from benchmarks.service.serving import Server, demo_plan, served
 from exeplan.core.plan import Plan
 from exeplan.planner.load_problem import plan_model, plan_workload, read_plan
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.runner.load import Load, draw_load
 
 SAMPLE_SECONDS = 5.0

@@ -38,7 +38,7 @@ from benchmarks.silicon.rows import (
     spread_bounds,
     tight_bounds,
 )
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 
 _ROWS = "end_to_end_dense_h100.csv.gz"
 _RISK = 0.01

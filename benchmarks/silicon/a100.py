@@ -33,7 +33,7 @@ from exeplan.arrays import Floats
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.policies.interface import Cycle
 from exeplan.profiler.importing import import_profile
 from exeplan.simulator.cost import CostModel

@@ -15,7 +15,7 @@ from benchmarks.lib.intervals import wilson
 from benchmarks.silicon.pooled_fit import Sample, linear_ratios, with_own
 from benchmarks.silicon.rows import Row, spread_bounds, tight_bounds
 from exeplan.core.correction import Correction
-from exeplan.planner.deployments import correction_law
+from exeplan.planner.margins.deployments import correction_law
 from exeplan.profiler.calibration.law import CalibrationLaw
 
 RISK = 0.01

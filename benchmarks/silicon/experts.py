@@ -29,8 +29,8 @@ from benchmarks.silicon.left_out import deployment_name
 from benchmarks.silicon.rows import Pair, Prediction, Row, errors, read_rows
 from exeplan.core.model import load_model_spec
 from exeplan.core.schedule import Sharding, Stage
-from exeplan.planner.layouts import show_sharding
-from exeplan.planner.tables import table
+from exeplan.planner.problems.layouts import show_sharding
+from exeplan.planner.reports.tables import table
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.simulator.cost import CostModel

@@ -26,7 +26,7 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Stage
 from exeplan.errors import InputError
-from exeplan.planner.deployments import Deployment, errors_of
+from exeplan.planner.margins.deployments import Deployment, errors_of
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.profiler.datasheets.engine_constants import load_engine, with_engine
 from exeplan.simulator.cost import CostModel

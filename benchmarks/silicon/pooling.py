@@ -37,7 +37,7 @@ from exeplan.core.correction import THETA, Correction
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import Profile
 from exeplan.files import write_text
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.profiler.calibration.law import CalibrationLaw, Observation, observation, placement_name
 from exeplan.profiler.calibration.pooled_effects import LEVELS, PlacementName
 from exeplan.profiler.calibration.predict import predict_run

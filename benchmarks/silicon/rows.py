@@ -16,7 +16,7 @@ import numpy as np
 
 from exeplan.core.schedule import Sharding
 from exeplan.files import shipped_names
-from exeplan.planner.risk import error_law
+from exeplan.planner.margins.risk import error_law
 from exeplan.profiler.calibration.serving_run import Prediction, ServingRun
 
 _TIGHT = 1.0001
@@ -187,7 +187,7 @@ def least_margin(pairs: Sequence[Pair], share: float, bounds: Callable[[Sequence
 
 
 def quantile_margin(pairs: Sequence[Pair], share: float) -> float:
-    """What a configuration's measured e2e exceeds with at most that chance, by the errors of `planner/risk.py`."""
+    """What a configuration's measured e2e exceeds with at most that chance, by `planner/margins/risk.py`."""
     ratios = [row.e2e / prediction.e2e(row) for row, prediction in pairs]
     return error_law(ratios, "the other half's rows").margin(share)
 

@@ -19,7 +19,7 @@ from benchmarks.tcb.orders import Setting, compare, overhead, settings, with_bat
 from benchmarks.tcb.serve import ROW_TOKENS, ROWS, best_of, from_backlogs, rising_rates
 from benchmarks.tcb.slots import speed_ups
 from exeplan.core.model import load_model_spec
-from exeplan.planner.tables import table
+from exeplan.planner.reports.tables import table
 from exeplan.runner.compute.model_runner import ModelRunner
 
 FIGURES = (9, 10, 11, 12, 13, 14, 15, 16)

@@ -299,7 +299,7 @@ def _print(
     split: "_Split | None" = None,
 ) -> None:
     from exeplan.core.plan import as_json
-    from exeplan.planner.tables import evidence_rows, json_line, notes_on, predicted_and_measured
+    from exeplan.planner.reports.tables import evidence_rows, json_line, notes_on, predicted_and_measured
 
     predicted = plan.estimate if plan and load.backlog and args.concurrency is None else None
     if args.json:
@@ -330,7 +330,7 @@ def _other_clocks(split: "_Split | None") -> "dict[str, Estimate | None]":
 def _print_split(
     split: _Split, *, predicted: "Estimate | None", replayed: "Estimate | None", measured: "Estimate"
 ) -> None:
-    from exeplan.planner.tables import predicted_and_measured
+    from exeplan.planner.reports.tables import predicted_and_measured
 
     quiet = split.on_cpu_clock
     if split.passes:

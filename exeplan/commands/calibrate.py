@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _table(found: "Calibrated") -> str:
     """Measured, predicted before, and predicted after; the last from runs that it has seen."""
-    from exeplan.planner.tables import table
+    from exeplan.planner.reports.tables import table
 
     header = ("GPUs", "input", "output", "clients", "ttft ms", "before", "after", "tpot ms", "before", "after")
     rows = [

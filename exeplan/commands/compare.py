@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.files import write_text
     from exeplan.planner.comparison import as_json, csv_text
-    from exeplan.planner.tables import json_line
+    from exeplan.planner.reports.tables import json_line
     from exeplan.progress import Shown
 
     with Shown("compare") as shown:

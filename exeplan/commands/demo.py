@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from exeplan.core.plan import Plan
     from exeplan.core.profile import Profile
     from exeplan.planner.plan_request import PlanRequest
-    from exeplan.planner.problem import Problem
+    from exeplan.planner.problems.problem import Problem
     from exeplan.planner.solution import Solution
     from exeplan.runner.fidelity.interleaved import Error, Measured
 
@@ -150,7 +150,7 @@ def _run(
 
 def _print(rows: "Sequence[Measured]", bound: float, profile: "Profile") -> None:
     """Tables of throughput and latency, then what a reader should know of each figure."""
-    from exeplan.planner.tables import table
+    from exeplan.planner.reports.tables import table
     from exeplan.units import show_seconds
 
     header = ("", "predicted", "measured", "error", "at profiling speed", "error", "90 % interval")
@@ -244,7 +244,7 @@ def _interval(error: "Error | None") -> str:
 def _draw(rows: "Sequence[Measured]", solutions: "Sequence[Solution]", bound: float, path: Path) -> None:
     """Predicted against measured with intervals, and the frontier of every policy."""
     from exeplan.figures import new_figure, save_figure
-    from exeplan.planner.frontier_plot import plot_frontier
+    from exeplan.planner.reports.frontier_plot import plot_frontier
 
     figure = new_figure(13, 4.5)
     for axes, name, unit in zip(

@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan.planner.load_problem import plan_sizes, read_plan
-    from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, SSD_BYTES_PER_SECOND, diff_plans
-    from exeplan.planner.plan_diff_text import as_json, diff_text
-    from exeplan.planner.tables import json_line
+    from exeplan.planner.reports.plan_diff import DRAM_BYTES_PER_SECOND, SSD_BYTES_PER_SECOND, diff_plans
+    from exeplan.planner.reports.plan_diff_text import as_json, diff_text
+    from exeplan.planner.reports.tables import json_line
     from exeplan.units import num_bytes
 
     speeds = {"from host memory": DRAM_BYTES_PER_SECOND, "from disk": SSD_BYTES_PER_SECOND}

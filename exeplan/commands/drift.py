@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.drift.trace import arrivals_of, look_times, play_trace
     from exeplan.drift.watch import Watch
     from exeplan.errors import InputError
+    from exeplan.planner.choice.optimize import resolve_policies
     from exeplan.planner.load_problem import plan_problem, read_plan
-    from exeplan.planner.optimize import resolve_policies
-    from exeplan.planner.tables import json_line
+    from exeplan.planner.reports.tables import json_line
     from exeplan.progress import followed
     from exeplan.workload.arrivals import parse_rate
     from exeplan.workload.files import load_workload
@@ -85,7 +85,7 @@ def _rules(args: argparse.Namespace) -> "Rules":
 
 
 def _text(plan: "Plan", looks: "list[TraceLook]") -> str:
-    from exeplan.planner.tables import table
+    from exeplan.planner.reports.tables import table
     from exeplan.units import show_seconds
 
     last = looks[-1].state if looks else None

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exeplan.core.model import ModelSpec
     from exeplan.core.profile import Profile
-    from exeplan.planner.explain import Explanation
-    from exeplan.planner.pipelines import Optimum
+    from exeplan.planner.choice.pipelines import Optimum
+    from exeplan.planner.reports.explain import Explanation
     from exeplan.planner.sizing import Tried
     from exeplan.progress import Told
 
@@ -151,10 +151,10 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.core.schedule import needs_other_engine
     from exeplan.figures import check_picture
     from exeplan.garbage import collected_seldom
-    from exeplan.planner.explain_text import explanation_lines
-    from exeplan.planner.report import optimum_report, search_line
+    from exeplan.planner.reports.explain_text import explanation_lines
+    from exeplan.planner.reports.report import optimum_report, search_line
+    from exeplan.planner.reports.tables import json_line
     from exeplan.planner.sizing import sizes_table
-    from exeplan.planner.tables import json_line
     from exeplan.progress import Shown, note
     from exeplan.units import show_seconds
 
@@ -216,8 +216,8 @@ def _parts(shown: "Told", *, plot: bool, explain: bool) -> "tuple[Told, Told, To
 
 
 def _as_json(optimum: "Optimum", tried: "Sequence[Tried]", explanation: "Explanation | None") -> dict[str, Any]:
-    from exeplan.planner.explain_text import as_json as explanation_json
-    from exeplan.planner.optimize import as_json
+    from exeplan.planner.choice.optimize import as_json
+    from exeplan.planner.reports.explain_text import as_json as explanation_json
 
     body = as_json(optimum)
     if tried:

@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.core.plan import as_json
+    from exeplan.planner.reports.tables import evidence_rows, json_line
     from exeplan.planner.simulation import check_saved
-    from exeplan.planner.tables import evidence_rows, groups_json, json_line
     from exeplan.simulator.timeline import check_timeline
 
     if args.output:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         simulation.save(args.output)
     if args.json:
         more = {"preemptions": simulation.whole.num_preemptions, "extrapolated": simulation.extrapolated}
-        more["groups"] = groups_json(simulation.groups)
+        more["groups"] = [one.to_dict() for one in simulation.groups]
         more["full_batches"] = asdict(simulation.full) if simulation.full else None
         more["evidence"] = evidence_rows(replay=simulation.plan.replay)
         print(json_line({**as_json(simulation.request.named(simulation.plan)), **more}))

@@ -13,7 +13,7 @@
 `request_times.py` defines these percentiles. The first of several bounds is the one on latency (p99-length,
 pNN-requests or pNN-deadline; infinity where there is none); the others are on further fields of an Estimate. Times
 count from the start of the prefill, with arrivals from the arrival. A search knows one limit: `worst` reduces all
-bounds to the binding one. Not here: margins (`exeplan/planner/risk.py`).
+bounds to the binding one. Not here: margins (`exeplan/planner/margins/risk.py`).
 """
 
 import math

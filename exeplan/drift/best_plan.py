@@ -20,10 +20,10 @@ from exeplan.core.plan import Plan
 from exeplan.drift.evidence import tail_within
 from exeplan.drift.length_monitor import Observed
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.choice.pipelines import Effort
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.planner.optimize import optimize
-from exeplan.planner.pipelines import Effort
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload
 

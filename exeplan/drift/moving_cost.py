@@ -9,8 +9,8 @@ from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.reports.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
 from exeplan.simulator.closed_form import steady_state
 
 

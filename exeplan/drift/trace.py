@@ -15,7 +15,7 @@ from exeplan.core.plan import Plan
 from exeplan.drift.state import DriftState, RequestLengths
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.problem import Problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Trace
 

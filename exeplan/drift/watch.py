@@ -33,9 +33,9 @@ from exeplan.drift.length_monitor import LengthMonitor, Observed
 from exeplan.drift.moving_cost import moving_seconds
 from exeplan.drift.state import DriftState, RequestLengths, Rules
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.optimize import resolve_policies
-from exeplan.planner.pipelines import with_headroom
-from exeplan.planner.problem import Problem
+from exeplan.planner.choice.optimize import resolve_policies
+from exeplan.planner.choice.pipelines import with_headroom
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import load_policy, policy_names
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Workload

@@ -18,10 +18,10 @@ from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.extras import frame
-from exeplan.planner.placement_text import show_copies, show_placement
 from exeplan.planner.plan_request import PlanRequest
+from exeplan.planner.reports.placement_text import show_copies, show_placement
+from exeplan.planner.reports.tables import html, html_table, table
 from exeplan.planner.solution import solve
-from exeplan.planner.tables import html, html_table, table
 from exeplan.progress import SILENT, Told
 from exeplan.units import show_seconds
 

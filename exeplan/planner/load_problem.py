@@ -17,9 +17,9 @@ from exeplan.core.queue_order import ORDERS
 from exeplan.core.schedule import Placement, ReplicaGroup, num_devices
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped_names
-from exeplan.planner.check_placement import check_devices, check_placement
 from exeplan.planner.plan_request import PlanRequest
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.check_placement import check_devices, check_placement
+from exeplan.planner.problems.problem import Problem
 from exeplan.policies import check_schedule
 from exeplan.workload.arrivals import Arrivals, trace_arrivals
 from exeplan.workload.deadlines import parse_deadlines

@@ -12,12 +12,11 @@ from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup
 from exeplan.errors import InputError
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
+from exeplan.planner.choice.pipelines import with_headroom
 from exeplan.planner.load_problem import with_relative_references
-from exeplan.planner.pipelines import with_headroom
-from exeplan.planner.placement_text import show_copies
 from exeplan.planner.plan_request import PlanRequest
-from exeplan.planner.problem import Problem
-from exeplan.planner.replays import (
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.replays import (
     FullBatches,
     arrived_estimate,
     full_batches,
@@ -25,9 +24,10 @@ from exeplan.planner.replays import (
     replay_estimate,
     routed_estimate,
 )
-from exeplan.planner.replicas import GroupFigures, together
-from exeplan.planner.report import full_line
-from exeplan.planner.tables import group_table, html, html_table, notes_on, side_by_side, side_by_side_rows
+from exeplan.planner.problems.replicas import GroupFigures, together
+from exeplan.planner.reports.placement_text import show_copies
+from exeplan.planner.reports.report import full_line
+from exeplan.planner.reports.tables import group_table, html, html_table, notes_on, side_by_side, side_by_side_rows
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.routed import RoutedRun
 from exeplan.simulator.run import Run

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from exeplan.core.cluster import Cluster
 from exeplan.core.plan import Plan
 from exeplan.errors import Infeasible
-from exeplan.planner.explain import larger
-from exeplan.planner.pipelines import Optimum
-from exeplan.planner.placement_text import show_copies
-from exeplan.planner.problem import Problem
-from exeplan.planner.search_space import variants
-from exeplan.planner.tables import table
+from exeplan.planner.choice.pipelines import Optimum
+from exeplan.planner.choice.search_space import variants
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.reports.explain import larger
+from exeplan.planner.reports.placement_text import show_copies
+from exeplan.planner.reports.tables import table
 from exeplan.policies import load_policy
 from exeplan.progress import SILENT, Told
 from exeplan.units import show_seconds

@@ -14,15 +14,15 @@ from exeplan.core.plan import Plan, save_plan
 from exeplan.errors import Infeasible
 from exeplan.extras import frame
 from exeplan.figures import axes_or_new
-from exeplan.planner.candidates import Known
-from exeplan.planner.explain import Explanation, explain
-from exeplan.planner.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
+from exeplan.planner.choice.candidates import Known
+from exeplan.planner.choice.optimize import optimize, with_frontier
+from exeplan.planner.choice.pipelines import Effort, Optimum
 from exeplan.planner.load_problem import with_relative_references
-from exeplan.planner.optimize import optimize, with_frontier
-from exeplan.planner.pipelines import Effort, Optimum
 from exeplan.planner.plan_request import PlanRequest
-from exeplan.planner.problem import Problem
-from exeplan.planner.report import (
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.reports.explain import Explanation, explain
+from exeplan.planner.reports.frontier_plot import FrontierRow, draw_frontier, frontier_rows, plot_frontier
+from exeplan.planner.reports.report import (
     POLICY_COLUMNS,
     columns,
     headline,
@@ -30,8 +30,8 @@ from exeplan.planner.report import (
     policy_rows,
     promises,
 )
+from exeplan.planner.reports.tables import html, html_table, side_by_side_rows
 from exeplan.planner.sizing import Tried, fewest_gpus, with_more_gpus
-from exeplan.planner.tables import html, html_table, side_by_side_rows
 from exeplan.progress import SILENT, Told
 from exeplan.search.search import Result
 

@@ -20,7 +20,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Schedule
-from exeplan.planner.layouts import placed
+from exeplan.planner.problems.layouts import placed
 from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Engine, Request
 from exeplan.runner.engine.timeline import read_events

@@ -20,7 +20,7 @@ from exeplan.core.model import ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Placement, Schedule
-from exeplan.planner.layouts import placed
+from exeplan.planner.problems.layouts import placed
 from exeplan.runner.engine_process.build import build_engine, engine_setup
 from exeplan.runner.load import Load, play_engine
 from exeplan.simulator.cost import CostModel

@@ -18,7 +18,7 @@ from exeplan.core.plan import Plan
 from exeplan.core.schedule import needs_other_engine
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import engine_blocks
-from exeplan.planner.problem import MEMORY_UTILIZATION
+from exeplan.planner.problems.problem import MEMORY_UTILIZATION
 from exeplan.progress import OnProgress, Progress, no_progress, note
 from exeplan.runner.ipc.messages import EngineOptions, EngineSetup, LauncherSetup, ModelSource
 

@@ -21,7 +21,7 @@ from exeplan.drift.save_proposal import save_proposal
 from exeplan.drift.watch import Proposal, Watch
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_problems
-from exeplan.planner.problem import Problem
+from exeplan.planner.problems.problem import Problem
 from exeplan.runner.ipc.frames import MessageError, frame
 from exeplan.runner.ipc.messages import (
     ADVISOR_REQUESTS,
@@ -109,8 +109,8 @@ class Advisor:
         return AdvisorReady()
 
     def _frontier(self) -> FrontierRows:
-        from exeplan.planner.frontier_plot import frontier_rows
-        from exeplan.planner.optimize import optimize, with_frontier
+        from exeplan.planner.choice.optimize import optimize, with_frontier
+        from exeplan.planner.reports.frontier_plot import frontier_rows
 
         problem = self._watch.problem
         found = optimize(problem, policies=self._watch.policies, advise=False).candidates

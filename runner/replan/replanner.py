@@ -26,8 +26,8 @@ from exeplan.core.schedule import Estimate
 from exeplan.drift.state import MODES, Replanned, ReplanState, RequestLengths, Rules
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import plan_from, plan_model, read_plan
-from exeplan.planner.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
-from exeplan.planner.plan_diff_text import diff_text
+from exeplan.planner.reports.plan_diff import DRAM_BYTES_PER_SECOND, diff_plans
+from exeplan.planner.reports.plan_diff_text import diff_text
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet

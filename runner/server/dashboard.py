@@ -17,7 +17,7 @@ from typing import Any
 
 from exeplan.core.batch import BLOCK_SIZE
 from exeplan.drift.state import Histogram, ReplanState
-from exeplan.planner.tables import json_line
+from exeplan.planner.reports.tables import json_line
 from exeplan.runner.ipc.messages import as_values
 from exeplan.runner.server.observed import TICK_SECONDS, TIMELINE_SECONDS, Finished, Tick, shares
 from exeplan.runner.server.predicted import predicted_and_observed

@@ -14,7 +14,7 @@ from benchmarks.paper.orca import Served, _most, _served
 from benchmarks.paper.systems import Point, bounds, fastest, static_point
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import Schedule
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.workload.files import load_workload
 
 

@@ -17,9 +17,9 @@ from exeplan.core.plan import save_plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate
 from exeplan.errors import Infeasible, InputError
+from exeplan.planner.choice.optimize import optimize, with_frontier
 from exeplan.planner.load_problem import load_plan
-from exeplan.planner.optimize import optimize, with_frontier
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.policies import policy_names
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.files import load_workload

@@ -10,8 +10,8 @@ from exeplan.core.plan import as_json, parse_plan
 from exeplan.core.schedule import ROUTERS, ReplicaGroup, Schedule
 from exeplan.drift.group_watch import GroupWatch
 from exeplan.drift.state import RequestLengths, Rules
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import make_problem
+from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.problems.problem import make_problem
 from exeplan.workload.workload import Workload
 
 POLICIES, BOUND = ("rra", "orca"), 0.45

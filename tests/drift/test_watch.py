@@ -18,9 +18,9 @@ from exeplan.drift.state import DriftState, ReplanState, RequestLengths, Rules, 
 from exeplan.drift.trace import arrivals_of, play_trace
 from exeplan.drift.watch import Watch
 from exeplan.errors import Infeasible
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import load_plan
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import make_problem
+from exeplan.planner.problems.problem import make_problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.workload import Trace, Workload
 

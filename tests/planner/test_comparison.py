@@ -9,8 +9,8 @@ import pytest
 from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.profile import Profile
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import make_problem
+from exeplan.planner.choice.optimize import optimize
+from exeplan.planner.problems.problem import make_problem
 from exeplan.workload.files import load_workload
 
 SHORT, LONG = "fixed:in=20;out=6", "normal:in=40,10,80;out=12,5,24"

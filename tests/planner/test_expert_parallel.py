@@ -20,11 +20,11 @@ from exeplan.core.plan import Plan, save_plan
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.core.schedule import Placement, Schedule, Sharding, Stage, needs_other_engine
 from exeplan.errors import Infeasible, InputError
-from exeplan.planner.check_placement import check_placement
-from exeplan.planner.layouts import groups, layouts
 from exeplan.planner.load_problem import read_plan
-from exeplan.planner.placement_text import show_placement
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.check_placement import check_placement
+from exeplan.planner.problems.layouts import groups, layouts
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.reports.placement_text import show_placement
 from exeplan.policies import load_policy
 from exeplan.profiler.datasheets.engine_constants import expert_shardings, load_engine
 from exeplan.runner.engine_process.build import engine_setup

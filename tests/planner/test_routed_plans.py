@@ -11,8 +11,8 @@ from exeplan.core.bounds import utilizations
 from exeplan.core.plan import Plan
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule, Stage
-from exeplan.planner.optimize import as_json
-from exeplan.planner.report import optimum_report
+from exeplan.planner.choice.optimize import as_json
+from exeplan.planner.reports.report import optimum_report
 from exeplan.units import show_bytes
 from exeplan.workload.workload import Trace, Workload
 

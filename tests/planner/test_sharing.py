@@ -10,8 +10,8 @@ import pytest
 import exeplan
 from exeplan.core.bounds import Bound
 from exeplan.core.schedule import ROUTERS, ReplicaGroup, Schedule
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.replays import routed_estimate
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.problems.replays import routed_estimate
 from exeplan.simulator.closed_form import steady_state
 from exeplan.workload.arrivals import Arrivals
 from exeplan.workload.files import load_workload

@@ -12,9 +12,9 @@ from exeplan.cli import main
 from exeplan.core.cluster import Cluster, Link, load_cluster
 from exeplan.core.profile import Profile
 from exeplan.errors import Infeasible
-from exeplan.planner import pipelines
-from exeplan.planner.pipelines import Optimum
-from exeplan.planner.replays import routed_estimate
+from exeplan.planner.choice import pipelines
+from exeplan.planner.choice.pipelines import Optimum
+from exeplan.planner.problems.replays import routed_estimate
 from exeplan.planner.sizing import Tried, fewest_gpus, never_worse, sizes, sizes_table, tried_size
 from exeplan.planner.solution import Solution
 from exeplan.progress import Told

@@ -14,7 +14,7 @@ from exeplan.core.bounds import Bound
 from exeplan.core.metrics import summarize
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Placement, Schedule, Stage
-from exeplan.planner.problem import Problem, make_problem
+from exeplan.planner.problems.problem import Problem, make_problem
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.replay import replay

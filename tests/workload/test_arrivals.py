@@ -15,10 +15,10 @@ from exeplan.core.metrics import RequestRecord, summarize
 from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.errors import Infeasible, InputError
+from exeplan.planner.choice.optimize import optimize
 from exeplan.planner.load_problem import load_plan
-from exeplan.planner.optimize import optimize
-from exeplan.planner.problem import Problem, make_problem, rate_headroom
-from exeplan.planner.replays import replay_estimate
+from exeplan.planner.problems.problem import Problem, make_problem, rate_headroom
+from exeplan.planner.problems.replays import replay_estimate
 from exeplan.workload.arrivals import Arrivals, residents, trace_arrivals
 from exeplan.workload.files import load_workload
 from exeplan.workload.workload import Trace, Workload

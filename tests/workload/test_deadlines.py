@@ -15,8 +15,8 @@ from exeplan.core.profile import Profile
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
 from exeplan.planner.load_problem import load_plan
-from exeplan.planner.problem import Problem, make_problem
-from exeplan.planner.replays import replay_estimate
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.planner.problems.replays import replay_estimate
 from exeplan.scheduling.scheduler import Scheduler
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.replay import replay

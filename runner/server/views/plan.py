@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from exeplan.core.plan import as_json
 from exeplan.drift import state as drift_state
 from exeplan.errors import InputError
-from exeplan.planner.tables import json_line
+from exeplan.planner.reports.tables import json_line
 from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.server.clients import client_of
 from exeplan.runner.server.connection import read_body

@@ -12,7 +12,7 @@ from exeplan.core.correction import Correction
 from exeplan.core.model import load_model_sizes
 from exeplan.core.profile import Profile, load_profile, save_profile
 from exeplan.errors import InputError
-from exeplan.planner.deployments import correction_law
+from exeplan.planner.margins.deployments import correction_law
 from exeplan.profiler.calibration.calibrate import calibrate
 from exeplan.profiler.calibration.law import placement_name, shipped_law
 from exeplan.profiler.calibration.predict import predict_run

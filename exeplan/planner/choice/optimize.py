@@ -1,0 +1,160 @@
+"""From a planning problem to a plan: the closed form searches, the replay decides.
+
+Each policy is searched for on pipelines of every size that the cluster has room for, by the closed form. The division
+of the cluster into replicas with the most throughput wins (`replicas.py`), counting each pipeline that it uses with the
+throughput of its replay: pipelines are replayed, the most promising first, until all those of the best division are.
+If a replay breaks a bound, that search is repeated under bounds tightened by the overshoot, so that every promise was
+replayed.
+
+With an arrival rate, the winner is what sustains the highest rate within the bounds: the most headroom; replicas are
+then equal. With a stated risk the bounds are tightened by margins (`margins.py`).
+"""
+
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from exeplan.core.bounds import values_of
+from exeplan.core.cluster import Cluster
+from exeplan.core.plan import as_json as plan_json
+from exeplan.core.plan import schedule_json
+from exeplan.planner.choice.candidates import Candidate, Known, candidate, capacity, sustained
+from exeplan.planner.choice.pipelines import Effort, Optimum, Pipelines
+from exeplan.planner.choice.search_space import pareto
+from exeplan.planner.margins.margins import Risk
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.ranking import CONFIDENCE, half_interval
+from exeplan.policies import load_policy, policy_names, policy_reference
+from exeplan.progress import SILENT, Told
+from exeplan.search.search import Result, Trial
+
+_SEARCHED = 0.9
+"""Share of the work that is done, as it is told, before the first replay."""
+
+
+def optimize(
+    problem: Problem,
+    *,
+    policies: tuple[str, ...],
+    method: str = "branch-and-bound",
+    seed: int = 0,
+    risk: Risk | None = None,
+    advise: bool = True,
+    known: Known | None = None,
+    effort: Effort | None = None,
+    told: Told = SILENT,
+) -> Optimum:
+    """The best plan under the bounds. Raises Infeasible with the binding limit and the tightest possible bound.
+
+    With `advise`, a refusal of a rate also names the bounds under which it would be sustained, which is searched.
+    Problems of one request that share `known` do not search the same pipelines again; `effort` is what may be left out.
+    """
+    searches = told.part(0.0, _SEARCHED)
+    pipelines = Pipelines(
+        problem, policies, method=method, seed=seed, risk=risk, known=known, effort=effort or Effort(), told=searches
+    )
+    number = 0
+    while (division := pipelines.best()) and (next_one := pipelines.undecided(division)):
+        number += 1
+        told(
+            f"replay {number} ({next_one[1]}, {next_one[0]} GPU{'s' if next_one[0] != 1 else ''})",
+            1 - (1 - _SEARCHED) / number,
+        )
+        pipelines.replay(next_one)
+    if division and pipelines.throughput(division) >= problem.min_throughput:
+        return pipelines.optimum(division)
+    if problem.required:
+        pipelines.refuse_rate(advise=advise)
+    return pipelines.last_resort()
+
+
+def with_frontier(problem: Problem, one: Candidate, *, num_bounds: int = 24) -> Result:
+    """The candidate's search with its frontier completed by searches under other bounds, on its placement.
+
+    A single search tries few points away from its bound. The throughput is that of all replicas.
+    """
+    assert one.search is not None
+    assert one.placement is not None
+    lowest = one.search.lowest_latency.outcome.latency
+    widest = min(3 * problem.limit, 100 * lowest)
+    factor = capacity(one) / alone if (alone := sustained(one)) else float(one.num_replicas)
+    trials = list(one.search.frontier)
+    if widest > lowest:
+        placed = replace(problem.replica(one.placement, one.num_replicas), cluster=None)
+        for seconds in np.geomspace(lowest, widest, num_bounds):
+            looser = placed.limited_to(float(seconds))
+            found = candidate(looser, one.policy, "branch-and-bound").search
+            trials += found.frontier if found else ()
+    return replace(
+        one.search,
+        best=_times(one.search.best, factor) if one.search.best else None,
+        frontier=tuple(_times(trial, factor) for trial in pareto(trials)),
+    )
+
+
+def _times(trial: Trial, factor: float) -> Trial:
+    """The trial with that many times the throughput."""
+    return replace(trial, outcome=replace(trial.outcome, throughput=factor * trial.outcome.throughput))
+
+
+def resolve_policies(text: str, cluster: Cluster | None = None, *, deadlines: bool = False) -> tuple[str, ...]:
+    """The named policy; for `auto` every policy of the package that applies.
+
+    On one device that leaves out policies with separate stages, without deadlines those made for deadlines.
+    """
+    if text == "auto":
+        policies = {name: load_policy(name) for name in policy_names()}
+        return tuple(
+            name
+            for name, policy in policies.items()
+            if (cluster or not policy.SEPARATE_STAGES) and (deadlines or not policy.FOR_DEADLINES)
+        )
+    return (policy_reference(text),)
+
+
+def as_json(optimum: Optimum) -> dict[str, Any]:
+    """The contract for programs: schedule, placement, estimate, replay, search; and every policy as a candidate."""
+    body = plan_json(optimum.plan)
+    others = [
+        {
+            "policy": c.policy,
+            "schedule": schedule_json(c.schedule) if c.schedule else None,
+            "replicas": c.num_replicas,
+            "estimate": c.estimate.to_dict() if c.estimate else None,
+            "replayed": c.replayed,
+            "points": c.search.num_points if c.search else 0,
+            "refusal": c.refusal or None,
+        }
+        for c in optimum.candidates
+    ]
+    order = optimum.order and {
+        "runner_up": optimum.order.runner_up,
+        "behind": optimum.order.behind,
+        "interval": optimum.order.interval if math.isfinite(optimum.order.interval) else None,
+        "confidence": CONFIDENCE,
+        "seeds": optimum.order.num_seeds,
+    }
+    return {
+        **body,
+        "candidates": others,
+        "order": order,
+        "extrapolated": list(optimum.beyond),
+        "replays": _replays_json(optimum),
+        "unproven": list(optimum.unproven),
+        "groups": [one.to_dict() for one in optimum.groups],
+        "full_batches": asdict(optimum.full) if optimum.full else None,
+    }
+
+
+def _replays_json(optimum: Optimum) -> dict[str, Any]:
+    """How many seeds the plan's replay is the mean of, and half the interval of each bounded figure of that mean."""
+    plan = optimum.plan
+    bounds = tuple(bound for bound in (plan.bound, *plan.more_bounds) if bound)
+    by_bound = zip(*(values_of(bounds, one) for one in optimum.seeds), strict=True)
+    found = {}
+    for bound, values in zip(bounds, by_bound, strict=True):
+        half = half_interval([value or 0.0 for value in values])
+        found[bound.metric] = half if math.isfinite(half) else None
+    return {"seeds": len(optimum.seeds), "confidence": CONFIDENCE, "half_intervals": found}

@@ -1,0 +1,218 @@
+"""Replays of a planned schedule, or of all replicas of a plan: how many requests, which KV cache, and the Estimate of
+what happened."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exeplan.core.batch import BLOCK_SIZE
+from exeplan.core.metrics import RequestRecord, summarize
+from exeplan.core.schedule import ROUTERS, Estimate, ReplicaGroup, Schedule
+from exeplan.planner.problems.problem import Problem
+from exeplan.simulator.closed_form import SteadyState, steady_state
+from exeplan.simulator.memory import kv_capacity_tokens, memory_bytes
+from exeplan.simulator.replay import replay
+from exeplan.simulator.routed import Replica, RoutedRun, routed_replay
+from exeplan.simulator.run import Run
+from exeplan.workload.arrivals import Arrivals
+
+KV_SLACK = 1.5
+"""The engine's KV cache over what the steady state needs, where memory allows: room for the start-up and for drift."""
+_REPLAY_REQUESTS = (300, 30_000)
+_ARRIVING = 8000
+"""Requests of a replay with arrivals far from the capacity."""
+_LEAST_GENERATIONS = 2
+"""How many times too short a replay may be that still proves a schedule."""
+_MOST_ARRIVING = 10_000
+"""Most requests of a replay with arrivals; of a trace replayed at its own times the first ones."""
+_MOST_ROUTED = 40_000
+"""The same of all replicas together."""
+_FILLS = 10
+"""Requests of a replay over those that the replicas hold: its first tenth, which does not count, fills them."""
+_LONG_REQUESTS = 4
+"""Fewest requests of the 99th-percentile length in a replay: the bound is on their latency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullBatches:
+    """What a plan for a rate of arrivals takes and serves once all its batches are full, of all replicas together."""
+
+    throughput: float
+    """Requests/s: beyond these its queues grow without end."""
+    residents: float
+    kv_tokens: float
+    memory_bytes_per_gpu: float
+    """Of the fullest GPU."""
+
+
+def full_batches(groups: Sequence[tuple[Problem, ReplicaGroup]]) -> FullBatches:
+    """By the closed form; each group comes with the problem of one of its replicas."""
+    found = [(steady_state(group.schedule, one.workload, one.cost), one, group.num_replicas) for one, group in groups]
+    return FullBatches(
+        throughput=sum(count * steady.throughput for steady, _, count in found),
+        residents=sum(count * steady.cycle.num_seqs for steady, _, count in found),
+        kv_tokens=sum(count * steady.kv_tokens for steady, _, count in found),
+        memory_bytes_per_gpu=max(
+            one.cost.memory.max_bytes(steady.kv_tokens, steady.cycle.prefill_kv_tokens) for steady, one, _ in found
+        ),
+    )
+
+
+def replay_estimate(
+    problem: Problem,
+    schedule: Schedule,
+    *,
+    seed: int,
+    num_requests: int | None = None,
+    kv_tokens: int | None = None,
+    record_passes: bool = True,
+) -> tuple[Run, Estimate]:
+    """A replay of a stratified sample of the workload, and its Estimate; `kv_tokens` sets the size of the KV cache,
+    and without `record_passes` the run has no passes.
+
+    With an arrival rate, requests arrive at it and their waiting counts; a trace is replayed at its own times.
+    """
+    steady = steady_state(schedule, problem.workload, problem.cost)
+    low, high = _REPLAY_REQUESTS
+    n = num_requests or int(min(max(low, _generations(problem, steady)), high))
+    p99 = problem.workload.output_quantile(0.99)
+    inputs, outputs = problem.workload.sample(n, seed=seed)
+    while num_requests is None and n < high and np.count_nonzero(outputs >= p99) < _LONG_REQUESTS:
+        n = min(2 * n, high)
+        inputs, outputs = problem.workload.sample(n, seed=seed)
+    arrivals = None
+    if problem.arrivals:
+        n = num_requests or _arriving_requests(problem.arrivals, steady.throughput)
+        inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    due = problem.workload.deadlines
+    num_blocks = (kv_tokens or kv_cache_tokens(problem, schedule)) // BLOCK_SIZE
+    run = replay(
+        schedule,
+        problem.cost,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        num_blocks=num_blocks,
+        arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due and arrivals is not None else None,
+        record_passes=record_passes,
+    )
+    return run, summarize(
+        run.requests,
+        p99_output=p99,
+        bounds=problem.bounds,
+        backlog=arrivals is None,
+        waiting=arrivals is not None,
+        kv_tokens=float(run.peak_kv_tokens),
+        memory_bytes=memory_bytes(problem.profile, problem.cost.placement, float(run.peak_kv_tokens)),
+    )
+
+
+def too_short(problem: Problem, schedule: Schedule) -> str:
+    """Why the longest replay of a schedule under a backlog is too short to prove it, as a sentence; '' where it is
+    not."""
+    needed, most = _generations(problem, steady_state(schedule, problem.workload, problem.cost)), _REPLAY_REQUESTS[1]
+    if problem.arrivals or most * _LEAST_GENERATIONS >= needed:
+        return ""
+    return (
+        f"unproven: {needed:.0f} requests would show the steady state of {schedule}, a replay has {most}; give "
+        "`exeplan simulate` more with --requests"
+    )
+
+
+def _generations(problem: Problem, steady: SteadyState) -> float:
+    """The number of several generations of the longest planned requests."""
+    rate = min(steady.throughput, problem.arrivals.rate) if problem.arrivals else steady.throughput
+    return float(4 * rate * steady.bound_latency("p99-length") + 4 * steady.cycle.num_seqs)
+
+
+def _arriving_requests(arrivals: Arrivals, capacity: float) -> int:
+    """Enough for the queue to reach its steady length, which takes longer near the engine's capacity."""
+    if arrivals.of_trace:
+        return _MOST_ARRIVING
+    spare = max(1.0 - arrivals.rate / capacity, 1e-3)
+    return int(min(_ARRIVING / spare, _MOST_ARRIVING))
+
+
+def routed_estimate(
+    problem: Problem,
+    groups: Sequence[tuple[Problem, ReplicaGroup]],
+    router: str,
+    *,
+    seed: int,
+    num_requests: int | None = None,
+    record_passes: bool = True,
+) -> tuple[RoutedRun, Estimate]:
+    """A replay of all replicas behind the router, under the arrivals of `problem`, and the Estimate of all requests.
+
+    Each group comes with the problem of one of its replicas. KV cache tokens are added, memory is that of the fullest
+    GPU.
+    """
+    assert problem.arrivals is not None
+    n = num_requests or _routed_requests(problem.arrivals, groups, router)
+    inputs, outputs, arrivals = problem.arrivals.draw(problem.workload, n, seed=seed)
+    placed = [one for one, group in groups for _ in range(group.num_replicas)]
+    due = problem.workload.deadlines
+    run = routed_replay(
+        [replica for one, group in groups for replica in [_replica(one, group)] * group.num_replicas],
+        router,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        arrivals=arrivals,
+        deadlines=due.draw(len(inputs), seed=seed) if due else None,
+        record_passes=record_passes,
+    )
+    return run, arrived_estimate(problem, run.requests, run.replicas, placed)
+
+
+def arrived_estimate(
+    problem: Problem, requests: Sequence[RequestRecord], runs: Sequence[Run], placed: Sequence[Problem]
+) -> Estimate:
+    """The Estimate of requests that came at their own times to replicas that were run so, each on its placement."""
+    peaks = [float(one.peak_kv_tokens) for one in runs]
+    return summarize(
+        requests,
+        p99_output=problem.workload.output_quantile(0.99),
+        bounds=problem.bounds,
+        backlog=False,
+        waiting=True,
+        kv_tokens=sum(peaks),
+        memory_bytes=max(
+            memory_bytes(one.profile, one.cost.placement, peak) for one, peak in zip(placed, peaks, strict=True)
+        ),
+    )
+
+
+def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
+    """One of the group, with the KV cache of its plan or the one that it would be planned with."""
+    tokens = group.kv_cache_tokens or kv_cache_tokens(problem, group.schedule)
+    return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE)
+
+
+def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]], router: str) -> int:
+    """Enough for all replicas to fill up, and for their queues to reach their steady lengths: one queue together where
+    the router looks at them, one each otherwise.
+
+    Raises Infeasible where a replica does not sustain its share.
+    """
+    number = sum(group.num_replicas for _, group in groups)
+    if arrivals.of_trace:
+        return min(_MOST_ARRIVING * number, _MOST_ROUTED)
+    capacity = held = 0.0
+    for problem, group in groups:
+        assert problem.arrivals is not None
+        capacity += group.num_replicas * steady_state(group.schedule, problem.workload, problem.cost).throughput
+        mean = problem.estimate(group.schedule)
+        seconds = mean.ttft + mean.tpot * (problem.workload.mean_output - 1)
+        held += group.num_replicas * problem.arrivals.rate * seconds
+    queues = 1 if router == ROUTERS[0] else number
+    return int(min(max(queues * _arriving_requests(arrivals, capacity), _FILLS * held), _MOST_ROUTED))
+
+
+def kv_cache_tokens(problem: Problem, schedule: Schedule) -> int:
+    """Tokens of KV cache for the engine: what the plan needs with slack, within the memory."""
+    needed = (
+        steady_state(schedule, problem.workload, problem.cost).kv_tokens * KV_SLACK + problem.profile.model.max_context
+    )
+    room = kv_capacity_tokens(problem.profile, problem.cost.placement, problem.memory)
+    return int(min(needed, room)) // BLOCK_SIZE * BLOCK_SIZE

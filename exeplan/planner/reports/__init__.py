@@ -1,0 +1,1 @@
+"""A plan in words and tables: the report, explanations, differences and pictures."""

@@ -1,0 +1,293 @@
+"""An optimum in lines for people: the winner, where it runs, its estimates, what it promises, and every policy."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from exeplan.core.bounds import Bound, binding, utilizations, values_of
+from exeplan.core.plan import Plan
+from exeplan.core.profile import Profile
+from exeplan.core.schedule import Estimate, num_devices
+from exeplan.planner.choice.candidates import Candidate
+from exeplan.planner.choice.pipelines import Optimum
+from exeplan.planner.problems.problem import Problem
+from exeplan.planner.problems.ranking import CONFIDENCE, FAR, certain, half_interval
+from exeplan.planner.problems.replays import FullBatches
+from exeplan.planner.reports.placement_text import show_copies, show_group, show_placement
+from exeplan.planner.reports.tables import group_table, side_by_side, table
+from exeplan.simulator.memory import weight_bytes
+from exeplan.units import show_bytes, show_seconds
+
+IN_REPLAY = "in the replay"
+"""By which figure a bound is used, of a plan without margins."""
+POLICY_COLUMNS = ("policy", "best schedule", "req/s", "replayed", "latency", "points")
+
+
+def optimum_report(optimum: Optimum, problem: Problem) -> str:
+    """Everything that `exeplan optimize` prints but for what the search took."""
+    lines = [
+        *headline(optimum, problem),
+        "",
+        side_by_side(**columns(optimum)),
+        *(["", group_table(optimum.groups)] if optimum.groups else []),
+        "",
+        *promises(optimum, problem),
+        "",
+        table(POLICY_COLUMNS, policy_rows(optimum)),
+        *(["", str(optimum.order)] if optimum.order else []),
+    ]
+    return "\n".join(lines)
+
+
+def promises(optimum: Optimum, problem: Problem) -> list[str]:
+    """What the plan promises, how certain that is, and what full batches take."""
+    return [
+        *promise_report(problem, optimum.plan),
+        *proof_line(optimum, problem),
+        *full_line(optimum.full),
+        *remarks(optimum, problem),
+    ]
+
+
+def columns(optimum: Optimum) -> dict[str, Estimate | None]:
+    """The plan's figures side by side; a mean of several replays is called so."""
+    number = len(optimum.seeds)
+    replay = f"mean_of_{number}_replays" if number > 1 else "replay"
+    return {"closed_form": optimum.plan.estimate, replay: optimum.plan.replay}
+
+
+def proof_line(optimum: Optimum, problem: Problem) -> list[str]:
+    """How certain it is that the bounds hold, of a plan for a rate of arrivals by chance."""
+    if problem.arrivals is None or problem.arrivals.of_trace or math.isinf(problem.limit):
+        return []
+    shares = list(zip(*(utilizations(problem.bounds, one) for one in optimum.seeds), strict=True))
+    if len(optimum.seeds) == 1:
+        if max(map(max, shares)) <= FAR:
+            return [f"one replay proves the bounds: it uses at most {100 * FAR:.0f} % of each"]
+        return ["one replay alone keeps the bounds: others may not"]
+    values = zip(*(values_of(problem.bounds, one) for one in optimum.seeds), strict=True)
+    each = [
+        f"{bound.metric} {show_seconds(float(np.mean(given)))} +- {show_seconds(half_interval(given))}"
+        for bound, found in zip(problem.bounds, values, strict=True)
+        if math.isfinite(bound.seconds) and (given := [value or 0.0 for value in found])
+    ]
+    hold = "hold at" if certain(shares) else "hold in the mean, not for certain at"
+    return [
+        f"{len(optimum.seeds)} replays of other requests: the bounds {hold} {100 * CONFIDENCE:.0f} % confidence; "
+        + ", ".join(each)
+    ]
+
+
+def headline(optimum: Optimum, problem: Problem) -> list[str]:
+    """The model, the workload, the winner under its bounds and its placement."""
+    profile, workload, plan = problem.profile, problem.workload, optimum.plan
+    return [
+        f"{profile.model.name} on {profile.device.name} ({profile.dtype}), workload "
+        f"{workload.name}: mean {workload.mean_input:.0f} in, {workload.mean_output:.0f} out, "
+        f"p99 {workload.output_quantile(0.99)} out",
+        *([f"  {workload.source}"] if workload.source else []),
+        f"{show_bounds(problem.bounds)}: {show_copies(plan) if plan.more_replicas else plan.schedule}",
+        *_placement_lines(optimum, problem),
+    ]
+
+
+def full_line(full: FullBatches | None) -> list[str]:
+    """What full batches take and serve, for a plan whose figures are those of its rate."""
+    if full is None:
+        return []
+    return [
+        f"full batches: {full.residents:.0f} residents hold {full.kv_tokens:.0f} tokens in the KV cache, "
+        f"{show_bytes(full.memory_bytes_per_gpu)} of a GPU, and serve {full.throughput:.3g} requests/s"
+    ]
+
+
+def remarks(optimum: Optimum, problem: Problem) -> list[str]:
+    """What makes the prediction less certain."""
+    unfinished = "the profile is unfinished: run `exeplan profile` on it again for a sharper prediction"
+    return [
+        *([] if problem.profile.complete else [unfinished]),
+        *_speed_of(problem.profile),
+        *([problem.profile.correction.said] if problem.profile.correction else []),
+        *(f"beyond the profile: {sentence}" for sentence in optimum.beyond),
+        *optimum.unproven,
+    ]
+
+
+def _speed_of(profile: Profile) -> list[str]:
+    """How sure the profile's times are, and how steady its machine was, where reference passes told."""
+    if not profile.reference_passes:
+        return []
+    return [
+        f"the profile's times are sure to +-{profile.calibration_error:.1%} (one standard error); its machine's speed "
+        f"moved by +-{profile.speed_spread:.0%} meanwhile, and predictions are at the median"
+    ]
+
+
+def search_line(optimum: Optimum) -> str:
+    """The search method, the points it tried, the seconds of all its processes together and its gap."""
+    search = optimum.plan.search
+    gap = "" if search["gap"] is None else f", gap {100 * search['gap']:.2g} %"
+    return f"{search['method']}: {search['points']} points, {show_seconds(search['seconds'])} of computing{gap}"
+
+
+def policy_rows(optimum: Optimum) -> list[tuple[str, ...]]:
+    """Each policy's best schedule, or why it has none; the columns are `POLICY_COLUMNS`."""
+    rows: list[tuple[str, ...]] = []
+    for c in optimum.candidates:
+        points = str(c.search.num_points) if c.search else "0"
+        if c.schedule is None or c.estimate is None:
+            rows.append((c.policy, c.refusal, "-", "-", "-", points))
+            continue
+        variables = ", ".join(f"{name}={value}" for name, value in c.schedule.variables.items())
+        rows.append(
+            (
+                c.policy,
+                f"{_copies(c)}{variables}",
+                f"{c.estimate.throughput:.3g}",
+                f"{c.replayed:.3g}" if c.replayed else "-",
+                show_seconds(c.estimate.latency),
+                points,
+            )
+        )
+    return rows
+
+
+def _copies(candidate: Candidate) -> str:
+    """`8 x `, and what else there is, in front of the variables of the first group."""
+    if candidate.num_replicas == 1:
+        return ""
+    others = candidate.num_replicas - len(candidate.replicas)
+    return f"{len(candidate.replicas)} x " if not others else f"{len(candidate.replicas)} (and {others} others) x "
+
+
+def _placement_lines(optimum: Optimum, problem: Problem) -> list[str]:
+    """Where the plan runs and what that takes of each GPU; nothing for one device without a cluster."""
+    plan = optimum.plan
+    if problem.cluster is None or plan.estimate is None:
+        return []
+    weights = [
+        weight_bytes(problem.profile, group.placement, number)
+        for group in plan.groups
+        for number in range(len(group.placement))
+    ]
+    least, most = show_bytes(min(weights)), show_bytes(max(weights))
+    where = f"{plan.gpus} GPU{'s' if plan.gpus != 1 else ''} of cluster {problem.cluster.name}"
+    places = [f"{where}, {show_placement(plan.placement)}"]
+    if plan.num_replicas > 1:
+        places = [f"{where}, {plan.num_replicas} replicas{_idle(plan)}; router {plan.router}"]
+        places += [f"  {show_group(group)}" for group in plan.groups]
+    used = f"at most {show_bytes(plan.estimate.memory_bytes_per_gpu)}"
+    if optimum.full:
+        used += f" at this rate, {show_bytes(optimum.full.memory_bytes_per_gpu)} with full batches,"
+    return [
+        *places,
+        f"memory per GPU: {used} of {show_bytes(problem.memory)}; "
+        f"weights {least if least == most else f'{least} to {most}'}",
+    ]
+
+
+def _idle(plan: Plan) -> str:
+    used = sum(group.num_replicas * num_devices(group.placement) for group in plan.groups)
+    return f", {plan.gpus - used} idle" if plan.gpus and plan.gpus > used else ""
+
+
+def show_bounds(bounds: Sequence[Bound]) -> str:
+    """`bound 5 s on p99-length, ttft 500 ms`."""
+    first, *others = bounds
+    shown = [str(bound) for bound in others]
+    return ", ".join([str(first) if math.isfinite(first.seconds) else "no latency bound", *shown])
+
+
+def promise_report(problem: Problem, plan: Plan) -> list[str]:
+    """The bounds, the rate, the headroom and the margin of a plan; empty where it promises none of them."""
+    return [
+        *_bound_lines(problem, plan),
+        *_rate_lines(problem, plan),
+        *_headroom_lines(problem, plan),
+        *_risk_lines(plan),
+    ]
+
+
+def _bound_lines(problem: Problem, plan: Plan) -> list[str]:
+    """Several bounds one by one, and the binding one."""
+    if plan.estimate is None or plan.replay is None or not problem.more_bounds:
+        return []
+    predicted, replayed = values_of(problem.bounds, plan.estimate), values_of(problem.bounds, plan.replay)
+    rows = [
+        (bound.name, show_seconds(bound.seconds), show_seconds(one), show_seconds(two))
+        for bound, one, two in zip(problem.bounds, predicted, replayed, strict=True)
+        if math.isfinite(bound.seconds)
+    ]
+    lines = [table(("bound on", "at most", "closed form", "replay"), rows)]
+    if full := binding_bound(problem, plan):
+        bound, share, by = full
+        lines.append(f"binding bound: {bound.name}, {100 * share:.0f} % used {by}")
+    return [*lines, ""]
+
+
+def binding_bound(problem: Problem, plan: Plan) -> tuple[Bound, float, str] | None:
+    """The binding bound of a plan, its utilization, and by which figure; None where no bound is finite.
+
+    In the replay; at a stated risk by the closed form with the margin that is promised. Margins of unequal replicas
+    are of each one's own closed form, which the plan has not: then in the replay too.
+    """
+    assert plan.replay is not None
+    if plan.promise and not plan.promise.get("more_groups") and plan.estimate is not None:
+        by = "by the closed form with its margin"
+        margin = plan.promise["margin"]
+        shares = utilizations(problem.bounds, plan.estimate)
+        promised = [
+            (bound, share * (1 + margin.get(bound.metric, 0.0)))
+            for bound, share in zip(problem.bounds, shares, strict=True)
+            if math.isfinite(bound.seconds)
+        ]
+        return (*max(promised, key=lambda pair: pair[1]), by) if promised else None
+    full = binding(problem.bounds, plan.replay)
+    return (*full, IN_REPLAY) if full else None
+
+
+def _rate_lines(problem: Problem, plan: Plan) -> list[str]:
+    if problem.arrivals is None or plan.rate_headroom is None:
+        return []
+    more = 100 * plan.rate_headroom
+    return [
+        f"arrivals: {problem.arrivals}; times count from the arrival, the wait for a slot included",
+        *([f"all {plan.num_replicas} replicas are replayed behind the router"] if plan.num_replicas > 1 else []),
+        f"rate headroom: the bounds hold until the rate is {more:.0f} % higher (the schedule is the one with the most "
+        "headroom)",
+    ]
+
+
+def _headroom_lines(problem: Problem, plan: Plan) -> list[str]:
+    if plan.drift_headroom is None:
+        return []
+    hold = "bounds hold" if problem.more_bounds else "bound holds"
+    return [f"drift headroom: the {hold} until outputs are {100 * plan.drift_headroom:.0f} % longer"]
+
+
+def _risk_lines(plan: Plan) -> list[str]:
+    if not plan.promise:
+        return []
+    groups = [plan.promise, *plan.promise.get("more_groups", ())]
+    lines = []
+    for number, group in enumerate(groups, 1):
+        of_group = f" in replicas of group {number}" if len(groups) > 1 else ""
+        lines += [
+            f"margin{of_group}: the closed form keeps every bound with {_shown_margin(group['margin'])} added, so that "
+            f"a bound breaks with a chance of at most {100 * plan.promise['risk']:g} %",
+            *(f"  {_shown_part(part)}" for part in group["parts"]),
+        ]
+    return lines
+
+
+def _shown_part(part: Mapping[str, Any]) -> str:
+    """One reason for a margin, with what it alone would take."""
+    if "margin" not in part:
+        return str(part["from"])
+    return f"{_shown_margin(part['margin'])} alone, {part['observations']} observations: {part['from']}"
+
+
+def _shown_margin(margin: Mapping[str, float]) -> str:
+    return ", ".join(f"{100 * value:.1f} % on {about}" for about, value in margin.items())

@@ -1,0 +1,38 @@
+"""Why a policy has no schedule: the binding bound with its own value, the residents, or the memory."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from exeplan.core.bounds import Bound
+from exeplan.core.profile import Profile
+from exeplan.planner.choice.infeasible import policy_refusal
+from exeplan.planner.problems.problem import Problem, make_problem
+from exeplan.units import show_seconds
+from exeplan.workload.files import load_workload
+
+LAW = "normal:in=40,10,80;out=12,5,24"
+
+
+def refused(problem: Problem, seqs: int, binds: str) -> str:
+    point = {"max_num_seqs": seqs}
+    outcome = problem.evaluate(problem.schedule("orca", point))
+    lowest = SimpleNamespace(point=point, outcome=outcome)
+    result: Any = SimpleNamespace(best=None, what_binds=(binds,), lowest_latency=lowest)
+    return policy_refusal(problem, "orca", result)
+
+
+@pytest.mark.parametrize("metric", ["ttft", "p99-ttft"])
+def test_the_bound_that_binds_is_named_with_its_own_value(metric: str, profile: Profile) -> None:
+    bounds = [Bound(seconds=10.0), Bound(seconds=0.001, metric=metric)]
+    problem = make_problem(profile, load_workload(LAW), bounds[0], max_seqs=64).held_to(bounds)
+    found = problem.estimate(problem.schedule("orca", {"max_num_seqs": 4}))
+    value = found.ttft if metric == "ttft" else found.percentiles[metric]
+    assert value is not None
+    assert refused(problem, 4, "latency") == f"orca needs at least {show_seconds(value)} {bounds[1].name}"
+
+
+def test_residents_bind_before_the_memory(profile: Profile) -> None:
+    problem = make_problem(profile, load_workload(LAW), Bound(seconds=10.0), max_seqs=10)
+    assert refused(problem, 12, "memory") == "orca needs at least 12 resident requests, 10 are allowed"

@@ -106,10 +106,9 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
         self._check_structure()
-        object.__setattr__(self, "shown_token_ids", tuple(self.shown_token_ids))
 
     def _check_stops(self) -> None:
-        for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_IDS)):
+        for name, limit in (("stop", MAX_STOPS), ("stop_token_ids", MAX_STOP_IDS), ("shown_token_ids", MAX_STOP_IDS)):
             values = getattr(self, name)
             if not isinstance(values, (list, tuple)):
                 raise InputError(f"{name} must be a list, found {_show(values)}")
@@ -119,8 +118,9 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise InputError(f"each stop string must have 1 to {MAX_STOP_CHARS} characters, found {_show(text)}")
-        for token in self.stop_token_ids:
-            _check_number("each of stop_token_ids", token, (0, 2**31 - 1), (int,))
+        for name in ("stop_token_ids", "shown_token_ids"):
+            for token in getattr(self, name):
+                _check_number(f"each of {name}", token, (0, 2**31 - 1), (int,))
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping):

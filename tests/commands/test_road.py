@@ -18,11 +18,8 @@ from exeplan.cli import main
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import load_profile
 from exeplan.core.schedule import Stage
-from exeplan.kernels.int4_linear import multiplies_int4
-from exeplan.kernels.int8_linear import multiplies_int8
 from exeplan.planner.load_problem import load_plan
 from exeplan.runner import models
-from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import Shard
 from exeplan.simulator.memory import weight_bytes
 
@@ -145,6 +142,11 @@ def test_from_a_quantized_directory_to_an_answer(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # Not above: the folder of the kernels' tests imports them first.
+    from exeplan.kernels.int4_linear import multiplies_int4
+    from exeplan.kernels.int8_linear import multiplies_int8
+    from exeplan.runner.compute.model_runner import ModelRunner
+
     directory, model = quantized_checkpoints.save(tmp_path, "qwen3", quantized_checkpoints.LAYOUTS[layout])
     words = tokenizers.models.WordLevel({f"t{number}": number for number in range(quantized_checkpoints.VOCAB)}, "t0")
     tokenizers.Tokenizer(words).save(str(directory / "tokenizer.json"))

@@ -19,8 +19,7 @@ nitpick_ignore_regex = [
     # Parts of answers that are no part of the public API.
     (
         "py:class",
-        r"exeplan\.(planner\.(pipelines|problem|replays|replicas|sizing|explain|frontier_plot|plan_request)|simulator\.(run|routed)|progress|search\.search)"
-        r"\..*",
+        r"exeplan\.(planner\.(problems|choice|reports|sizing|plan_request)|simulator\.(run|routed)|progress|search\.search)\..*",
     ),
     (
         "py:class",

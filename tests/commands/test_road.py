@@ -23,8 +23,6 @@ from exeplan.runner import models
 from exeplan.runner.compute.shard import Shard
 from exeplan.simulator.memory import weight_bytes
 
-from ..runner.models import quantized_checkpoints
-
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -142,10 +140,12 @@ def test_from_a_quantized_directory_to_an_answer(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Not above: the folder of the kernels' tests imports them first.
+    # Not above: the folder of the kernels' tests imports them first, and triton, as transformers' models do.
     from exeplan.kernels.int4_linear import multiplies_int4
     from exeplan.kernels.int8_linear import multiplies_int8
     from exeplan.runner.compute.model_runner import ModelRunner
+
+    from ..runner.models import quantized_checkpoints
 
     directory, model = quantized_checkpoints.save(tmp_path, "qwen3", quantized_checkpoints.LAYOUTS[layout])
     words = tokenizers.models.WordLevel({f"t{number}": number for number in range(quantized_checkpoints.VOCAB)}, "t0")

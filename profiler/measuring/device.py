@@ -4,6 +4,7 @@ Ceilings are the best over several sizes and repeats, with the products the engi
 beats them is wrong. Not here: choosing a device.
 """
 
+import math
 import os
 import platform
 import sys
@@ -28,6 +29,9 @@ _DEFAULT_CACHE = 32 * 2**20
 _MATRIX_SIZES = {"cpu": ((256, 1024), (1024, 1024), (512, 2048)), "cuda": ((4096, 4096), (8192, 8192))}
 """Rows, and inputs and outputs, of the products; small ones do not saturate a GPU."""
 _LEAST_COPY = {"cpu": 0, "cuda": 2**30}
+_MOST_COPY = 2**29
+"""Bytes of a copied array on a CPU: a virtual machine sees the last-level cache of its whole host, of which it has a
+share, and arrays of gigabytes take seconds to make."""
 _SECONDS_A_RATE = 0.1
 
 
@@ -119,9 +123,14 @@ def _integer(path: Path) -> int | None:
 
 
 def copy_rate(place: torch.device, cache: int) -> float:
-    """Bytes a second moved by the better of copying (read and written) and reading, on arrays beyond the cache."""
+    """Bytes a second moved by the better of copying (read and written) and reading, on arrays beyond the cache.
+
+    On a CPU not beyond a cache of over 128 MiB: the rate may then be its cache's, which is a ceiling as well.
+    """
+    most = _MOST_COPY if place.type == "cpu" else math.inf
     rates = []
-    for size in (max(2 * cache, _LEAST_COPY[place.type]), max(4 * cache, 2 * _LEAST_COPY[place.type])):
+    for factor in (1, 2):
+        size = int(min(factor * max(2 * cache, _LEAST_COPY[place.type]), factor * most / 2))
         source = torch.ones(size // 4, dtype=torch.float32, device=place)
         target = torch.empty_like(source)
         rates.append(2 * source.nbytes / _best_seconds(place, partial(target.copy_, source)))

@@ -334,6 +334,8 @@ def cases_and_rounds(record: Record) -> str:
     plans, profiles = len(record["rows"]), len({row["round"] for row in record["rows"]})
     short = sum(row["errors"]["at profiling speed"]["throughput"]["low"] is None for row in record["rows"])
     left_out = f", {short} plans left out whose slices were too short for an interval" if short else ""
+    no_latency = sum(row["errors"]["at profiling speed"]["latency"] is None for row in record["rows"])
+    left_out += f", {no_latency} of them without a latency, as their slices were too short" if no_latency else ""
     return f"{plans} plans, {profiles} profile{'s' * (profiles > 1)}{left_out}"
 
 

@@ -12,8 +12,8 @@ Every deployment is its own row; those said to be of several hosts are left out.
 run on 8 GPUs to the last digit or are the 64-GPU runs of that series, and 15 have another run's names in their ids
 (`tp4_ep4`, where the columns say 16 GPUs) and its figures, of another day, to a median of 0.5 %: their columns are
 taken to be wrong. TensorRT-LLM's runs of DeepSeek with expert parallelism take less time a token in long answers than
-in short ones (7.1 and 8.6 ms with 4 clients), which a speculative decode does and a plain one does not; that, and
-prompts that wait until every rank has one, are not predicted. Writes records/silicon-experts.json.
+in short ones (7.1 and 8.6 ms with 4 clients), as if they decoded speculatively, and their prompts may wait until every
+rank has one; neither is known, and neither is predicted. Writes records/silicon-experts.json.
 """
 
 import argparse

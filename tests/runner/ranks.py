@@ -1,28 +1,47 @@
-"""One of two ranks of a tensor-parallel group, as a program that computes the logits of every job it is given.
+"""Two ranks of a tensor-parallel group, and one of them as a program: the logits of every job they are given.
 
 python ranks.py RANK BUFFER JOBS OUTPUT
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.model import load_model_spec
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.shard import ALONE, Group, Shard
-from exeplan.runner.ipc.collectives import SharedMemoryGroup
+from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
 TIMEOUT = 120.0
 """Seconds; the other rank may still be importing."""
 VOCAB = 199
 PROMPTS = {"a": 17, "b": 5, "c": 29}
 TOKENS = {name: [(7 + 31 * n * n + size) % VOCAB for n in range(size + 3)] for name, size in PROMPTS.items()}
+
+
+def outputs_of_two(folder: Path, jobs: dict[str, dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """Runs both ranks on these jobs. Returns the logits by job, of each rank."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    buffer = SharedBuffer(group_bytes(2))
+    outputs = [folder / f"{rank}.safetensors" for rank in range(2)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), buffer.path, str(folder / "jobs.json"), str(output)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    assert [process.wait() for process in running] == [0, 0]
+    buffer.close()
+    return [load_file(output) for output in outputs]
 
 
 def batches() -> Iterator[Batch]:

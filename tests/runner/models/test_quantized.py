@@ -2,9 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +22,6 @@ from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
 from exeplan.profiler.measuring.memory import tensor_bytes
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import holding_remarks
-from exeplan.runner.ipc.collectives import SharedBuffer, group_bytes
 
 from .. import ranks
 from .quantized_checkpoints import FAMILIES, LAYOUTS, W8A8, copied, save, save_mxfp4
@@ -202,19 +198,7 @@ def split(tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Tensor]]]:
             for dtype in ("float32", "bfloat16"):
                 cuts = UNEVEN if family == "qwen3" else WHOLE
                 jobs[f"{case} {dtype}"] = {"model": models[case], "cuts": cuts, "dtype": dtype}
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    buffer = SharedBuffer(group_bytes(2))
-    outputs = [folder / f"{rank}.safetensors" for rank in range(2)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, ranks.__file__, str(rank), buffer.path, str(folder / "jobs.json"), str(output)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    assert [process.wait() for process in running] == [0, 0]
-    buffer.close()
-    return models, [load_file(output) for output in outputs]
+    return models, ranks.outputs_of_two(folder, jobs)
 
 
 @pytest.mark.parametrize("layout", SPLIT)

@@ -2,14 +2,8 @@
 its share.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -53,19 +47,7 @@ def found(models, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     jobs |= {f"{case} uneven": {"model": models[case], "cuts": UNEVEN} for case in DECODERS}
     jobs |= {f"{case} dummy": {"model": models[case], "cuts": WHOLE, "dummy": True} for case in ("llama", "gpt2")}
     jobs["llama bfloat16"] = {"model": models["llama"], "cuts": UNEVEN, "dtype": "bfloat16"}
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    buffer = SharedBuffer(group_bytes(2))
-    outputs = [folder / f"{rank}.safetensors" for rank in range(2)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, ranks.__file__, str(rank), buffer.path, str(folder / "jobs.json"), str(output)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    assert [process.wait() for process in running] == [0, 0]
-    buffer.close()
-    return [load_file(output) for output in outputs]
+    return ranks.outputs_of_two(folder, jobs)
 
 
 @pytest.fixture

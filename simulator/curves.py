@@ -1,7 +1,8 @@
 """Curves and surfaces: times between measured points.
 
 Linear between points, so that an estimate never leaves the values of its measured neighbours; beyond the last point the
-last slope goes on.
+slope of the last octave goes on. Two close points would say little about it: 2 % of noise in each of two that are a
+quarter apart are 10 % of the time of a pass ten times as large.
 """
 
 from bisect import bisect_right
@@ -23,7 +24,7 @@ _FAR = 1e15
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds over one axis; linear between points, the last slope beyond them, never below zero."""
+    """Seconds over one axis; linear between points, the slope of the last octave beyond them, never below zero."""
 
     x: Floats
     seconds: Floats
@@ -71,8 +72,9 @@ class Curve:
 
     @cached_property
     def last_slope(self) -> float:
-        """Seconds per unit beyond the last point."""
-        return max(0.0, float((self.seconds[-1] - self.seconds[-2]) / (self.x[-1] - self.x[-2])))
+        """Seconds per unit beyond the last point: from the last measured one at half of it or below."""
+        half = max(int(self.x.searchsorted(self.x[-1] / 2, side="right")) - 1, 0)
+        return max(0.0, float((self.seconds[-1] - self.seconds[half]) / (self.x[-1] - self.x[half])))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Bytes: what a model's layers hold, and how far a pass raises the memory in use."""
 
-import ctypes
 import resource
 import sys
 from collections.abc import Callable
@@ -9,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from exeplan.runner.compute.host_allocator import give_back
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -47,17 +48,10 @@ def peak_bytes(work: Callable[[], object], place: torch.device) -> int:
         work()
         torch.cuda.synchronize(place)
         return torch.cuda.max_memory_allocated(place) - before
-    _give_back()
+    give_back()
     before = _resident_bytes() if _reset_peak() else _highest_resident_bytes()
     work()
     return max(0, _highest_resident_bytes() - before)
-
-
-def _give_back() -> None:
-    if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):
-            libc.malloc_trim(0)
 
 
 def _reset_peak() -> bool:

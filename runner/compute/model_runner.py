@@ -22,6 +22,7 @@ from exeplan.runner.compute.checkpoint import OnRead
 from exeplan.runner.compute.decode_graphs import DecodeGraphs
 from exeplan.runner.compute.encoder import EncoderDecoderModel, EncoderStep, num_encoder_tokens
 from exeplan.runner.compute.families import CPU_ONLY, load_model
+from exeplan.runner.compute.host_allocator import give_back, keep_freed_memory
 from exeplan.runner.compute.kv_cache import KVCache
 from exeplan.runner.compute.packed_step import PackedRows, PackedStep, one_a_row
 from exeplan.runner.compute.paged_step import PagedStep, Singles, block_table, singles_of
@@ -60,8 +61,12 @@ class ModelRunner:
         default the device's own on a GPU; None on a CPU selects its fast path. Keys and values are stored in
         `kv_dtype`, by default `dtype` (see `precision.py`).
 
+        On a CPU the process keeps freed memory from now on (`host_allocator.py`).
+
         Raises InputError naming what the model, its checkpoint or the device lacks.
         """
+        if device == "cpu":
+            keep_freed_memory()
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self.shard = shard or whole(spec)
         self.activation, self._cache_dtype = activation_dtype(dtype), cache_dtype(dtype, kv_dtype)
@@ -101,6 +106,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         """Captured decode iterations, set by `capture`; None where every pass runs eagerly."""
         for blocks in (0, num_blocks):  # The old one is freed first.
+            if self.device.type == "cpu":
+                give_back()
             cache = KVCache(self.spec, blocks, self._cache_dtype, self.device, shard=self.shard, kernels=self.kernels)
             self.use_cache(cache)
 

@@ -158,8 +158,9 @@ class Profile:
     """Of keys and values, where it is not the same."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
-    prefill_calibration: float = 1.0
-    """The same of what prefills add to their passes, over that; 1 where the steps do not show that they differ."""
+    prefill_seconds: float = 0.0
+    """What each pass with prefills, and those after it, whose weights, keys and values it evicted from the cache, take
+    longer than the sum of their parts times `calibration`."""
     calibration_error: float = 0.0
     """The standard error of `calibration`, relative."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
@@ -205,12 +206,12 @@ class Profile:
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         body += [self.kv_dtype] if self.kv_dtype else []
         body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
-        body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
+        body += [self.prefill_seconds] if self.prefill_seconds else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "calibration_error", "speed_spread")
+_OPTIONAL = ("layer_weight_bytes", "prefill_seconds", "calibration_error", "speed_spread")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -290,7 +291,6 @@ def _check_values(profile: Profile, path: Path) -> None:
         "weight_bytes": profile.weight_bytes,
         "workspace_bytes": profile.workspace_bytes,
         "calibration": profile.calibration,
-        "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
         **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
@@ -320,7 +320,7 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    for name in ("speed_spread", "calibration_error"):
+    for name in ("speed_spread", "calibration_error", "prefill_seconds"):
         value = getattr(profile, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")

@@ -6,8 +6,10 @@ Serves the demo model (random weights, a key). The normal load, a few clients wi
 measured alone. It continues while two fuzzers run at a bounded rate: schemathesis, inside and outside of the server's
 OpenAPI description, and raw sockets with broken HTTP. Valid fuzzed requests are load as well, so their outputs are
 limited to two tokens. The normal load and a probe, which asks for /health every 50 ms, have processes of their own, as
-the fuzzers would hold them up. Every quarter of an hour, or of a shorter run, it prints memory, latencies of the normal
-load with and without fuzzing in turns, the probe's slowest answer, and the answers of status 5xx so far.
+the fuzzers would hold them up. The fuzzers themselves need processor time that in service would be another machine's:
+in turns they send the same to a decoy, which answers 400 to everything, and what the normal load takes then tells their
+part from the server's. Every quarter of an hour, or of a shorter run, it prints memory, latencies of the normal
+load alone, beside the decoy and fuzzed, the probe's slowest answer, and the answers of status 5xx so far.
 Writes records/fuzz.json.
 """
 
@@ -28,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -79,7 +82,8 @@ def main() -> None:
         with served(plan, "--weights", "dummy", "--replan", "off", "--max-queue", "2000", key=KEY) as server:
             figures = storm(server, seconds=60 * args.minutes, rate=args.rate, clients=args.clients, begin=args.seed)
     figures["exit status"] = server.process.returncode
-    print(table(("", ""), [[name, str(value)] for name, value in figures.items() if name != "parts"]))
+    shown = {**figures, "memory MiB, after each turn": _ends(figures["memory MiB, after each turn"])}
+    print(table(("", ""), [[name, str(value)] for name, value in shown.items() if name != "parts"]))
     print(f"\nrecord: {write_record('fuzz', figures)}")
 
 
@@ -90,11 +94,16 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
     stop, quiet = threading.Event(), threading.Event()
     quiet.set()
     pace = Pace(rate, stop, quiet)
-    fuzzers = [
-        threading.Thread(target=_conforming, args=(server, pace, begin, answers, findings)),
-        threading.Thread(target=_broken, args=(server, pace, begin, answers, findings)),
-    ]
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool, Probe(server) as probe:
+    with (
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool,
+        Probe(server) as probe,
+        Decoy() as decoy,
+    ):
+        aim = Aim(server, decoy)
+        fuzzers = [
+            threading.Thread(target=_conforming, args=(aim, pace, begin, answers, findings)),
+            threading.Thread(target=_broken, args=(aim, pace, begin, answers, findings)),
+        ]
         normal = Normal(server, clients, pool)
         normal.measure(min(_TURN_SECONDS, seconds / 4))  # What comes first is slow.
         before = server.held()
@@ -104,7 +113,7 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
         length = min(_PART_SECONDS, seconds / 4)
         while (gone := time.monotonic() - start) < seconds:
             if gone > length * len(parts):
-                print(parts[-1].line(gone, server, answers), flush=True)
+                print(parts[-1].line(gone, answers), flush=True)
                 parts.append(Part())
             now = parts[-1]
             quiet.set()
@@ -112,11 +121,15 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
             probe.seconds()
             now.alone += normal.measure(min(_TURN_SECONDS, seconds / 10))
             now.probed_alone += probe.seconds()
+            aim.at_decoy = True
             quiet.clear()
+            now.decoyed += normal.measure(min(2 * _TURN_SECONDS, seconds / 6))
+            aim.at_decoy = False
+            probe.seconds()
             now.fuzzed += normal.measure(min(4 * _TURN_SECONDS, seconds / 3))
             now.probed += probe.seconds()
             now.memory.append(server.held()["MiB"])
-        print(parts[-1].line(gone, server, answers), flush=True)
+        print(parts[-1].line(gone, answers), flush=True)
         quiet.clear()
         stop.set()
         for thread in fuzzers:
@@ -125,7 +138,11 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
     while not server.idle() and time.monotonic() - ended < _IDLE_SECONDS:
         time.sleep(0.02)
     time.sleep(1.0)
-    alone, fuzzed = ([each for part in parts for each in getattr(part, name)] for name in ("alone", "fuzzed"))
+    whole = Part()
+    for part in parts:
+        for name, values in vars(part).items():
+            getattr(whole, name).extend(values)
+    alone, fuzzed = whole.alone, whole.fuzzed
     return {
         **{f"answers: {status}": count for status, count in sorted(answers.items())},
         "5xx": num_server_errors(answers),
@@ -134,12 +151,17 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
         "latency alone, median and p95 s": _middle(alone),
         "latency fuzzed, median and p95 s": _middle(fuzzed),
         "harm, median": f"{100 * (median(fuzzed) / median(alone) - 1):+.1f} %",
-        "memory MiB, after each turn": [each for part in parts for each in part.memory],
+        **{name: value for name, value in whole.figures().items() if name.startswith(("p99", "slowest", "/health"))},
+        "memory MiB, after each turn": whole.memory,
         "parts": [part.figures() for part in parts],
         "all free again": server.idle(),
         "held before": before,
         "held after": server.held(),
     }
+
+
+def _ends(values: list[int]) -> str:
+    return f"{values[0]} at first, {values[len(values) // 4]} after a quarter, {values[-1]} at last"
 
 
 def num_server_errors(answers: Counter[str]) -> int:
@@ -155,13 +177,14 @@ class Part:
     """What was measured in a part of the time; in seconds, and MiB after each turn."""
 
     alone: list[float] = field(default_factory=list)
+    decoyed: list[float] = field(default_factory=list)
     fuzzed: list[float] = field(default_factory=list)
     probed_alone: list[float] = field(default_factory=list)
     probed: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        p99 = {name: round(float(np.quantile(getattr(self, name), 0.99)), 4) for name in ("alone", "fuzzed")}
+        p99 = {name: round(float(np.quantile(getattr(self, name), 0.99)), 4) for name in ("alone", "decoyed", "fuzzed")}
         slow = sum(each > 0.1 for each in self.probed)
         slowest = {
             name: round(max(filter(math.isfinite, found), default=0.0), 4)
@@ -171,16 +194,63 @@ class Part:
             "memory MiB": self.memory[-1],
             "p99 alone s": p99["alone"],
             "p99 fuzzed s": p99["fuzzed"],
+            "p99 beside the decoy s": p99["decoyed"],
             "p99 later": f"{100 * (p99['fuzzed'] / p99['alone'] - 1):+.1f} %",
+            "p99 later than beside the decoy": f"{100 * (p99['fuzzed'] / p99['decoyed'] - 1):+.1f} %",
             "slowest /health alone s": slowest["alone"],
             "slowest /health fuzzed s": slowest["fuzzed"],
             "/health above 100 ms, fuzzed": f"{slow} of {len(self.probed)}",
             "/health failed": sum(map(math.isinf, self.probed + self.probed_alone)),
         }
 
-    def line(self, gone: float, server: Server, answers: Counter[str]) -> str:
+    def line(self, gone: float, answers: Counter[str]) -> str:
         shown = ", ".join(f"{name} {value}" for name, value in self.figures().items())
         return f"{gone / 60:.1f} min: {shown}, answers {sum(answers.values())}, 5xx {num_server_errors(answers)}"
+
+
+class Decoy:
+    """A server in a process of its own that answers 400 to everything; `port` is where."""
+
+    port: int
+
+    def __enter__(self) -> "Decoy":
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_answer_400, args=(theirs,), daemon=True)
+        self._process.start()
+        self.port = ours.recv()
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _answer_400(port: Connection) -> None:
+    os.nice(_NICE)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        port.send(server.server_address[1])
+        server.serve_forever()
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def handle_one_request(self) -> None:
+        self.connection.recv(1 << 20)
+        self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        self.close_connection = True
+
+
+@dataclass
+class Aim:
+    """What the fuzzers fuzz."""
+
+    server: Server
+    decoy: Decoy
+    at_decoy: bool = False
+
+    @property
+    def port(self) -> int:
+        return self.decoy.port if self.at_decoy else self.server.port
 
 
 class Probe:
@@ -283,13 +353,11 @@ def _ask(url: str, key: str, clients: int, seconds: float) -> tuple[list[float],
     return found, len(failed)
 
 
-def _conforming(
-    server: Server, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]
-) -> None:
+def _conforming(aim: Aim, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]) -> None:
     """schemathesis on every operation in turn, until it is over."""
     os.nice(_NICE)
-    headers = {"authorization": f"Bearer {server.key}"}
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", headers=headers)
+    headers = {"authorization": f"Bearer {aim.server.key}"}
+    schema = schemathesis.openapi.from_url(f"{aim.server.url}/openapi.json", headers=headers)
     operations = [found.ok() for found in schema.get_all_operations()]
     for number, operation in _forever(operations):
 
@@ -309,8 +377,12 @@ def _conforming(
                 case.body["max_tokens"] = 2
                 if isinstance(case.body.get("n"), int) and 2 < case.body["n"] <= MAX_CHOICES:
                     case.body["n"] = 2
+            if aim.at_decoy:
+                with contextlib.suppress(OSError):
+                    case.call(base_url=f"http://127.0.0.1:{aim.decoy.port}", headers=headers, timeout=60)
+                return
             try:
-                response = case.call(base_url=server.url, headers=headers, timeout=60)
+                response = case.call(base_url=aim.server.url, headers=headers, timeout=60)
                 answers[str(response.status_code)] += 1
                 case.validate_response(response, checks=CHECKS)
             except FailureGroup as failure:
@@ -330,18 +402,19 @@ def _forever(operations: list[Any]) -> Iterator[tuple[int, Any]]:
         number += 1
 
 
-def _broken(
-    server: Server, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]
-) -> None:
+def _broken(aim: Aim, pace: Callable[[], bool], begin: int, answers: Counter[str], findings: Counter[str]) -> None:
     """Broken HTTP over raw sockets, until it is over."""
     os.nice(_NICE)
     draw = random.Random(begin)
     while pace():
-        name, data = malformed(draw, server.key)
+        name, data = malformed(draw, aim.server.key)
+        at_decoy = aim.at_decoy
         try:
-            status = talk(server.port, data, seconds=draw.uniform(0.05, 0.5))
+            status = talk(aim.port, data, seconds=draw.uniform(0.05, 0.5))
         except (TimeoutError, ConnectionError):
             status = "raw: closed without an answer"
+        if at_decoy:
+            continue
         answers[status] += 1
         if status.startswith("5"):
             findings[f"raw {name}: {status}"] += 1

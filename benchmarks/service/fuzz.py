@@ -4,13 +4,14 @@
 
 Serves the demo model (random weights, a key). The normal load, a few clients with consecutive requests, is first
 measured alone. It continues while two fuzzers run at a bounded rate: schemathesis, inside and outside of the server's
-OpenAPI description, and raw sockets with broken HTTP. Valid fuzzed requests are load as well, so their outputs are
-limited to two tokens. The normal load and a probe, which asks for /health every 50 ms, have processes of their own, as
-the fuzzers would hold them up. The fuzzers themselves need processor time that in service would be another machine's:
-in turns they send the same to a decoy, which answers 400 to everything, and what the normal load takes then tells their
-part from the server's. Every quarter of an hour, or of a shorter run, it prints memory, latencies of the normal
-load alone, beside the decoy and fuzzed, the probe's slowest answer, and the answers of status 5xx so far.
-Writes records/fuzz.json.
+OpenAPI description, and raw sockets with broken HTTP. The normal load and a probe, which asks for /health every 50 ms,
+have processes of their own, as the fuzzers would hold them up. Two things are told apart. Valid fuzzed requests are
+load as well: their outputs are limited to two tokens, and a second 99th percentile leaves out the normal load's
+requests beside which one of them was answered. And the fuzzers need processor time that in service would be another
+machine's: in turns they send the same to a decoy, which answers 400 to everything.
+
+Every quarter of an hour, or of a shorter run, it prints memory, latencies of the normal load alone, beside the decoy
+and fuzzed, the probe's slowest answer, and the answers of status 5xx so far. Writes records/fuzz.json.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import schemathesis
@@ -58,6 +59,7 @@ CHECKS = [
     openapi_checks.response_schema_conformance,
 ]
 _BATCH = 20
+_WORK = ("/v1/completions", "/v1/chat/completions")
 _IDLE_SECONDS = 30.0
 """After this time abandoned requests have timed out."""
 _NICE = 10
@@ -127,6 +129,7 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
             aim.at_decoy = False
             probe.seconds()
             now.fuzzed += normal.measure(min(4 * _TURN_SECONDS, seconds / 3))
+            now.valid = aim.valid
             now.probed += probe.seconds()
             now.memory.append(server.held()["MiB"])
         print(parts[-1].line(gone, answers), flush=True)
@@ -140,9 +143,10 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
     time.sleep(1.0)
     whole = Part()
     for part in parts:
-        for name, values in vars(part).items():
-            getattr(whole, name).extend(values)
-    alone, fuzzed = whole.alone, whole.fuzzed
+        for name in ("alone", "decoyed", "fuzzed", "probed_alone", "probed", "memory"):
+            getattr(whole, name).extend(getattr(part, name))
+    whole.valid = aim.valid
+    alone, fuzzed = ([one.seconds for one in found] for found in (whole.alone, whole.fuzzed))
     return {
         **{f"answers: {status}": count for status, count in sorted(answers.items())},
         "5xx": num_server_errors(answers),
@@ -151,7 +155,7 @@ def storm(server: Server, *, seconds: float, rate: float, clients: int, begin: i
         "latency alone, median and p95 s": _middle(alone),
         "latency fuzzed, median and p95 s": _middle(fuzzed),
         "harm, median": f"{100 * (median(fuzzed) / median(alone) - 1):+.1f} %",
-        **{name: value for name, value in whole.figures().items() if name.startswith(("p99", "slowest", "/health"))},
+        **{name: value for name, value in whole.figures().items() if name != "memory MiB"},
         "memory MiB, after each turn": whole.memory,
         "parts": [part.figures() for part in parts],
         "all free again": server.idle(),
@@ -172,19 +176,34 @@ def _middle(seconds: list[float]) -> tuple[float, float]:
     return round(median(seconds), 4), round(float(np.quantile(seconds, 0.95)), 4)
 
 
+class Asked(NamedTuple):
+    """When a request was sent and answered, on the clock that all processes share."""
+
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
 @dataclass
 class Part:
     """What was measured in a part of the time; in seconds, and MiB after each turn."""
 
-    alone: list[float] = field(default_factory=list)
-    decoyed: list[float] = field(default_factory=list)
-    fuzzed: list[float] = field(default_factory=list)
+    alone: list[Asked] = field(default_factory=list)
+    decoyed: list[Asked] = field(default_factory=list)
+    fuzzed: list[Asked] = field(default_factory=list)
+    valid: list[Asked] = field(default_factory=list)
+    """Fuzzed requests for which the engine worked."""
     probed_alone: list[float] = field(default_factory=list)
     probed: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
-        p99 = {name: round(float(np.quantile(getattr(self, name), 0.99)), 4) for name in ("alone", "decoyed", "fuzzed")}
+        asked = {"alone": self.alone, "decoyed": self.decoyed, "fuzzed": self.fuzzed}
+        asked["refused only"] = [one for one in self.fuzzed if not _beside(one, self.valid)] or self.fuzzed
+        p99 = {name: _p99(found) for name, found in asked.items()}
         slow = sum(each > 0.1 for each in self.probed)
         slowest = {
             name: round(max(filter(math.isfinite, found), default=0.0), 4)
@@ -197,6 +216,8 @@ class Part:
             "p99 beside the decoy s": p99["decoyed"],
             "p99 later": f"{100 * (p99['fuzzed'] / p99['alone'] - 1):+.1f} %",
             "p99 later than beside the decoy": f"{100 * (p99['fuzzed'] / p99['decoyed'] - 1):+.1f} %",
+            "p99 later, beside no valid fuzzed request": f"{100 * (p99['refused only'] / p99['alone'] - 1):+.1f} %",
+            "of the normal load's": f"{len(asked['refused only'])} of {len(self.fuzzed)}",
             "slowest /health alone s": slowest["alone"],
             "slowest /health fuzzed s": slowest["fuzzed"],
             "/health above 100 ms, fuzzed": f"{slow} of {len(self.probed)}",
@@ -206,6 +227,14 @@ class Part:
     def line(self, gone: float, answers: Counter[str]) -> str:
         shown = ", ".join(f"{name} {value}" for name, value in self.figures().items())
         return f"{gone / 60:.1f} min: {shown}, answers {sum(answers.values())}, 5xx {num_server_errors(answers)}"
+
+
+def _beside(one: Asked, others: list[Asked]) -> bool:
+    return any(other.began <= one.ended and one.began <= other.ended for other in others)
+
+
+def _p99(found: list[Asked]) -> float:
+    return round(float(np.quantile([one.seconds for one in found], 0.99)), 4)
 
 
 class Decoy:
@@ -247,6 +276,8 @@ class Aim:
     server: Server
     decoy: Decoy
     at_decoy: bool = False
+    valid: list[Asked] = field(default_factory=list)
+    """Requests for which the engine worked."""
 
     @property
     def port(self) -> int:
@@ -317,16 +348,16 @@ class Normal:
         self._url, self._key, self._clients = f"{server.url}/v1/completions", server.key, clients
         self._pool, self.failed = pool, 0
 
-    def measure(self, seconds: float) -> list[float]:
-        """The latency in seconds of each request sent within `seconds`."""
+    def measure(self, seconds: float) -> list[Asked]:
+        """Each request sent within `seconds`."""
         found, failed = self._pool.submit(_ask, self._url, self._key, self._clients, seconds).result()
         self.failed += failed
         return found
 
 
-def _ask(url: str, key: str, clients: int, seconds: float) -> tuple[list[float], int]:
-    """Latencies of requests that were answered, and the number of others."""
-    found: list[float] = []
+def _ask(url: str, key: str, clients: int, seconds: float) -> tuple[list[Asked], int]:
+    """Requests that were answered, and the number of others."""
+    found: list[Asked] = []
     failed: list[Exception] = []
     deadline = time.monotonic() + seconds
 
@@ -334,12 +365,12 @@ def _ask(url: str, key: str, clients: int, seconds: float) -> tuple[list[float],
         body = {"prompt": [3 + number] * 20, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
         while True:  # At least once, even on a slow machine.
-            began = time.perf_counter()
+            began = time.monotonic()
             request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             try:
                 with urllib.request.urlopen(request, timeout=60) as reply:
                     reply.read()
-                found.append(time.perf_counter() - began)
+                found.append(Asked(began, time.monotonic()))
             except (urllib.error.URLError, OSError) as error:
                 failed.append(error)
             if time.monotonic() >= deadline:
@@ -381,9 +412,12 @@ def _conforming(aim: Aim, pace: Callable[[], bool], begin: int, answers: Counter
                 with contextlib.suppress(OSError):
                     case.call(base_url=f"http://127.0.0.1:{aim.decoy.port}", headers=headers, timeout=60)
                 return
+            began = time.monotonic()
             try:
                 response = case.call(base_url=aim.server.url, headers=headers, timeout=60)
                 answers[str(response.status_code)] += 1
+                if response.status_code == 200 and case.operation.path in _WORK:
+                    aim.valid.append(Asked(began, time.monotonic()))
                 case.validate_response(response, checks=CHECKS)
             except FailureGroup as failure:
                 findings.update(f"{case.operation.label}: {entry}"[:200] for entry in failure.exceptions)

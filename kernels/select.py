@@ -38,6 +38,7 @@ class Kernels(SimpleNamespace):
     rotate: Callable[..., None]
     gated_activation: Callable[..., Tensor]
     plain_activation: Callable[..., Tensor]
+    expert_mlp: Callable[..., Tensor]
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
     most_likely: Callable[..., tuple[Tensor, Tensor]]
     draw: Callable[..., tuple[Tensor, Tensor]]
@@ -50,6 +51,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """
     compiles = language.AVAILABLE and not language.INTERPRETED
     return _table(None if device.type == "cuda" and not compiles else device.type, dtype)
+
+
+def kernels_are_fused(kernels: Kernels) -> bool:
+    """Whether they are a GPU's, also interpreted, not the references."""
+    return kernels.expert_mlp is TRITON.expert_mlp
 
 
 def _table(device_type: str | None, dtype: torch.dtype) -> Kernels:

@@ -77,6 +77,16 @@ def launch_the_rest(dtype: torch.dtype) -> None:
     tables, four = torch.empty(2, 2, KV_HEADS * 1024, 128, dtype=dtype), torch.arange(4)
     KERNELS.store_slots(heads[:, HEADS:], four, tables[0])
     KERNELS.scatter_slots(heads[None, :, HEADS:], four, tables[:1])
+    for tokens in (4, 512):  # A block of few rows, and one of many.
+        experts = torch.zeros(tokens, 2, dtype=torch.int64)
+        KERNELS.expert_mlp(
+            torch.empty(tokens, 1024, dtype=dtype),
+            torch.empty(tokens, 2),
+            experts,
+            torch.empty(8, 256, 1024, dtype=dtype),
+            torch.empty(8, 1024, 128, dtype=dtype),
+            "silu",
+        )
     logits = torch.empty(4, 32000)
     KERNELS.most_likely(logits)
     KERNELS.draw(logits, *torch.empty(1, 4), four.int(), *torch.empty(2, 4), four)

@@ -17,6 +17,8 @@ SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 ROTARY = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CASES = {
     "qwen3-window": {**ROTARY, "model_type": "qwen3", "head_dim": 16, "use_sliding_window": True, "sliding_window": 5},
+    "qwen3_moe": {**ROTARY, "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 24},
     "opt": {**SMALL, "model_type": "opt", "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     "t5": {"model_type": "t5", "is_encoder_decoder": True, "vocab_size": 61, "d_model": 32, "d_kv": 8, "num_heads": 4}
     | {"d_ff": 48, "num_layers": 2, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0, "n_positions": 64},

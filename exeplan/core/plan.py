@@ -78,6 +78,9 @@ class Plan:
     """The share of a GPU's memory that may be in use, where it is not the usual one."""
     max_seqs: int | None = None
     model_fingerprint: str | None = None
+    """Of the model's sizes."""
+    quantization: str | None = None
+    """Of the weights that it was made for; None where they are not quantized."""
     workload_fingerprint: str | None = None
     profile_fingerprint: str | None = None
     estimate: Estimate | None = None

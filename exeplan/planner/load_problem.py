@@ -103,6 +103,12 @@ def _checked(plan: Plan, spec: ModelSpec) -> ModelSpec:
             f"the plan was made for a model of other sizes (fingerprint {plan.model_fingerprint}) than {plan.model} "
             f"has ({spec.fingerprint}); optimize again with a profile of this model"
         )
+    wanted, held = (str(one or "none") for one in (plan.quantization, spec.quantization))
+    if plan.model_fingerprint and wanted != held:
+        raise InputError(
+            f"the plan was made for other weights (quantization: {wanted}) than those of {plan.model} (quantization: "
+            f"{held}); optimize again with a profile of these"
+        )
     for group in plan.groups:
         check_placement(group.placement, spec, group.schedule)
     check_devices(_all_stages(plan))

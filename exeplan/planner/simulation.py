@@ -187,6 +187,7 @@ def simulate_plan(
         more_replicas=tuple(more),
         search={**plan.search, "replays": 1} if plan.search else plan.search,
         model_fingerprint=profile.model.fingerprint,
+        quantization=str(profile.model.quantization) if profile.model.quantization else None,
         profile_fingerprint=profile.fingerprint,
         workload_fingerprint=problem.workload.fingerprint,
         dtype=plan.dtype or profile.dtype,

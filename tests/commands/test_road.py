@@ -167,6 +167,10 @@ def test_from_a_quantized_directory_to_an_answer(
         assert weight_bytes(profile, halves, number) == pytest.approx(part.weight_bytes, rel=0.01)
     law, bound = "fixed:in=5;out=4", ["--latency-bound", "inf", "--policy", "orca", "--max-num-seqs", "2"]
     assert main(["optimize", "--profile", "p.json", "--workload", law, *bound, "-o", "plan.yaml"]) == 0
+    capfd.readouterr()
+    others = quantized_checkpoints.save(tmp_path / "others", "qwen3", quantized_checkpoints.LAYOUTS["gptq-8"])[0]
+    assert main(["serve", "plan.yaml", "--model-dir", str(others)]) == 2
+    assert "the plan was made for other weights (quantization: " in capfd.readouterr().err
     with serving(tmp_path / "plan.yaml") as url:
         text = answered(url, "quantized")
     inputs = torch.tensor([PROMPT])

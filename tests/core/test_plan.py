@@ -61,6 +61,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         kv_cache_tokens=4096,
         max_seqs=8,
         model_fingerprint="1234567890123456",
+        quantization="awq, 4 bits, groups of 128",
         workload_fingerprint="12345678e1234567",
         profile_fingerprint="0b00000000000001",
         estimate=ESTIMATE,

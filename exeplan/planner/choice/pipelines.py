@@ -763,6 +763,7 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         gpu_memory_utilization=problem.utilization,
         max_seqs=problem.max_seqs,
         model_fingerprint=model.fingerprint,
+        quantization=str(model.quantization) if model.quantization else None,
         workload_fingerprint=problem.workload.fingerprint,
         profile_fingerprint=problem.profile.fingerprint,
         promise=_promise(problem, [margin for margin in margins if margin]),

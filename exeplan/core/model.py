@@ -263,6 +263,11 @@ def shipped_twin(spec: ModelSpec) -> str:
     return spec.name
 
 
+def hub_ids(name: str) -> tuple[str, ...]:
+    """The ids of the Hub that have a shipped model's sizes."""
+    return tuple(_shipped(name)[1])
+
+
 def _shipped(name: str) -> tuple[Mapping[str, Any], Mapping[str, str | None]]:
     """The config of a shipped model, and the ids of the Hub that have its sizes, with the method where quantized."""
     config = dict(read_yaml(shipped("models", name)))

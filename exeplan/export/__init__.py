@@ -1,26 +1,57 @@
-"""Exporters: a plan as the options of another serving engine. One file an engine, found by its name.
+"""Exporters: a plan as the processes of another serving engine. One file an engine, found by its name.
 
-`export/<engine>.py` defines what `interface.Exporter` asks for. No engine has one yet, so no command offers any.
+`export/<engine>.py` defines what `interface.Exporter` asks for; `forms.py` writes what it returns.
 """
 
 import pkgutil
-from importlib import import_module
+from collections.abc import Iterator
+from importlib import import_module, metadata
 from typing import cast
 
+from exeplan.core.model import hub_ids
 from exeplan.errors import InputError
-from exeplan.export.interface import Exporter
+from exeplan.export.interface import Export, Exporter
+from exeplan.files import shipped_names
 
-_INTERFACE = "interface"
+_OTHERS = ("forms", "interface", "shape")
 
 
 def exporter_names() -> tuple[str, ...]:
     """The engines that a plan can be exported to, sorted."""
-    return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name != _INTERFACE))
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name not in _OTHERS))
 
 
 def load_exporter(name: str) -> Exporter:
     """The exporter of an engine. Raises InputError naming those there are."""
     if name not in exporter_names():
-        there = ", ".join(exporter_names()) or "none"
-        raise InputError(f"no exporter '{name}'; there are {there}")
+        raise InputError(f"no exporter '{name}'; there are {', '.join(exporter_names())}")
     return cast(Exporter, import_module(f"{__name__}.{name}"))
+
+
+def engine_model(model: str) -> str:
+    """What another engine loads for a plan's model: its directory, its id of the Hub, or the one of a shipped model.
+
+    Raises InputError for a shipped model that is on the Hub under several ids or none.
+    """
+    if model not in shipped_names("models"):
+        return model
+    ids = hub_ids(model)
+    if len(ids) == 1:
+        return ids[0]
+    several = f" (on the Hub: {', '.join(ids)})" if ids else ""
+    raise InputError(f"'{model}' is a shipped shape without weights{several}; say what the engine loads with --model")
+
+
+def installed_remark(export: Export) -> Iterator[str]:
+    """A sentence where the engine is installed here in a version whose options may be others."""
+    try:
+        found = metadata.version(export.package)
+    except metadata.PackageNotFoundError:
+        return
+    first, last = (_numbers(version) for version in export.versions)
+    if not first <= _numbers(found)[: len(first)] or not _numbers(found)[: len(last)] <= last:
+        yield f"the options are those of {export.engine} {' to '.join(export.versions)}; installed here is {found}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

@@ -1,4 +1,4 @@
-"""What an exporter is: one function that turns a plan into an engine's options, and says what is lost."""
+"""What an exporter is: one function that turns a plan into the processes of another engine, and says what is lost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,20 +9,62 @@ from exeplan.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Equal servers of the engine, each within one host."""
+
+    name: str
+    program: tuple[str, ...]
+    options: tuple[str, ...]
+    """The words that follow; the port is among them."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[int, ...]
+    """Of each server its host."""
+    gpus: tuple[tuple[int, ...], ...]
+    """Of each server its GPUs, by the host's numbers; none on a CPU."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return (*self.program, *self.options)
+
+    @property
+    def count(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def num_gpus(self) -> int:
+        """Of one server."""
+        return len(self.gpus[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
     """How to start an engine with a plan."""
 
-    command: tuple[str, ...]
-    """The command line, a word an entry."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of the files that the command names, by their names."""
+    engine: str
+    versions: tuple[str, str]
+    """The first and the last version whose options these are."""
+    image: str
+    """A container image of the last one."""
+    package: str
+    """The Python distribution whose installed version is compared."""
+    port: int
+    port_option: str = "--port"
+    health_path: str
+    instances: tuple[Instance, ...]
     remarks: tuple[str, ...] = ()
-    """What the engine does otherwise than the plan says, in sentences."""
+    """What the engine does otherwise than the plan says, and what that means, in sentences."""
+    as_run: Plan | None = None
+    """The plan as the engine schedules it, to be replayed; None where that is the plan itself, or no policy here
+    schedules so."""
+
+    @property
+    def num_hosts(self) -> int:
+        return len({host for instance in self.instances for host in instance.hosts})
 
 
 class Exporter(Protocol):
     """A module of this package."""
 
-    def export(self, plan: Plan, spec: ModelSpec) -> Export:
-        """The plan of this model for the engine. Raises InputError naming what the engine cannot run at all."""
+    def export(self, plan: Plan, spec: ModelSpec, *, model: str) -> Export:
+        """The plan of this model, which the engine loads by that name. Raises InputError for what it cannot run."""
         ...

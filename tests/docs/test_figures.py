@@ -45,6 +45,13 @@ ALLOWED = {
         "at most 4,096": "a limit",
         "TLS 1.2 and newer; a handshake has 10 s": "a version and a limit",
     },
+    "docs/how-to/other-engines.md": {
+        "vLLM 0.31 to 0.33": "versions",
+        "before 0.33": "a version",
+        "LMDeploy 0.18": "a version",
+        "Inference 3.0 to 3.3": "versions",
+        " (1.1) take": "a version",
+    },
     "docs/reference/http.md": {
         "A schema may have 64 KiB and a regex 16,384 characters": "limits",
         "at most 262,144": "a limit",

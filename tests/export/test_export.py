@@ -1,5 +1,7 @@
 """An exporter is one file in the room: a toy one in a folder of its own is found, loaded and used."""
 
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -9,32 +11,61 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
-from exeplan.export import exporter_names, load_exporter
+from exeplan.export import engine_model, exporter_names, installed_remark, load_exporter
 
 TOY = '''"""A toy engine that takes one number."""
 
-from exeplan.export.interface import Export
+from exeplan.export.interface import Export, Instance
 
 
-def export(plan, spec):
-    return Export(command=("toy", spec.name, f"--max-num-seqs={plan.schedule['max_num_seqs']}"), remarks=("no chunks",))
+def export(plan, spec, *, model):
+    words = (model, f"--max-num-seqs={plan.schedule['max_num_seqs']}", "--port", "80")
+    return Export(
+        engine="Toy", versions=("1.2", "1.4"), image="toy:1.4", package="toy", port=80, health_path="/",
+        instances=(Instance(name="toy", program=("toy", "run"), options=words, hosts=(0,), gpus=((),)),),
+    )
 '''
 
 
-def test_there_is_no_exporter_yet() -> None:
-    assert exporter_names() == ()
-    with pytest.raises(InputError, match="no exporter 'vllm'; there are none"):
-        load_exporter("vllm")
-
-
-def test_a_file_in_the_room_is_an_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> exeplan.export.Export:
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(exeplan.export, "__path__", [*exeplan.export.__path__, str(tmp_path)])
-    assert exporter_names() == ("toy",)
     spec = load_model_spec("demo")
     plan = Plan(model="demo", schedule=Schedule("orca", {"max_num_seqs": 8}), placement=single_stage(spec))
-    exported = load_exporter("toy").export(plan, spec)
-    assert exported.command == ("toy", "demo", "--max-num-seqs=8")
-    assert (exported.files, exported.remarks) == ({}, ("no chunks",))
-    with pytest.raises(InputError, match="no exporter 'vllm'; there are toy"):
-        load_exporter("vllm")
+    return load_exporter("toy").export(plan, spec, model="a/b")
+
+
+def test_a_file_in_the_room_is_an_exporter(toy: exeplan.export.Export) -> None:
+    assert "toy" in exporter_names()
+    assert toy.instances[0].command[2:4] == ("a/b", "--max-num-seqs=8")
+    with pytest.raises(InputError, match="no exporter 'forms'; there are lightllm, lmdeploy, sglang, tgi, toy, vllm"):
+        load_exporter("forms")
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [("1.2.0", False), ("1.4.9.post1", False), ("1.1", True), ("1.5.0", True), ("2.0", True), (None, False)],
+)
+def test_another_version_that_is_installed_is_said(
+    installed: str | None, said: bool, toy: exeplan.export.Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        assert package == "toy"
+        if installed is None:
+            raise metadata.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = list(installed_remark(replace(toy)))
+    assert found == ([f"the options are those of Toy 1.2 to 1.4; installed here is {installed}"] if said else [])
+
+
+def test_an_engine_loads_a_directory_an_id_or_what_a_shipped_shape_is_on_the_hub() -> None:
+    assert engine_model("/models/mine") == "/models/mine"
+    assert engine_model("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert engine_model("flan-t5-xxl") == "google/flan-t5-xxl"
+    with pytest.raises(InputError, match=r"\(on the Hub: meta-llama/Llama-3.1-8B, .*\); say what the engine loads"):
+        engine_model("llama-3.1-8b")
+    with pytest.raises(InputError, match="'demo' is a shipped shape without weights; say what"):
+        engine_model("demo")

@@ -1,0 +1,69 @@
+"""write a plan as the command line, compose file or Kubernetes objects of another serving engine
+
+What the engine does otherwise than the plan says is on standard error, and in comments of what is written. Where a
+policy here schedules as the engine does, the plan is replayed so, and what that costs is said too; this needs the
+plan's profile and workload.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exeplan.core.plan import Plan
+    from exeplan.export.interface import Export
+
+POSITION = 65
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from exeplan.export import exporter_names
+    from exeplan.export.forms import FORMS
+
+    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("--to", required=True, metavar="ENGINE", help=f"one of {', '.join(exporter_names())}")
+    parser.add_argument("--as", dest="form", default="command", choices=FORMS, help="default: command")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="what the engine loads: a directory there, or an id of the Hugging Face Hub (default: the plan's model)",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="instead of standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    from exeplan.export import engine_model, installed_remark, load_exporter
+    from exeplan.export.forms import FORMS
+    from exeplan.files import write_text
+    from exeplan.planner.load_problem import plan_sizes, read_plan
+    from exeplan.progress import note
+
+    exporter, plan = load_exporter(args.to), read_plan(args.plan)
+    exported = exporter.export(plan, plan_sizes(plan), model=args.model or engine_model(plan.model))
+    note([*exported.remarks, *installed_remark(exported), *_costs(plan, exported)])
+    text = FORMS[args.form](exported)
+    if args.output is None:
+        print(text, end="")
+        return 0
+    write_text(args.output, text)
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:
+    """What the plan is expected to do as the engine schedules it, where that is otherwise than planned."""
+    from exeplan import api
+    from exeplan.units import show_seconds
+
+    if exported.as_run is None or plan.replay is None:
+        return
+    if not plan.profile or not Path(plan.profile).exists():
+        yield "what that costs is not known: the plan's profile is not here to replay it"
+        return
+    found = api.simulate(exported.as_run).replay
+    yield (
+        f"replayed as {exported.engine} schedules it: {found.throughput:.3g} requests/s where the plan has "
+        f"{plan.replay.throughput:.3g}, latency {show_seconds(found.latency)} where it has "
+        f"{show_seconds(plan.replay.latency)}"
+    )

@@ -1,0 +1,106 @@
+"""LMDeploy: `lmdeploy serve api_server` of 0.18 with its PyTorch engine.
+
+Source: `lmdeploy/cli/serve.py`, `lmdeploy/cli/utils.py`, `lmdeploy/messages.py` and
+`lmdeploy/pytorch/engine/inputs_maker.py` of 0.18.0.
+
+    plan                              LMDeploy
+    rra: decode_steps                 16, its `prefill_interval`, which the command line cannot set
+    decode_batch                      --max-batch-size
+    max_num_batched_tokens            --max-prefill-token-num
+    tensor_parallel_size              --tp
+    kv_cache_tokens                   --num-gpu-blocks, of 64 tokens
+    bound on latency                  --max-concurrent-requests: who would wait longer waits outside the engine
+
+Not here: its other engine (TurboMind); pipelines, which it has not; attention data parallelism.
+"""
+
+from collections.abc import Iterator
+
+from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import ReplicaGroup, Schedule
+from exeplan.export.interface import Export
+from exeplan.export.shape import (
+    check_one_stage,
+    check_shape,
+    common_remarks,
+    in_flight_limit,
+    instances_of,
+    longest_request,
+    with_schedules,
+    without_adjustment,
+)
+
+_PORT = 23333
+_INTERVAL = 16
+_BLOCK = 64
+_UTILIZATION = 0.9
+
+
+def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
+    """See `interface.Exporter`."""
+    check_shape(plan, spec, "LMDeploy", ("rra",))
+    check_one_stage(plan, "LMDeploy")
+
+    def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
+        options = ["--backend", "pytorch", *_weights(plan), *_batches(spec, group)]
+        if group.kv_cache_tokens:
+            options += ["--num-gpu-blocks", f"{group.kv_cache_tokens // _BLOCK}", "--cache-block-seq-len", f"{_BLOCK}"]
+        options += ["--cache-max-entry-count", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
+        if limit := in_flight_limit(plan):
+            options += ["--max-concurrent-requests", f"{limit}"]
+        return [model, *options, "--server-port", f"{_PORT}"], {}
+
+    return Export(
+        engine="LMDeploy",
+        versions=("0.18", "0.18"),
+        image="openmmlab/lmdeploy:v0.18.0",
+        package="lmdeploy",
+        port=_PORT,
+        port_option="--server-port",
+        health_path="/health",
+        instances=instances_of(plan, "lmdeploy", ("lmdeploy", "serve", "api_server"), words),
+        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        as_run=with_schedules(plan, _own_schedule),
+    )
+
+
+def _own_schedule(group: ReplicaGroup) -> Schedule:
+    return Schedule("rra", {**without_adjustment(group).variables, "decode_steps": _INTERVAL})
+
+
+def _weights(plan: Plan) -> Iterator[str]:
+    if plan.dtype and plan.dtype != FP8:
+        yield from ("--dtype", plan.dtype)
+    if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):
+        yield from ("--quant-policy", "fp8")
+
+
+def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+    variables, longest = group.schedule.variables, longest_request(spec, group)
+    yield from ("--tp", f"{group.placement[0].tensor_parallel_size}")
+    if longest < spec.max_context:
+        yield from ("--session-len", f"{longest}")
+    if rows := variables.get("decode_batch"):
+        yield from ("--max-batch-size", f"{rows}")
+    if budget := variables.get("max_num_batched_tokens"):
+        yield from ("--max-prefill-token-num", f"{budget}")
+
+
+def _remarks(plan: Plan) -> Iterator[str]:
+    for group in plan.groups:
+        variables = group.schedule.variables
+        if variables["decode_steps"] != _INTERVAL:
+            yield (
+                f"the plan decodes {variables['decode_steps']} steps between prefills; LMDeploy {_INTERVAL}, and its "
+                "command line cannot say otherwise (prefill_interval of PytorchEngineConfig can)"
+            )
+        yield (
+            f"the plan prefills {variables['prefill_batch']} requests at a time; LMDeploy as many as the tokens of a "
+            "prefill allow, and earlier where less than half of its places are taken"
+        )
+        if "decode_batch" not in variables:
+            yield "the plan states no decode_batch, so LMDeploy's own --max-batch-size holds"
+        if plan.dtype == FP8:
+            yield "weights are as the checkpoint has them: LMDeploy quantizes none to fp8 when it loads them"
+    yield from common_remarks(plan, "LMDeploy", "prefix caching")

@@ -1,0 +1,144 @@
+"""SGLang: `sglang.launch_server` of 0.5.23.
+
+Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `sglang/srt/distributed/utils.py` of
+0.5.23.
+
+    plan                              SGLang
+    rra: prefill_batch, decode_steps  --prefill-max-requests, --prefill-decode-interval: as `rra` has them, prefills in
+                                      passes of their own and so many decode steps after each
+    decode_batch, max_num_seqs        --max-running-requests
+    max_num_batched_tokens            rra: --max-prefill-tokens; chunked: --chunked-prefill-size, of prompts alone
+    chunked: prompts beside decodes   --enable-mixed-chunk
+    stages, their layers              --pp-size, SGLANG_PP_LAYER_PARTITION
+    data_parallel_size                --attn-dp-size, of a tensor-parallel group of all devices
+    kv_cache_tokens                   --max-total-tokens
+    bound on latency                  --max-queued-requests: who would wait longer is told 503
+
+Not here: separate stages for prefill and decode; `orca`, as whole prompts are never in one pass with decodes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
+from exeplan.export.interface import Export
+from exeplan.export.shape import (
+    check_shape,
+    common_remarks,
+    in_flight_limit,
+    instances_of,
+    layer_partition,
+    longest_request,
+    of_each,
+    with_schedules,
+)
+
+_POLICIES = ("rra", "chunked")
+_PORT = 30000
+_UTILIZATION = 0.9
+_WHOLE = "-1"
+"""Of the size of a chunk: prompts are not cut."""
+
+
+def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
+    """See `interface.Exporter`."""
+    check_shape(plan, spec, "SGLang", _POLICIES)
+
+    def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
+        options = [*_weights(plan, spec), *_parallel(group.placement), *_batches(plan, spec, group)]
+        if plan.device == "cpu":
+            options += ["--device", "cpu"]
+        else:
+            options += ["--mem-fraction-static", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
+        if group.kv_cache_tokens:
+            options += ["--max-total-tokens", f"{of_each(group.kv_cache_tokens, group.placement)}"]
+        environment = {}
+        if layers := layer_partition(group.placement, _own_split):
+            environment["SGLANG_PP_LAYER_PARTITION"] = layers
+        return ["--model-path", model, *options, "--disable-radix-cache", "--port", f"{_PORT}"], environment
+
+    return Export(
+        engine="SGLang",
+        versions=("0.5.23", "0.5.23"),
+        image="lmsysorg/sglang:v0.5.23",
+        package="sglang",
+        port=_PORT,
+        health_path="/health",
+        instances=instances_of(plan, "sglang", ("python3", "-m", "sglang.launch_server"), words),
+        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        as_run=with_schedules(plan, _own_schedule),
+    )
+
+
+def _own_schedule(group: ReplicaGroup) -> Schedule:
+    stages, left_out = len(group.placement), ("max_num_prefills", "micro_batches", "adjust_percent")
+    kept = {name: value for name, value in group.schedule.variables.items() if name not in left_out}
+    return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
+
+
+def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+    if plan.dtype == FP8:
+        if not spec.quantization:
+            yield from ("--quantization", "fp8")
+    elif plan.dtype:
+        yield from ("--dtype", plan.dtype)
+    if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):
+        yield from ("--kv-cache-dtype", "fp8_e4m3")
+
+
+def _parallel(placement: Placement) -> Iterator[str]:
+    first = placement[0]
+    yield from ("--tp-size", f"{first.num_devices}")
+    if len(placement) > 1:
+        yield from ("--pp-size", f"{len(placement)}")
+    if first.data_parallel_size > 1:
+        yield from ("--attn-dp-size", f"{first.data_parallel_size}")
+    if first.expert_parallel_size > 1:
+        yield from ("--ep-size", f"{first.expert_parallel_size}")
+
+
+def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+    schedule, longest = group.schedule, longest_request(spec, group)
+    variables, of_rra = schedule.variables, schedule.policy == "rra"
+    rows = variables.get("decode_batch" if of_rra else "max_num_seqs")
+    if longest < spec.max_context:
+        yield from ("--context-length", f"{longest}")
+    if rows:
+        yield from ("--max-running-requests", f"{rows}")
+    if limit := in_flight_limit(plan):
+        yield from ("--max-queued-requests", f"{max(limit - (rows or 0), 1)}")
+    if not of_rra:
+        yield from ("--chunked-prefill-size", f"{variables['max_num_batched_tokens']}", "--enable-mixed-chunk")
+        return
+    yield from ("--chunked-prefill-size", _WHOLE)
+    yield from ("--prefill-max-requests", f"{of_each(variables['prefill_batch'], group.placement)}")
+    yield from ("--prefill-decode-interval", f"{variables['decode_steps']}")
+    if budget := variables.get("max_num_batched_tokens"):
+        yield from ("--max-prefill-tokens", f"{of_each(budget, group.placement)}")
+
+
+def _own_split(layers: int, stages: int) -> Sequence[int]:
+    """What is left over goes to the last stages."""
+    each, more = divmod(layers, stages)
+    return [each + (number >= stages - more) for number in range(stages)]
+
+
+def _remarks(plan: Plan) -> Iterator[str]:
+    for group in plan.groups:
+        variables = group.schedule.variables
+        if group.schedule.policy == "chunked":
+            yield (
+                f"the plan's {variables['max_num_batched_tokens']} tokens of a pass are of prompts and of rows that "
+                "decode; SGLang's chunks are of prompts, and decoding rows come on top"
+            )
+        if "max_num_prefills" in variables:
+            yield (
+                f"the plan begins at most {variables['max_num_prefills']} prompts in a pass; SGLang's chunks have no "
+                "such limit"
+            )
+        if "adjust_percent" in variables:
+            yield "the plan adjusts the number of prefills to their work; SGLang's is constant"
+        if group.schedule.policy == "rra" and "decode_batch" not in variables:
+            yield "the plan states no decode_batch, so SGLang's own --max-running-requests holds"
+    yield from common_remarks(plan, "SGLang", "the radix cache")

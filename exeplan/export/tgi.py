@@ -1,0 +1,95 @@
+"""Text Generation Inference: `text-generation-launcher` of 3.0 to 3.3.
+
+Source: `launcher/src/main.rs`, as of 3.3.
+
+    plan                              TGI
+    rra: decode_steps                 --max-waiting-tokens, with --waiting-served-ratio so high that nothing else begins
+                                      a prefill while requests decode
+    decode_batch                      --max-batch-size
+    max_num_batched_tokens            --max-batch-prefill-tokens
+    tensor_parallel_size              --num-shard
+    kv_cache_tokens                   --max-batch-total-tokens
+    bound on latency                  --max-concurrent-requests: who would wait longer is told 429
+
+Not here: chunks of prompts, pipelines and experts on several devices.
+"""
+
+from collections.abc import Iterator
+
+from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import ReplicaGroup
+from exeplan.export.interface import Export
+from exeplan.export.shape import (
+    check_one_stage,
+    check_shape,
+    common_remarks,
+    in_flight_limit,
+    instances_of,
+    longest_request,
+    with_schedules,
+    without_adjustment,
+)
+
+_PORT = 3000
+_NEVER = "1000"
+"""Waiting requests over running ones at which it would prefill earlier."""
+
+
+def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
+    """See `interface.Exporter`."""
+    check_shape(plan, spec, "TGI", ("rra",))
+    check_one_stage(plan, "TGI")
+
+    def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
+        options = ["--model-id", model, *_weights(plan, spec), *_batches(spec, group)]
+        if plan.gpu_memory_utilization:
+            options += ["--cuda-memory-fraction", f"{plan.gpu_memory_utilization:g}"]
+        if limit := in_flight_limit(plan):
+            options += ["--max-concurrent-requests", f"{limit}"]
+        return [*options, "--port", f"{_PORT}"], {"PREFIX_CACHING": "0"}
+
+    return Export(
+        engine="TGI",
+        versions=("3.0", "3.3"),
+        image="ghcr.io/huggingface/text-generation-inference:3.3.5",
+        package="text-generation-server",
+        port=_PORT,
+        health_path="/health",
+        instances=instances_of(plan, "tgi", ("text-generation-launcher",), words),
+        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        as_run=with_schedules(plan, without_adjustment),
+    )
+
+
+def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+    if plan.dtype == FP8:
+        if not spec.quantization:
+            yield from ("--quantize", "fp8")
+    elif plan.dtype:
+        yield from ("--dtype", plan.dtype)
+    if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):
+        yield from ("--kv-cache-dtype", "fp8_e4m3fn")
+
+
+def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+    variables, longest = group.schedule.variables, longest_request(spec, group)
+    yield from ("--num-shard", f"{group.placement[0].tensor_parallel_size}")
+    yield from ("--max-input-tokens", f"{longest - 1}", "--max-total-tokens", f"{longest}")
+    yield from ("--max-waiting-tokens", f"{variables['decode_steps']}", "--waiting-served-ratio", _NEVER)
+    if rows := variables.get("decode_batch"):
+        yield from ("--max-batch-size", f"{rows}")
+    yield from ("--max-batch-prefill-tokens", f"{max(variables.get('max_num_batched_tokens', 0), longest)}")
+    if group.kv_cache_tokens:
+        yield from ("--max-batch-total-tokens", f"{group.kv_cache_tokens}")
+
+
+def _remarks(plan: Plan) -> Iterator[str]:
+    for group in plan.groups:
+        yield (
+            f"the plan prefills {group.schedule['prefill_batch']} requests at a time; TGI as many as the tokens of a "
+            "prefill allow"
+        )
+        if "adjust_percent" in group.schedule.variables:
+            yield "the plan adjusts the number of prefills to their work; TGI does not"
+    yield from common_remarks(plan, "TGI", "prefix caching")

@@ -1,0 +1,153 @@
+"""vLLM: `vllm serve` of 0.31 to 0.33.
+
+Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distributed/utils.py` and `vllm/envs.py` of
+0.32.0.
+
+    plan                              vLLM
+    max_num_seqs                      --max-num-seqs, of each data-parallel rank
+    max_num_batched_tokens            --max-num-batched-tokens
+    orca: whole prompts               --no-enable-chunked-prefill, and a budget for the longest prompt
+    rra: decode_steps                 --prefill-schedule-interval: new prompts once in so many steps
+    stages, their layers              --pipeline-parallel-size, VLLM_PP_LAYER_PARTITION
+    replicas                          a server each, behind a router
+    expert_parallel_size              --enable-expert-parallel
+    bound on latency                  --max-num-queued-reqs: who would wait longer is told 503
+
+Not here: separate stages for prefill and decode, whose servers need a connector and a proxy between them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from exeplan.core.model import FP8, ModelSpec
+from exeplan.core.plan import Plan
+from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
+from exeplan.export.interface import Export
+from exeplan.export.shape import (
+    check_shape,
+    common_remarks,
+    in_flight_limit,
+    instances_of,
+    layer_partition,
+    longest_request,
+    of_each,
+    with_schedules,
+)
+
+_POLICIES = ("chunked", "orca", "rra")
+_IMAGES = {"cuda": "vllm/vllm-openai:v0.33.0", "cpu": "vllm/vllm-openai-cpu:v0.33.0"}
+_PORT = 8000
+_GIB = 1 << 30
+_UTILIZATION = 0.9
+
+
+def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
+    """See `interface.Exporter`."""
+    check_shape(plan, spec, "vLLM", _POLICIES)
+
+    def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
+        options = [*_weights(plan, spec), *_parallel(group.placement), *_batches(spec, group)]
+        if plan.device != "cpu":
+            options += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
+        if limit := in_flight_limit(plan):
+            options += ["--max-num-queued-reqs", f"{limit}"]
+        return [model, *options, "--no-enable-prefix-caching", "--port", f"{_PORT}"], _environment(plan, spec, group)
+
+    return Export(
+        engine="vLLM",
+        versions=("0.31", "0.33"),
+        image=_IMAGES[plan.device or "cuda"],
+        package="vllm",
+        port=_PORT,
+        health_path="/health",
+        instances=instances_of(plan, "vllm", ("vllm", "serve"), words),
+        remarks=tuple(dict.fromkeys(_remarks(plan))),
+        as_run=_as_run(plan),
+    )
+
+
+def _as_run(plan: Plan) -> Plan | None:
+    """Without what vLLM has no option for; no policy here is its interval."""
+    if any(group.schedule.policy == "rra" for group in plan.groups):
+        return None
+    return with_schedules(plan, _own_schedule)
+
+
+def _own_schedule(group: ReplicaGroup) -> Schedule:
+    stages, left_out = len(group.placement), ("max_num_prefills", "micro_batches")
+    kept = {name: value for name, value in group.schedule.variables.items() if name not in left_out}
+    return Schedule(group.schedule.policy, {**kept, **({"micro_batches": stages} if stages > 1 else {})})
+
+
+def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+    """Their dtype, and that of keys and values."""
+    if plan.dtype == FP8:
+        if not spec.quantization:
+            yield from ("--quantization", "fp8_per_tensor")
+    elif plan.dtype:
+        yield from ("--dtype", plan.dtype)
+    if FP8 in (plan.kv_dtype, None if plan.kv_dtype else plan.dtype):
+        yield from ("--kv-cache-dtype", "fp8")
+
+
+def _parallel(placement: Placement) -> Iterator[str]:
+    first = placement[0]
+    yield from ("--tensor-parallel-size", f"{first.tensor_parallel_size}")
+    if len(placement) > 1:
+        yield from ("--pipeline-parallel-size", f"{len(placement)}")
+    if first.data_parallel_size > 1:
+        yield from ("--data-parallel-size", f"{first.data_parallel_size}")
+    if first.expert_parallel_size > 1:
+        yield "--enable-expert-parallel"
+
+
+def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+    """The batch, the tokens of a step and, for `rra`, the steps between prompts."""
+    schedule, longest = group.schedule, longest_request(spec, group)
+    rows = schedule.variables.get("decode_batch" if schedule.policy == "rra" else "max_num_seqs")
+    if longest < spec.max_context:
+        yield from ("--max-model-len", f"{longest}")
+    if rows:
+        yield from ("--max-num-seqs", f"{of_each(rows, group.placement)}")
+    if schedule.policy == "rra":
+        yield from ("--prefill-schedule-interval", f"{schedule['decode_steps']}")
+    if schedule.policy == "orca":
+        yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{longest + schedule['max_num_seqs']}")
+    elif budget := schedule.variables.get("max_num_batched_tokens"):
+        yield from ("--max-num-batched-tokens", f"{of_each(budget, group.placement)}")
+
+
+def _environment(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> dict[str, str]:
+    found = {}
+    if layers := layer_partition(group.placement, _own_split):
+        found["VLLM_PP_LAYER_PARTITION"] = layers
+    if plan.device == "cpu":
+        found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": f"{plan.num_threads}"}
+        if group.kv_cache_tokens:  # In whole GiB.
+            kv_bytes = group.kv_cache_tokens * spec.kv_bytes_per_token(plan.kv_dtype or plan.dtype or "float32")
+            found["VLLM_CPU_KVCACHE_SPACE"] = f"{-(-kv_bytes // _GIB)}"
+    return found
+
+
+def _own_split(layers: int, stages: int) -> Sequence[int]:
+    """What is left over goes to the stages before the last one."""
+    each, more = divmod(layers, stages)
+    return [each + (stages - 1 - more <= number < stages - 1) for number in range(stages)]
+
+
+def _remarks(plan: Plan) -> Iterator[str]:
+    for group in plan.groups:
+        variables = group.schedule.variables
+        if "max_num_prefills" in variables:
+            yield (
+                f"the plan begins at most {variables['max_num_prefills']} prompts in a pass; vLLM has no such limit "
+                "since 0.31, and begins as many as the tokens of a step allow"
+            )
+        if group.schedule.policy == "rra":
+            yield (
+                f"the plan prefills {variables['prefill_batch']} requests at a time in a pass of their own; vLLM "
+                "begins as many as there are and as a step's tokens allow, in one pass with those that decode"
+            )
+            yield "the interval acts with --data-parallel-size above 1 only, up to 0.32"
+            if "decode_batch" not in variables:
+                yield "the plan states no decode_batch, so vLLM's own --max-num-seqs holds"
+    yield from common_remarks(plan, "vLLM", "prefix caching")

@@ -249,6 +249,11 @@ def load_profile(path: Path) -> Profile:
     body = read_json(path)
     if body.get("exeplan_profile") != 1:
         raise InputError(f"{path} is not an exeplan profile; make one with `exeplan profile MODEL -o {path}`")
+    if "prefill_calibration" in body:
+        raise InputError(
+            f"{path} has prefill_calibration, a factor that is no longer used (prefill_seconds took its place); run "
+            "`exeplan profile` again"
+        )
     try:
         rows = tuple(_measurement(row, index, path) for index, row in enumerate(body["measurements"], start=1))
         profile = Profile(

@@ -147,9 +147,12 @@ def num_devices(placement: Placement) -> int:
 
 
 def needs_other_engine(placement: Placement) -> bool:
-    """Whether whole experts lie on different devices, or ranks attend for requests of their own: the engine here runs
-    tensor parallelism alone."""
-    return any(stage.data_parallel_size > 1 or stage.expert_parallel_size > 1 for stage in placement)
+    """Whether ranks attend for requests of their own, or parts of whole experts are themselves cut by width: the engine
+    here runs tensor parallelism, with the experts of a stage cut likewise or divided among all of its devices."""
+    return any(
+        stage.data_parallel_size > 1 or stage.expert_parallel_size not in (1, stage.tensor_parallel_size)
+        for stage in placement
+    )
 
 
 def num_ranks(placement: Placement) -> int:

@@ -89,14 +89,16 @@ class Rig:
         num_blocks: int,
         dummy_weights: bool,
         group: Group = ALONE,
+        whole_experts: bool = False,
         captured: bool | None = None,
     ) -> None:
-        """`captured` times decode iterations as captured graphs; the default on a GPU."""
+        """`whole_experts`: the shard has some of a mixture's experts whole (see `Shard`). `captured` times decode
+        iterations as captured graphs; the default on a GPU."""
         self.spec, self.copies = spec, copies
         copied = replace(spec, num_layers=copies, num_encoder_layers=min(copies, spec.num_encoder_layers))
         self.runner = ModelRunner(
             copied,
-            shard=replace(whole(copied), group=group),
+            shard=replace(whole(copied), group=group, whole_experts=whole_experts),
             dtype=dtype,
             kv_dtype=kv_dtype,
             device=device,

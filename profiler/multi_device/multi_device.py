@@ -22,7 +22,14 @@ from exeplan.profiler.measuring.points import Range, Work, powers
 from exeplan.profiler.multi_device.control import control_rows
 from exeplan.profiler.multi_device.links import link_rows
 from exeplan.profiler.multi_device.rank_job import RankJob
-from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
+from exeplan.profiler.multi_device.shards import (
+    Silent,
+    expert_degrees,
+    shard_rows,
+    shard_work,
+    shared_degrees,
+    time_the_busiest,
+)
 from exeplan.profiler.multi_device.worker_passes import WORKER_SLOTS, WorkerPlan, pass_rows, remark
 from exeplan.progress import Progress
 from exeplan.runner.compute.reference_passes import with_own_weights
@@ -41,9 +48,12 @@ class MeasuringStep(NamedTuple):
     """Its share of the time, relative to the other steps."""
     measure: Callable[[Profile, float], tuple[Measurement, ...]]
     """Called with the profile so far and the seconds that it may take."""
+    parts: int = 1
+    """Of whole experts (`Sharding`)."""
 
     def is_in(self, profile: Profile) -> bool:
-        return any(m.op == self.op and m.tensor_parallel_size == self.size for m in profile.measurements)
+        rows = ((m.op, m.tensor_parallel_size, m.expert_parallel_size) for m in profile.measurements)
+        return (self.op, self.size, self.parts) in rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +96,10 @@ class MultiDeviceProfiler:
         return [
             *(MeasuringStep(f"shards of {t}", "rest", t, 3.0, partial(self._shard, t)) for t in degrees),
             *(
+                MeasuringStep(f"experts divided among {t}", "rest", t, 2.0, partial(self._experts, t), parts=t)
+                for t in expert_degrees(self.work.spec, degrees)
+            ),
+            *(
                 MeasuringStep(f"sums of {t}", "all_reduce", t, 1.0, partial(self._link, "all_reduce", t))
                 for t in degrees
             ),
@@ -94,7 +108,15 @@ class MultiDeviceProfiler:
             *(MeasuringStep(f"bursts of {t}", "pass", t, 1.5, partial(self._pass, t)) for t in self._shared(degrees)),
         ]
 
-    def _shard(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
+    def _experts(self, size: int, known: Profile, seconds: float) -> tuple[Measurement, ...]:
+        """Rows of a layer whose routed experts are whole ones, on the rank to which most tokens go; its attention and
+        what is around the layers is as with all experts cut."""
+        rows = self._shard(size, known, seconds, whole_experts=True)
+        return tuple(replace(row, expert_parallel_size=size) for row in rows if row.op == "rest")
+
+    def _shard(
+        self, size: int, known: Profile, seconds: float, *, whole_experts: bool = False
+    ) -> tuple[Measurement, ...]:
         work = shard_work(self.work, size)
         rig = Rig(
             self.work.spec,
@@ -104,7 +126,10 @@ class MultiDeviceProfiler:
             num_blocks=self.reach.num_blocks,
             dummy_weights=self.dummy_weights,
             group=Silent(size),
+            whole_experts=whole_experts,
         )
+        if whole_experts:
+            time_the_busiest(rig.probe.model, size)
         points = measured_points(m for m in known.measurements if m.tensor_parallel_size == 1)
         reference = None
         if known.reference_passes:

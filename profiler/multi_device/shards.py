@@ -6,7 +6,7 @@ the same on every rank.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from exeplan.profiler.measuring.campaign import visit_seconds
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work, first_rows, order
 from exeplan.profiler.measuring.samples import Samples
+from exeplan.runner.compute.experts import Experts
 from exeplan.runner.compute.reference_passes import ReferencePasses
 from exeplan.runner.compute.shard import head_ranges, inner_range, inner_widths
 
@@ -55,6 +56,51 @@ def _divides(spec: ModelSpec, group: Silent) -> bool:
     except InputError:
         return False
     return True
+
+
+def expert_degrees(spec: ModelSpec, degrees: Iterable[int]) -> tuple[int, ...]:
+    """Of these tensor-parallel degrees those that divide a mixture's experts evenly; none of another model."""
+    return tuple(size for size in degrees if spec.experts is not None and spec.experts.count % size == 0)
+
+
+class BusiestFirst:
+    """A router whose experts are so numbered that the busiest of `size` parts, of each batch, is the first rank's.
+
+    All ranks wait for the busiest one. Only for weights that are all alike: the tokens go to other experts.
+    """
+
+    def __init__(self, router: Callable[[Tensor], tuple[Tensor, Tensor]], count: int, size: int) -> None:
+        self._router, self._count, self._each = router, count, count // size
+
+    def __call__(self, x_NE: Tensor) -> tuple[Tensor, Tensor]:
+        weight_Nk, expert_Nk = self._router(x_NE)
+        busiest = torch.bincount(expert_Nk.flatten() // self._each).argmax()
+        return weight_Nk, (expert_Nk - busiest * self._each) % self._count
+
+
+def time_the_busiest(model: object, size: int) -> None:
+    """Makes every mixture of a shard with whole experts that of the busiest of `size` ranks."""
+    for block in mixtures_of(model):
+        block.router = BusiestFirst(block.router, block.held.size, size)
+
+
+def mixtures_of(model: object) -> Iterator[Experts]:
+    """Of all layers."""
+    return _mixtures(model, set())
+
+
+def _mixtures(owner: object, seen: set[int]) -> Iterator[Experts]:
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    if isinstance(owner, Experts):
+        yield owner
+    elif isinstance(owner, list | tuple):
+        for item in owner:
+            yield from _mixtures(item, seen)
+    elif type(owner).__module__.startswith("exeplan.") and hasattr(owner, "__dict__"):
+        for value in vars(owner).values():
+            yield from _mixtures(value, seen)
 
 
 def shard_rows(

@@ -129,7 +129,7 @@ class Checkpoint:
             if not self.holds(f"{name}_blocks"):
                 return None
             experts, inputs, outputs = (Wanted.of(name, part, 1).outputs for part in shape)
-            return mxfp4_values(self._stored, name, experts.size, outputs, inputs)
+            return mxfp4_values(self._stored, name, experts, outputs, inputs)
         if layer == name or len(shape) != 2 or not self._is_quantized(layer, how):
             return None
         wanted = Wanted.of(layer, *shape)

@@ -274,16 +274,16 @@ def over_rows(block: Block, x_NE: Tensor) -> Tensor:
 
 def activation(kernels: Kernels, name: str) -> Block:
     """The activation by its Hugging Face name. Raises InputError that lists the known names."""
-    if kind := _FUSED.get(name):
+    if kind := FUSED_ACTIVATIONS.get(name):
         return partial(kernels.plain_activation, kind=kind)
     if name not in _ACTIVATIONS:
-        raise InputError(f"no activation '{name}'; there are {', '.join(sorted((*_FUSED, *_ACTIVATIONS)))}")
+        raise InputError(f"no activation '{name}'; there are {', '.join(sorted((*FUSED_ACTIVATIONS, *_ACTIVATIONS)))}")
     return _ACTIVATIONS[name]
 
 
 def gated_activation(kernels: Kernels, name: str) -> Block:
     """`activation(gate) * up` of `[N, 2F]`, gate before up. Raises InputError that lists the known names."""
-    if kind := _FUSED.get(name):
+    if kind := FUSED_ACTIVATIONS.get(name):
         return partial(kernels.gated_activation, kind=kind)
     plain = activation(kernels, name)
 
@@ -294,7 +294,7 @@ def gated_activation(kernels: Kernels, name: str) -> Block:
     return gated
 
 
-_FUSED = {
+FUSED_ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_accurate": "gelu_tanh",
     "gelu_fast": "gelu_tanh",

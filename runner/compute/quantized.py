@@ -213,7 +213,7 @@ def _scales(read: Read, name: str, wanted: Wanted, block: tuple[int, int] | None
     return found if expected[1] == 1 else found[:, torch.arange(inputs.start, inputs.stop) // width]
 
 
-def mxfp4_values(read: Read, name: str, experts: int, outputs: ShardRange, inputs: ShardRange) -> Tensor:
+def mxfp4_values(read: Read, name: str, experts: ShardRange, outputs: ShardRange, inputs: ShardRange) -> Tensor:
     """Dequantized weights of experts `[X, I, O]` in bfloat16, which holds them exactly; inputs before outputs, as
     gpt-oss has them where they are not quantized."""
     groups = ShardRange(-(-inputs.size // 32), inputs.start // 32, -(-inputs.stop // 32))
@@ -223,8 +223,8 @@ def mxfp4_values(read: Read, name: str, experts: int, outputs: ShardRange, input
         raise InputError(f"tensor '{name}_blocks' is not of bytes in groups of 32 inputs, as mxfp4 is")
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
     first = inputs.start - 32 * groups.start
-    found = torch.empty(experts, len(inputs), len(outputs), dtype=torch.bfloat16)
-    for number in range(experts):
+    found = torch.empty(len(experts), len(inputs), len(outputs), dtype=torch.bfloat16)
+    for number in range(len(experts)):
         halves = torch.stack([blocks[number] & 15, blocks[number] >> 4], -1).flatten(-2)
         value = torch.ldexp(table[halves.int()], exponents[number].int()[..., None] - _EXPONENT_BIAS)
         found[number] = value.flatten(1)[:, first : first + len(inputs)].t()

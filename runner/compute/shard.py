@@ -2,7 +2,9 @@
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3. Heads and the feed-forward block's inner width are split by
 outputs in the first product and by inputs in the second, whose partial results are all-reduced: two sums a layer.
-The vocabulary is split by tokens, in embedding table and output head. Norms and position tables are replicated.
+The vocabulary is split by tokens, in embedding table and output head. Norms and position tables are replicated. The
+routed experts of a mixture are split like any feed-forward block, or whole ones are divided among the ranks
+(`whole_experts`), whose outputs are partial results of the same sum.
 """
 
 from dataclasses import dataclass
@@ -58,6 +60,9 @@ class Shard:
     last: bool = True
     """Holds the final norm and the output head."""
     group: Group = ALONE
+    whole_experts: bool = False
+    """Each rank has some of a mixture's routed experts whole (expert parallelism), not a part of the inner width of
+    all."""
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +118,22 @@ def inner_range(spec: ModelSpec, group: Group, width: int) -> ShardRange:
     fitting = [n for n in range(1, group.size + 1) if width % n == 0]
     _check(group.size, f"the feed-forward width {width} of '{spec.name}'", fitting)
     return _share(width, group)
+
+
+def expert_range(spec: ModelSpec, shard: Shard) -> ShardRange:
+    """The routed experts of a layer that this rank holds, whole or a part of their inner width.
+
+    Raises InputError where whole ones cannot be divided evenly.
+    """
+    assert spec.experts is not None
+    count, size = spec.experts.count, shard.group.size if shard.whole_experts else 1
+    _check(size, f"the {count} experts of '{spec.name}'", [n for n in range(1, size + 1) if count % n == 0])
+    return _share(count, shard.group) if size > 1 else ShardRange(count, 0, count)
+
+
+def expert_group(shard: Shard) -> Group:
+    """The ranks over which the inner width of a routed expert is split."""
+    return ALONE if shard.whole_experts else shard.group
 
 
 def inner_widths(spec: ModelSpec) -> list[int]:

@@ -192,6 +192,7 @@ class Worker:
                 first=self._first,
                 last=self._last,
                 group=group,
+                whole_experts=stage.expert_parallel_size > 1,
             ),
             dtype=options.dtype,
             kv_dtype=options.kv_dtype,

@@ -49,8 +49,8 @@ def engine_setup(
     """
     if needs_other_engine(plan.placement):
         raise InputError(
-            "the plan has expert parallelism or attention data parallelism, which the engine here does not run; other "
-            "engines do; plan without --engine for this one"
+            "the plan has attention data parallelism, or experts that are both divided and cut, which the engine here "
+            "does not run; other engines do; plan without --engine for this one"
         )
     return EngineSetup(
         model=model_source(spec),

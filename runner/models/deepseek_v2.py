@@ -51,7 +51,7 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -
     name = LAYER.format(index)
     if not spec.has_experts(index):
         return gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=bool(spec.config.get("mlp_bias")))
-    return expert_block(weights, spec, shard.group, name, names=_EXPERTS, routing=_routing(spec))
+    return expert_block(weights, spec, shard, name, names=_EXPERTS, routing=_routing(spec))
 
 
 def _routing(spec: ModelSpec) -> Routing:

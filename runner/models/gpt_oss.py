@@ -28,7 +28,7 @@ from exeplan.runner.compute.layers import (
 from exeplan.runner.compute.prenorm_decoder import LAYER, PREFIX, PreNormDecoder, PreNormLayer
 from exeplan.runner.compute.products import product
 from exeplan.runner.compute.rotary import Rotary
-from exeplan.runner.compute.shard import Group, Shard, head_ranges, inner_range
+from exeplan.runner.compute.shard import Shard, expert_group, expert_range, head_ranges, inner_range
 
 __all__ = ["PREFIX", "Model"]
 _THETA, _EPS = 150000.0, 1e-5
@@ -42,7 +42,7 @@ class Model(PreNormDecoder):
 
 def _layer(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> PreNormLayer:
     name = LAYER.format(index)
-    mlp = _experts(spec, weights, shard.group, f"{name}.mlp")
+    mlp = _experts(spec, weights, shard, f"{name}.mlp")
     return PreNormLayer(spec, weights, name, _attention(spec, weights, shard, index), mlp, eps=_EPS)
 
 
@@ -54,14 +54,14 @@ def _attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int) -> S
     return SelfAttention(shape, qkv, output)
 
 
-def _experts(spec: ModelSpec, weights: Weights, group: Group, name: str) -> Block:
+def _experts(spec: ModelSpec, weights: Weights, shard: Shard, name: str) -> Block:
     assert spec.experts is not None
-    count, size = spec.experts.count, spec.hidden_size
+    count, size, held, group = spec.experts.count, spec.hidden_size, expert_range(spec, shard), expert_group(shard)
     inner = inner_range(spec, group, spec.experts.width)
-    gate_up_XEO = weights.take(f"{name}.experts.gate_up_proj", count, size, inner.times(2))
-    gate_up_XO = weights.take(f"{name}.experts.gate_up_proj_bias", count, inner.times(2))
-    down_XIE = weights.take(f"{name}.experts.down_proj", count, inner, size)
-    down_XE = weights.take(f"{name}.experts.down_proj_bias", count, size)
+    gate_up_XEO = weights.take(f"{name}.experts.gate_up_proj", held, size, inner.times(2))
+    gate_up_XO = weights.take(f"{name}.experts.gate_up_proj_bias", held, inner.times(2))
+    down_XIE = weights.take(f"{name}.experts.down_proj", held, inner, size)
+    down_XE = weights.take(f"{name}.experts.down_proj_bias", held, size)
     limits = {name: float(spec.config.get(name, usual)) for name, usual in _LIMITS.items()}
     experts = [
         MLP(
@@ -69,11 +69,11 @@ def _experts(spec: ModelSpec, weights: Weights, group: Group, name: str) -> Bloc
             product(weights, down_XIE[number].t().contiguous(), down_XE[number] if group.rank == 0 else None),
             partial(clamped_swiglu, alpha=limits["swiglu_alpha"], limit=limits["swiglu_limit"]),
         )
-        for number in range(count)
+        for number in range(len(held))
     ]
     router = Linear(weights.take(f"{name}.router.weight", count, size), weights.take(f"{name}.router.bias", count))
     routing = Routing(per_token=spec.experts.per_token, normalized=True)
-    return summed(Experts(Router(router, routing), experts, padded=router.packed), group)
+    return summed(Experts(Router(router, routing), experts, padded=router.packed, held=held), shard.group)
 
 
 def _apart(interleaved: Tensor) -> Tensor:

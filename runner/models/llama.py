@@ -90,7 +90,7 @@ def _feed_forward(spec: ModelSpec, weights: Weights, shard: Shard, index: int, v
         return gated_mlp(weights, spec, shard.group, f"{name}.mlp", bias=_flag(variant.mlp_bias, config))
     assert spec.experts is not None
     routing = Routing(per_token=spec.experts.per_token, normalized=_flag(variant.normalized_routes, config))
-    return expert_block(weights, spec, shard.group, name, names=variant.experts, routing=routing)
+    return expert_block(weights, spec, shard, name, names=variant.experts, routing=routing)
 
 
 def _attention(spec: ModelSpec, weights: Weights, shard: Shard, index: int, variant: Variant) -> SelfAttention:

@@ -36,6 +36,7 @@ def test_only_what_changes_predictions_changes_the_fingerprint(profile: Profile)
     [
         ("speed_spread", "fast", "speed_spread must be a number of at least 0"),
         ("calibration_error", -0.1, "calibration_error must be a number of at least 0"),
+        ("prefill_calibration", 1.1, "prefill_calibration, a factor that is no longer used"),
         ("prefill_seconds", -1e-3, "prefill_seconds must be a number of at least 0"),
         ("reference_passes", [{"kind": "verify"}], "is not a profile"),
         ("reference_passes", [{**asdict(PASS), "kind": "verify"}], "unknown kind"),

@@ -64,14 +64,26 @@ def rows(outputs: dict[str, int]) -> tuple[SequenceState, ...]:
 
 
 def stages(
-    model: str, cuts: Sequence[Sequence[int]], group: Group = ALONE, *, dtype: str = "float32", dummy: bool = False
+    model: str,
+    cuts: Sequence[Sequence[int]],
+    group: Group = ALONE,
+    *,
+    dtype: str = "float32",
+    dummy: bool = False,
+    whole_experts: bool = False,
 ) -> list[ModelRunner]:
     """A pipeline of the given layers, first to last exclusive, each stage held by the group."""
     spec = load_model_spec(model)
     return [
         ModelRunner(
             spec,
-            shard=Shard(layers=(first, last), first=first == 0, last=last == spec.num_layers, group=group),
+            shard=Shard(
+                layers=(first, last),
+                first=first == 0,
+                last=last == spec.num_layers,
+                group=group,
+                whole_experts=whole_experts,
+            ),
             dtype=dtype,
             num_blocks=8,
             dummy_weights=dummy,

@@ -10,7 +10,7 @@ import torch
 from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
-from exeplan.core.schedule import Stage
+from exeplan.core.schedule import Sharding, Stage
 from exeplan.errors import InputError
 from exeplan.profiler.multi_device import worker_passes
 from exeplan.profiler.multi_device.multi_device import check_num_devices
@@ -67,6 +67,20 @@ def test_the_file_holds_shards_links_and_control(profile: Profile, output: Path)
         ("pass", 2),
     }
     assert load_profile(output) == profile
+
+
+def test_a_mixture_is_timed_with_its_experts_cut_and_divided(tmp_path: Path) -> None:
+    mixture = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    options = {"max_num_seqs": 4, "dummy_weights": True, "progress": False, "num_devices": 2}
+    found = profile_model(tiny(**mixture), output=tmp_path / "moe.json", budget_seconds=2.0, **options)
+    assert found.complete
+    assert found.expert_shardings == (Sharding(2, 1, 2),)
+    assert {(m.op, m.sharding) for m in found.measurements if m.expert_parallel_size > 1} == {
+        ("rest", Sharding(2, 1, 2))
+    }
+    rows = tuple(SequenceState(request_id=str(n), num_prompt_tokens=20, max_output_tokens=1) for n in range(4))
+    divided = CostModel(found, (Stage(devices=(0, 1), layers=(0, 2), expert_parallel_size=2),))
+    assert divided.batch_seconds(Batch(decode=rows)) > 0
 
 
 @pytest.mark.parametrize(

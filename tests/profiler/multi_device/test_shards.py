@@ -7,7 +7,16 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Device
 from exeplan.profiler.measuring.measure import Rig
 from exeplan.profiler.measuring.points import Point, Range, Work
-from exeplan.profiler.multi_device.shards import Silent, shard_rows, shard_work, shared_degrees
+from exeplan.profiler.multi_device.shards import (
+    BusiestFirst,
+    Silent,
+    expert_degrees,
+    mixtures_of,
+    shard_rows,
+    shard_work,
+    shared_degrees,
+    time_the_busiest,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -77,3 +86,34 @@ def test_rows_are_of_that_degree_and_reach_as_far_as_the_models(work: Work) -> N
     )
     assert len(more) > len(rows)
     assert 21 in {row.num_tokens for row in more if row.op == "rest"}
+
+
+MIXTURE = {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+
+
+def test_experts_are_divided_by_degrees_that_divide_their_number() -> None:
+    assert expert_degrees(tiny(**MIXTURE), (2, 3, 4, 6)) == (2, 3, 6)
+    assert expert_degrees(tiny(), (2, 4)) == ()
+
+
+def test_the_rank_that_is_timed_has_the_busiest_part_of_every_batch() -> None:
+    rig = Rig(
+        tiny(**MIXTURE),
+        dtype="float32",
+        device="cpu",
+        copies=2,
+        num_blocks=8,
+        dummy_weights=True,
+        group=Silent(2),
+        whole_experts=True,
+    )
+    time_the_busiest(rig.probe.model, 2)
+    blocks = list(mixtures_of(rig.probe.model))
+    assert len(blocks) == 2
+    for block in blocks:
+        assert isinstance(block.router, BusiestFirst)
+        for number in range(20):
+            torch.manual_seed(number)
+            x_NE = torch.randn(1 + number, 48)
+            parts = torch.bincount(block.router(x_NE)[1].flatten() // 3, minlength=2)
+            assert parts[0] == parts.max()

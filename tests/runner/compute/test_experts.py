@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from exeplan.kernels.linear import Linear, row_bucket
 from exeplan.runner.compute.experts import Experts, Router, Routing, grouped
+from exeplan.runner.compute.shard import ShardRange
 
 
 @given(
@@ -20,7 +21,8 @@ def test_each_token_has_a_row_of_each_of_its_experts(num_tokens, num_experts, pe
     per_token = min(per_token, num_experts)
     scores_NX = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
     expert_Nk = scores_NX.topk(per_token, -1).indices
-    group = grouped(expert_Nk, num_experts, padded=padded)
+    group = grouped(expert_Nk, ShardRange(num_experts, 0, num_experts), padded=padded)
+    assert group.held is None
     assert group.experts == expert_Nk.unique().tolist()
     owner_P = torch.tensor(group.experts).repeat_interleave(torch.tensor(group.rows))
     assert torch.equal(owner_P[group.places], expert_Nk)
@@ -47,6 +49,26 @@ def test_both_ways_give_what_each_token_alone_gets(num_tokens, normalized, dtype
         out_NE = way(x_NE, weight_Nk, expert_Nk)
         assert out_NE.dtype == dtype
         torch.testing.assert_close(out_NE.float(), torch.stack(alone), **tolerance)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6])
+@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+def test_ranks_with_some_experts_each_add_up_to_all(num_tokens, parts):
+    """Of one token some ranks have no expert at all."""
+    torch.manual_seed(num_tokens)
+    block = mixture(num_experts=6, per_token=2, normalized=True)
+    x_NE = torch.randn(num_tokens, 16)
+    weight_Nk, expert_Nk = block.router(x_NE)
+    held = [ShardRange(6, 6 * rank // parts, 6 * (rank + 1) // parts) for rank in range(parts)]
+    ranks = [
+        Experts(block.router, block.experts[part.start : part.stop], padded=block.padded, held=part) for part in held
+    ]
+    for way in ("of_touched", "of_all"):
+        expected = getattr(block, way)(x_NE, weight_Nk, expert_Nk)
+        found = sum(getattr(rank, way)(x_NE, weight_Nk, expert_Nk) for rank in ranks)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    rows = [sum(grouped(expert_Nk, part, padded=False).rows) for part in held]
+    assert sum(rows) == 2 * num_tokens
 
 
 def test_weights_are_shares_of_all_experts_or_of_the_chosen():

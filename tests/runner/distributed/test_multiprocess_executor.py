@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -170,6 +171,16 @@ def test_separate_stages_equal_generate(family, widths, checkpoint, expected):
     directory = checkpoint(family)[1]
     stages = apart(load_model_spec(directory), *APART_PLACEMENTS[widths])
     check(stages, APART.values(), directory, expected(family))
+
+
+def test_experts_divided_among_devices_equal_generate(checkpoint, expected):
+    """Where stages do both, and where some only prefill."""
+    directory = checkpoint("deepseek_v2")[1]
+    spec, wanted = load_model_spec(directory), expected("deepseek_v2")
+    shared, separate = placement(spec, PLACEMENTS["tp2-pp2"]), apart(spec, *APART_PLACEMENTS["2+1"])
+    for stages, schedules in ((shared, [SHARED["orca"], SHARED["rra"]]), (separate, APART.values())):
+        divided = tuple(replace(stage, expert_parallel_size=stage.num_devices) for stage in stages)
+        check(divided, schedules, directory, wanted)
 
 
 def test_a_batch_that_takes_longer_than_the_deadline_means_a_worker_that_hangs(checkpoint, expected):

@@ -20,8 +20,10 @@ from exeplan.errors import InputError
 from exeplan.kernels.int4_linear import Int4Linear, multiplies_int4
 from exeplan.kernels.int8_linear import Int8Linear, multiplies_int8
 from exeplan.profiler.measuring.memory import tensor_bytes
+from exeplan.profiler.multi_device.shards import Silent, mixtures_of
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import holding_remarks
+from exeplan.runner.compute.shard import whole
 
 from .. import ranks
 from .quantized_checkpoints import FAMILIES, LAYOUTS, W8A8, copied, save, save_mxfp4
@@ -180,6 +182,12 @@ def test_mxfp4_equals_what_transformers_dequantizes(tmp_path):
     expected = model.model.layers[0].mlp.experts.down_proj
     assert torch.equal(runner.model.layers[0].mlp.experts[0].down.weight.to_dense(), expected[0].t())
     assert error(logits(directory, "float32"), expected_logits(model)) < 1e-4
+    spec = load_model_spec(str(directory))
+    for rank in range(2):  # Of experts that are divided each rank reads its own.
+        shard = replace(whole(spec), group=Silent(2, rank), whole_experts=True)
+        [held, *_] = mixtures_of(ModelRunner(spec, shard=shard, num_blocks=1).model)
+        assert len(held.experts) == 2
+        assert torch.equal(held.experts[0].down.weight.to_dense(), expected[2 * rank].t())
 
 
 WHOLE, UNEVEN = [[0, 3]], [[0, 2], [2, 3]]

@@ -2,16 +2,20 @@
 its share.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from exeplan.core.model import load_model_spec, model_spec
+from exeplan.core.sparse_layers import RUN_SPARSE
 from exeplan.errors import InputError
+from exeplan.profiler.multi_device.shards import mixtures_of
 from exeplan.runner.compute.families import load_model
 from exeplan.runner.compute.model_runner import ModelRunner
-from exeplan.runner.compute.shard import Shard, head_ranges, whole
+from exeplan.runner.compute.shard import Shard, expert_range, head_ranges, whole
 from exeplan.runner.ipc.collectives import SharedBuffer, SharedMemoryGroup, group_bytes
 
 from .. import ranks
@@ -20,6 +24,7 @@ from .test_models import CASES
 LAYERS = 3
 WHOLE, UNEVEN = [[0, LAYERS]], [[0, 2], [2, LAYERS]]
 DECODERS = [case for case in CASES if not CONFIG_MAPPING[case.split("-")[0]]().is_encoder_decoder]
+SPARSE = [case for case in DECODERS if case in RUN_SPARSE]
 every_decoder = pytest.mark.parametrize("case", DECODERS)
 
 
@@ -46,6 +51,13 @@ def found(models, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
     jobs = {f"{case} whole": {"model": models[case], "cuts": WHOLE} for case in DECODERS}
     jobs |= {f"{case} uneven": {"model": models[case], "cuts": UNEVEN} for case in DECODERS}
     jobs |= {f"{case} dummy": {"model": models[case], "cuts": WHOLE, "dummy": True} for case in ("llama", "gpt2")}
+    jobs |= {
+        f"{case} experts{' dummy' * dummy}": {
+            "model": models[case], "cuts": UNEVEN, "whole_experts": True, "dummy": dummy
+        }
+        for case in SPARSE
+        for dummy in (False, True)
+    }  # fmt: skip
     jobs["llama bfloat16"] = {"model": models["llama"], "cuts": UNEVEN, "dtype": "bfloat16"}
     return ranks.outputs_of_two(folder, jobs)
 
@@ -82,6 +94,38 @@ def test_two_ranks_give_the_logits_of_the_whole(case, cuts, models, found):
     first, second = (logits[f"{case} {cuts}"] for logits in found)
     assert torch.equal(first, second)
     assert_same(first, expected)
+
+
+@pytest.mark.parametrize("case", SPARSE)
+@pytest.mark.parametrize("dummy", [False, True])
+def test_experts_divided_among_two_ranks_are_the_same_model(case, dummy, models, found):
+    expected = ranks.logits(ranks.stages(models[case], WHOLE, dummy=dummy))
+    first, second = (logits[f"{case} experts{' dummy' * dummy}"] for logits in found)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_a_rank_holds_its_experts_whole_and_no_others(case, models, group):
+    spec = load_model_spec(models[case])
+    halves = [
+        ModelRunner(spec, shard=replace(whole(spec), group=group(rank, 2), whole_experts=True), num_blocks=1)
+        for rank in range(2)
+    ]
+    mixtures = [one for runner in halves for one in mixtures_of(runner.model)]
+    assert {len(one.experts) for one in mixtures} == {spec.experts.count // 2}
+    assert {one.held.start for one in mixtures} == {0, spec.experts.count // 2}
+    total = ModelRunner(spec, num_blocks=1).weight_bytes
+    assert max(runner.weight_bytes for runner in halves) < 0.65 * total
+
+
+def test_experts_that_cannot_be_divided_evenly_are_refused(models, group):
+    spec = load_model_spec(models["mixtral"])
+    odd = replace(spec, experts=replace(spec.experts, count=3))
+    with pytest.raises(
+        InputError, match="the 3 experts of 'mixtral' cannot be split evenly over 2 devices, but over 1"
+    ):
+        expert_range(odd, replace(whole(odd), group=group(0, 2), whole_experts=True))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])

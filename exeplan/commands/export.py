@@ -61,9 +61,10 @@ def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:
     if not plan.profile or not Path(plan.profile).exists():
         yield "what that costs is not known: the plan's profile is not here to replay it"
         return
-    found = api.simulate(exported.as_run).replay
+    simulation = api.simulate(exported.as_run)
+    found, broken = simulation.replay, simulation.broken_bound
     yield (
         f"replayed as {exported.engine} schedules it: {found.throughput:.3g} requests/s where the plan has "
         f"{plan.replay.throughput:.3g}, latency {show_seconds(found.latency)} where it has "
-        f"{show_seconds(plan.replay.latency)}"
+        f"{show_seconds(plan.replay.latency)}" + (f"; this breaks the {broken}" if broken else "")
     )

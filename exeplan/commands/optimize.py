@@ -149,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
     from exeplan.core.schedule import needs_other_engine
+    from exeplan.export import exporter_names
     from exeplan.figures import check_picture
     from exeplan.garbage import collected_seldom
     from exeplan.planner.reports.explain_text import explanation_lines
@@ -188,7 +189,11 @@ def run(args: argparse.Namespace) -> int:
             where = "; other engines run this model, `exeplan serve` does not"
         elif any(needs_other_engine(group.placement) for group in optimum.plan.groups):
             where = "; other engines run this placement, `exeplan serve` does not"
-        print(f"\nplan written to {args.output}{where or f'; run it with `exeplan serve {args.output}`'}")
+        where = where or f"; run it with `exeplan serve {args.output}`"
+        engine = solution.problem.profile.source.rpartition(" with ")[2]
+        if engine in exporter_names():
+            where += f"; for {engine}: `exeplan export {args.output} --to {engine}`"
+        print(f"\nplan written to {args.output}{where}")
     return 0
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 import exeplan.export
+from exeplan.cli import main
 from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
 from exeplan.export import engine_model, exporter_names, installed_remark, load_exporter
+from exeplan.plain_yaml import load
 
 TOY = '''"""A toy engine that takes one number."""
 
@@ -69,3 +71,23 @@ def test_an_engine_loads_a_directory_an_id_or_what_a_shipped_shape_is_on_the_hub
         engine_model("llama-3.1-8b")
     with pytest.raises(InputError, match="'demo' is a shipped shape without weights; say what"):
         engine_model("demo")
+
+
+def test_the_road_from_a_datasheet_to_another_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What LMDeploy's constant interval costs is replayed; a bound that breaks is named."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "llama-3.1-8b", "--datasheet", "h100-80gb", "--engine", "sglang", "-o", "p.json"]) == 0
+    asked = ["--workload", "azure-2023-conv", "--latency-bound", "20s", "--policy", "rra", "-o", "plan.yaml"]
+    assert main(["optimize", "--profile", "p.json", *asked]) == 0
+    assert "for sglang: `exeplan export plan.yaml --to sglang`" in capsys.readouterr().out
+    assert main(["export", "plan.yaml", "--to", "lmdeploy", "--model", "a/b", "--as", "compose", "-o", "c.yaml"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "wrote c.yaml\n"
+    assert "note: replayed as LMDeploy schedules it: " in said.err
+    assert "; this breaks the bound 20 s on p99-length" in said.err
+    services = load(Path("c.yaml").read_text())["services"]
+    assert services["lmdeploy"]["entrypoint"] == ["lmdeploy", "serve", "api_server"]
+    assert main(["export", "plan.yaml", "--to", "sglang"]) == 2
+    assert "'llama-3.1-8b' is a shipped shape without weights" in capsys.readouterr().err

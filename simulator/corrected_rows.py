@@ -39,7 +39,7 @@ def corrected_rows(profile: Profile) -> Sequence[Measurement]:
 
 def prefill_factor_of(profile: Profile) -> float:
     """On what passes with prompts take for their products and for attention to prompts."""
-    return math.exp(profile.correction.prefill) if profile.correction else 1.0
+    return profile.prefill_calibration * (math.exp(profile.correction.prefill) if profile.correction else 1.0)
 
 
 def _by_phase(row: Measurement) -> Iterator[Measurement]:

@@ -81,9 +81,7 @@ class Timings:
         self.rows = _times(corrected_rows(profile), profile.calibration)
         overheads = [m for m in self.rows if m.op == "overhead"]
         self.overhead = curve_of([m for m in overheads if m.phase != "prefill"], "num_seqs")
-        more = profile.prefill_seconds
-        prefills = [replace(m, seconds=m.seconds + more) for m in overheads if m.phase != "decode"]
-        self.prefill_overhead = curve_of(prefills, "num_seqs")
+        self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
         controls = [m for m in self.rows if m.op == "control"]
         self.control = curve_of(controls, "num_seqs") if controls else None
         """Of iterations run by worker processes; None where the profile has no such rows."""

@@ -158,9 +158,8 @@ class Profile:
     """Of keys and values, where it is not the same."""
     calibration: float = 1.0
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
-    prefill_seconds: float = 0.0
-    """What each pass with prefills, and those after it, whose weights, keys and values it evicted from the cache, take
-    longer than the sum of their parts times `calibration`."""
+    prefill_calibration: float = 1.0
+    """The same of what prefills add to their passes, over that; 1 where the steps do not show that they differ."""
     calibration_error: float = 0.0
     """The standard error of `calibration`, relative."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
@@ -206,12 +205,12 @@ class Profile:
         body = [self.model.fingerprint, self.dtype, asdict(self.device), self.weight_bytes, self.calibration, rows]
         body += [self.kv_dtype] if self.kv_dtype else []
         body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
-        body += [self.prefill_seconds] if self.prefill_seconds else []
+        body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_OPTIONAL = ("layer_weight_bytes", "prefill_seconds", "calibration_error", "speed_spread")
+_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "calibration_error", "speed_spread")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -249,11 +248,6 @@ def load_profile(path: Path) -> Profile:
     body = read_json(path)
     if body.get("exeplan_profile") != 1:
         raise InputError(f"{path} is not an exeplan profile; make one with `exeplan profile MODEL -o {path}`")
-    if "prefill_calibration" in body:
-        raise InputError(
-            f"{path} has prefill_calibration, a factor that is no longer used (prefill_seconds took its place); run "
-            "`exeplan profile` again"
-        )
     try:
         rows = tuple(_measurement(row, index, path) for index, row in enumerate(body["measurements"], start=1))
         profile = Profile(
@@ -296,6 +290,7 @@ def _check_values(profile: Profile, path: Path) -> None:
         "weight_bytes": profile.weight_bytes,
         "workspace_bytes": profile.workspace_bytes,
         "calibration": profile.calibration,
+        "prefill_calibration": profile.prefill_calibration,
         **{name: getattr(device, name) for name in ("memory_bytes", "copy_bytes_per_second", "flops_per_second")},
         "num_threads": device.num_threads,
         **({} if profile.layer_weight_bytes is None else {"layer_weight_bytes": profile.layer_weight_bytes}),
@@ -325,7 +320,7 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    for name in ("speed_spread", "calibration_error", "prefill_seconds"):
+    for name in ("speed_spread", "calibration_error"):
         value = getattr(profile, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")

@@ -1,10 +1,8 @@
 """Calibration: what the engine takes over the sum of its parts, when it really runs.
 
 Parts are medians of undisturbed passes of one kind. A run also has slow passes and mixes kinds: a prefill evicts the
-weights and the decode rows' keys and values from the cache. Short bursts of real load between the measuring rounds give
-the mean ratio: one factor for all predictions, and where the bursts show them, seconds for each pass with prefills, by
-which it and the passes soon after it are longer than others. A batch that decodes for hundreds of passes has them once:
-as a part of the factor they were 5 % on each of its passes, as a factor on prefills 9 % on those of 50,000 tokens.
+decode rows' keys and values from the cache. Short bursts of real load between the measuring rounds give the mean ratio:
+one factor for all predictions, and one more for what prefills add where the bursts show that it is another.
 """
 
 import math
@@ -30,9 +28,7 @@ _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _WARM_STEPS = 12
 _MAX_WALL_OVER_CPU = 1.05
 _LEAST_BURSTS, _SURE = 3, 2.5
-"""Bursts, and standard errors, below which prefills have no seconds of their own."""
-_SOON = 2
-"""Passes after a prefill that find the cache without what it evicted."""
+"""Bursts, and standard errors from 1, below which prefills have no factor of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +66,11 @@ def burst(rig: Rig, *, seed: int, between: Callable[[], None] = lambda: None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What bursts took; without any, what the parts add up to."""
+    """Measured over predicted seconds of bursts; 1 without any."""
 
     factor: float = 1.0
-    """Measured over predicted seconds."""
-    prefill_seconds: float = 0.0
-    """More for each pass of the whole model with prefills; 0 unless the bursts show them (`_SURE`)."""
+    prefill_factor: float = 1.0
+    """On what prefills add to their passes, beside `factor`; 1 unless the bursts show another one (`_SURE`)."""
     error: float = 0.0
     """The standard error of the factor, relative."""
 
@@ -90,61 +85,65 @@ def calibrate(
     bursts = [steps for steps in bursts if steps]
     if not bursts:
         return Calibration()
-    encoder_layers = min(num_layers, profile.model.num_encoder_layers)
-    model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
-    cost = CostModel(replace(profile, model=model, calibration=1.0, prefill_seconds=0.0))
-    found = [_burst_times(steps, speed, cost) for steps in bursts]
-    more = _prefill_seconds(found)
-    logs = np.log([times.ratio(more) for times in found])
+    models = [_cost(profile, num_layers, prefill_factor=factor) for factor in (1.0, 2.0)]
+    found = [_burst_times(steps, speed, models) for steps in bursts]
+    prefill_factor = _prefill_factor(found)
+    logs = np.log([times.ratio(prefill_factor) for times in found])
     error = MEDIAN_ERROR * float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-    more *= profile.model.num_layers / num_layers
-    return Calibration(factor=math.exp(np.median(logs)), prefill_seconds=more, error=error)
+    return Calibration(factor=math.exp(np.median(logs)), prefill_factor=prefill_factor, error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BurstTimes:
-    """Seconds of one burst, measured and predicted."""
+    """Seconds of one burst: of its passes that only decode, and of those with prefills."""
 
-    measured: float
+    decode: float
+    with_prefills: float
+    predicted_decode: float
     predicted: float
-    measured_later: float
-    """Of passes that decode, not soon after one with prefills."""
-    predicted_later: float
-    num_prefills: int
-    """Passes with prefills."""
+    """Of those with prefills."""
+    by_prefills: float
+    """The part of it on which the prefill factor is."""
 
-    def ratio(self, prefill_seconds: float) -> float:
-        return (self.measured - self.num_prefills * prefill_seconds) / self.predicted
+    def ratio(self, prefill_factor: float) -> float:
+        predicted = self.predicted_decode + self.predicted + (prefill_factor - 1) * self.by_prefills
+        return (self.decode + self.with_prefills) / predicted
 
     @property
-    def prefill_seconds(self) -> float:
-        """More than if all passes were as slow as those not soon after one with prefills, for each of these."""
-        slower = self.measured_later / self.predicted_later
-        return (self.measured - slower * self.predicted) / self.num_prefills
+    def prefill_factor(self) -> float:
+        """With which passes with prefills are as slow, measured over predicted, as those without."""
+        slower = self.decode / self.predicted_decode
+        return (self.with_prefills / slower - (self.predicted - self.by_prefills)) / self.by_prefills
 
 
-def _burst_times(steps: Sequence[BurstStep], speed: MachineSpeed | None, cost: CostModel) -> _BurstTimes:
-    begin = 0 if cost.first_token_from_prefill else 1
-    measured = np.array(_at_profile_speed(steps, speed))
-    predicted = np.array([cost.batch_seconds(_batch(step.record, begin)) for step in steps])
+def _burst_times(steps: Sequence[BurstStep], speed: MachineSpeed | None, models: Sequence[CostModel]) -> _BurstTimes:
+    begin = 0 if models[0].first_token_from_prefill else 1
+    seconds = np.array(_at_profile_speed(steps, speed))
+    once, twice = (np.array([model.batch_seconds(_batch(step.record, begin)) for step in steps]) for model in models)
     decodes = np.array([step.record.kind == "decode" for step in steps])
-    later = np.array([decodes[max(number - _SOON, 0) : number + 1].all() for number in range(len(steps))])
     return _BurstTimes(
-        measured=float(measured.sum()),
-        predicted=float(predicted.sum()),
-        measured_later=float(measured[later].sum()),
-        predicted_later=float(predicted[later].sum()),
-        num_prefills=int((~decodes).sum()),
+        decode=float(seconds[decodes].sum()),
+        with_prefills=float(seconds[~decodes].sum()),
+        predicted_decode=float(once[decodes].sum()),
+        predicted=float(once[~decodes].sum()),
+        by_prefills=float((twice - once)[~decodes].sum()),
     )
 
 
-def _prefill_seconds(bursts: Sequence[_BurstTimes]) -> float:
-    """The median over the bursts where it is surely above 0; 0 elsewhere: seconds more would fit noise."""
-    found = np.array([times.prefill_seconds for times in bursts if times.num_prefills and times.predicted_later])
-    if len(found) < _LEAST_BURSTS:
-        return 0.0
-    sure = found.mean() > _SURE * found.std(ddof=1) / math.sqrt(len(found))
-    return max(float(np.median(found)), 0.0) if sure else 0.0
+def _prefill_factor(bursts: Sequence[_BurstTimes]) -> float:
+    """The median over the bursts where it is surely not 1; 1 elsewhere: a factor more would fit noise."""
+    found = [times.prefill_factor for times in bursts if times.decode and times.by_prefills]
+    if len(found) < _LEAST_BURSTS or min(found) <= 0:
+        return 1.0
+    logs = np.log(found)
+    sure = abs(logs.mean()) > _SURE * logs.std(ddof=1) / math.sqrt(len(logs))
+    return math.exp(np.median(logs)) if sure else 1.0
+
+
+def _cost(profile: Profile, num_layers: int, *, prefill_factor: float) -> CostModel:
+    encoder_layers = min(num_layers, profile.model.num_encoder_layers)
+    model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
+    return CostModel(replace(profile, model=model, calibration=1.0, prefill_calibration=prefill_factor))
 
 
 def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) -> list[float]:

@@ -224,7 +224,7 @@ class Campaign:
             profile = replace(
                 profile,
                 calibration=round(found.factor, 4),
-                prefill_seconds=round(found.prefill_seconds, 7),
+                prefill_calibration=round(found.prefill_factor, 4),
                 calibration_error=round(found.error, 4),
             )
         save_profile(profile, self.output)
@@ -244,11 +244,7 @@ class Campaign:
             f"interpolation between them may miss a layer by {error:.1%}; "
             f"whole steps take {profile.calibration:.3f} times the sum of their parts "
             f"(+-{profile.calibration_error:.1%})"
-            + (
-                f", and {1e3 * profile.prefill_seconds:.2f} ms for each with prefills"
-                if profile.prefill_seconds
-                else ""
-            )
+            + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
         )
         if self.speed and self.speed.samples:
             self.bar.note(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from exeplan.core.batch import Batch, SequenceState
@@ -52,33 +53,33 @@ def mixed_seconds(cost: CostModel, *, prefills: int) -> float:
     return cost.batch_seconds(Batch(prefill=prompts, decode=tuple(rows)))
 
 
-def bursts_of(cost: CostModel, seconds: Sequence[float]) -> list[list[BurstStep]]:
-    """Bursts of a pass with a prefill and six that decode, 1.1 times slower than their parts; the prefill and the two
-    passes after it take these seconds longer in all."""
+def bursts_of(cost: CostModel, factors: Sequence[float], *, with_prefills: float) -> list[list[BurstStep]]:
+    """Bursts of a decode and a pass with a prefill, these many times slower than their parts."""
     decode, mixed = StepRecord(0.0, 1.0, 0, 4, 4, 400), StepRecord(0.0, 1.0, 1, 4, 104, 400)
-    both, each = 1.1 * mixed_seconds(cost, prefills=1), 1.1 * decode_seconds(cost, 4, 100)
     return [
         [
-            BurstStep(mixed, both + 0.5 * more, 0.0),
-            BurstStep(decode, each + 0.375 * more, 0.0),
-            BurstStep(decode, each + 0.125 * more, 0.0),
-            *4 * [BurstStep(decode, each, 0.0)],
+            BurstStep(decode, factor * decode_seconds(cost, 4, 100), 0.0),
+            BurstStep(mixed, with_prefills * factor * mixed_seconds(cost, prefills=1), 0.0),
         ]
-        for more in seconds
+        for factor in factors
     ]
 
 
-def test_what_a_prefill_costs_the_passes_after_it_is_the_prefills(profile: Profile, cost: CostModel) -> None:
-    found = calibrate(bursts_of(cost, (0.9e-3, 1e-3, 1.1e-3)), profile, num_layers=6)
-    assert found.factor == pytest.approx(1.1)
-    assert found.prefill_seconds == pytest.approx(1e-3 * profile.model.num_layers / 6)
-    again = CostModel(replace(profile, calibration=1.1, prefill_seconds=1e-3))
-    assert mixed_seconds(again, prefills=1) == pytest.approx(1.1 * mixed_seconds(cost, prefills=1) + 1e-3)
-    assert decode_seconds(again, 4, 100) == pytest.approx(1.1 * decode_seconds(cost, 4, 100))
+def test_prefills_have_a_factor_of_their_own_where_all_bursts_say_so(profile: Profile, cost: CostModel) -> None:
+    found = calibrate(bursts_of(cost, (1.1, 1.2, 1.3), with_prefills=1.2), profile, num_layers=6)
+    again = replace(profile, calibration=found.factor, prefill_calibration=found.prefill_factor)
+    assert mixed_seconds(CostModel(again), prefills=1) == pytest.approx(1.2 * 1.2 * mixed_seconds(cost, prefills=1))
+    assert decode_seconds(CostModel(again), 4, 100) == pytest.approx(1.2 * decode_seconds(cost, 4, 100))
+    assert found.error == pytest.approx(1.2533 * np.log([1.1, 1.2, 1.3]).std(ddof=1) / 3**0.5)
 
 
-def test_bursts_that_disagree_give_prefills_no_seconds(profile: Profile, cost: CostModel) -> None:
-    assert calibrate(bursts_of(cost, (-1e-3, 0.1e-3, 1e-3)), profile, num_layers=6).prefill_seconds == 0.0
+def test_bursts_that_disagree_give_prefills_no_factor(profile: Profile, cost: CostModel) -> None:
+    bursts = [
+        burst
+        for factor, prefills in ((1.0, 1.3), (1.0, 0.8), (1.0, 1.1))
+        for burst in bursts_of(cost, [factor], with_prefills=prefills)
+    ]
+    assert calibrate(bursts, profile, num_layers=6).prefill_factor == 1.0
 
 
 def test_a_step_counts_with_its_seconds_at_the_speed_of_its_moment(profile: Profile, cost: CostModel) -> None:

@@ -697,9 +697,19 @@ def memory(record: Record) -> str:
     return f"from {record['held before']['MiB']} to {mib(record['held after']['MiB'])}"
 
 
+def memory_of_turns(record: Record) -> str:
+    turns = record["memory MiB, after each turn"]
+    return f"{turns[len(turns) // 4]} after a quarter of the time and {mib(turns[-1])} at its end"
+
+
 def harm(record: Record) -> str:
     (alone, _), (fuzzed, _) = (record[f"latency {name}, median and p95 s"] for name in ("alone", "fuzzed"))
-    return f"{signed(fuzzed / alone - 1)} in the median"
+    later = ", ".join(part["p99 later"] for part in record["parts"])
+    return f"{signed(fuzzed / alone - 1)} in the median, and in the 99th percentile by {later} in its quarters"
+
+
+def slowest_health(record: Record) -> str:
+    return secs(record["slowest /health fuzzed s"])
 
 
 def overload_share(record: Record) -> str:
@@ -819,7 +829,13 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
         "paused": slowest("paused"),
         "gaps": longest_gaps,
     },
-    "fuzz": {"errors": server_errors, "unanswered": unanswered, "harm": harm, "memory": memory},
+    "fuzz": {
+        "errors": server_errors,
+        "unanswered": unanswered,
+        "harm": harm,
+        "memory": memory_of_turns,
+        "health": slowest_health,
+    },
     "overload": {
         "accepted": lambda record: f"{record['accepted requests/s']:.1f} requests/s",
         "promised": lambda record: f"{record['promised requests/s']:.1f}",

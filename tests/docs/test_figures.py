@@ -64,7 +64,6 @@ ALLOWED = {
     },
     "docs/findings.md": {
         "Intervals in brackets hold 95 %": "the confidence",
-        "during a normal load, two minutes": "the length of a run",
         "10,000 requests through": "an input",
         "Llama-3.1-8B": "a model",
         "ten minutes at five times the planned rate": "inputs",

@@ -18,12 +18,11 @@ POSITION = 65
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from exeplan.export import exporter_names
-    from exeplan.export.forms import FORMS
+    from exeplan.export import FORM_NAMES, exporter_names
 
     parser.add_argument("plan", type=Path, metavar="PLAN")
     parser.add_argument("--to", required=True, metavar="ENGINE", help=f"one of {', '.join(exporter_names())}")
-    parser.add_argument("--as", dest="form", default="command", choices=FORMS, help="default: command")
+    parser.add_argument("--as", dest="form", default="command", choices=FORM_NAMES, help="default: command")
     parser.add_argument(
         "--model",
         metavar="NAME",

@@ -6,12 +6,15 @@
 import pkgutil
 from collections.abc import Iterator
 from importlib import import_module, metadata
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from exeplan.core.model import hub_ids
 from exeplan.errors import InputError
-from exeplan.export.interface import Export, Exporter
-from exeplan.files import shipped_names
+
+if TYPE_CHECKING:
+    from exeplan.export.interface import Export, Exporter
+
+FORM_NAMES = ("command", "compose", "kubernetes")
+"""Of `forms.FORMS`, which loads more than a help text needs."""
 
 _OTHERS = ("forms", "interface", "shape")
 
@@ -21,11 +24,11 @@ def exporter_names() -> tuple[str, ...]:
     return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name not in _OTHERS))
 
 
-def load_exporter(name: str) -> Exporter:
+def load_exporter(name: str) -> "Exporter":
     """The exporter of an engine. Raises InputError naming those there are."""
     if name not in exporter_names():
         raise InputError(f"no exporter '{name}'; there are {', '.join(exporter_names())}")
-    return cast(Exporter, import_module(f"{__name__}.{name}"))
+    return cast("Exporter", import_module(f"{__name__}.{name}"))
 
 
 def engine_model(model: str) -> str:
@@ -33,6 +36,9 @@ def engine_model(model: str) -> str:
 
     Raises InputError for a shipped model that is on the Hub under several ids or none.
     """
+    from exeplan.core.model import hub_ids
+    from exeplan.files import shipped_names
+
     if model not in shipped_names("models"):
         return model
     ids = hub_ids(model)
@@ -42,7 +48,7 @@ def engine_model(model: str) -> str:
     raise InputError(f"'{model}' is a shipped shape without weights{several}; say what the engine loads with --model")
 
 
-def installed_remark(export: Export) -> Iterator[str]:
+def installed_remark(export: "Export") -> Iterator[str]:
     """A sentence where the engine is installed here in a version whose options may be others."""
     try:
         found = metadata.version(export.package)

@@ -12,7 +12,9 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
-from exeplan.export import engine_model, exporter_names, installed_remark, load_exporter
+from exeplan.export import FORM_NAMES, engine_model, exporter_names, installed_remark, load_exporter
+from exeplan.export.forms import FORMS
+from exeplan.export.interface import Export
 from exeplan.plain_yaml import load
 
 TOY = '''"""A toy engine that takes one number."""
@@ -30,7 +32,7 @@ def export(plan, spec, *, model):
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> exeplan.export.Export:
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(exeplan.export, "__path__", [*exeplan.export.__path__, str(tmp_path)])
     spec = load_model_spec("demo")
@@ -38,7 +40,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> exeplan.export.Expor
     return load_exporter("toy").export(plan, spec, model="a/b")
 
 
-def test_a_file_in_the_room_is_an_exporter(toy: exeplan.export.Export) -> None:
+def test_a_file_in_the_room_is_an_exporter(toy: Export) -> None:
     assert "toy" in exporter_names()
     assert toy.instances[0].command[2:4] == ("a/b", "--max-num-seqs=8")
     with pytest.raises(InputError, match="no exporter 'forms'; there are lightllm, lmdeploy, sglang, tgi, toy, vllm"):
@@ -50,7 +52,7 @@ def test_a_file_in_the_room_is_an_exporter(toy: exeplan.export.Export) -> None:
     [("1.2.0", False), ("1.4.9.post1", False), ("1.1", True), ("1.5.0", True), ("2.0", True), (None, False)],
 )
 def test_another_version_that_is_installed_is_said(
-    installed: str | None, said: bool, toy: exeplan.export.Export, monkeypatch: pytest.MonkeyPatch
+    installed: str | None, said: bool, toy: Export, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(package: str) -> str:
         assert package == "toy"
@@ -61,6 +63,10 @@ def test_another_version_that_is_installed_is_said(
     monkeypatch.setattr(metadata, "version", version)
     found = list(installed_remark(replace(toy)))
     assert found == ([f"the options are those of Toy 1.2 to 1.4; installed here is {installed}"] if said else [])
+
+
+def test_the_forms_of_the_command_line_are_those_there_are() -> None:
+    assert tuple(FORMS) == FORM_NAMES
 
 
 def test_an_engine_loads_a_directory_an_id_or_what_a_shipped_shape_is_on_the_hub() -> None:

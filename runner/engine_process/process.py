@@ -83,10 +83,15 @@ def main(connection: socket.socket, forks: socket.socket) -> int:
     logs.configure_child()
     use_fork_server(ForkChannel(forks))
     inbox = _Inbox()
-    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    reader = threading.Thread(target=_read, args=(connection, inbox), daemon=True)
+    reader.start()
 
     def send(event: EngineEvent) -> None:
-        connection.sendall(frame(event))
+        try:
+            connection.sendall(frame(event))
+        except OSError:
+            # The server is gone. The reader finds out as well, releases the other hosts and ends the process.
+            reader.join()
 
     try:
         _serve(inbox, send)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -316,7 +316,7 @@ async def play_url(
     began = time.perf_counter()
     connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=trusting(tls_ca))
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=_headers(api_key)) as client:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=authorization(api_key)) as client:
 
         async def one(index: int) -> RequestRecord:
             if load.arrivals is not None:
@@ -332,7 +332,7 @@ async def play_url(
             raise InputError(f"{url} does not answer: {error or type(error).__name__}") from None
 
 
-def _headers(api_key: str | None) -> dict[str, str]:
+def authorization(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -431,21 +431,31 @@ def trusting(tls_ca: Path | None) -> ssl.SSLContext:
         raise InputError(f"--tls-ca: cannot use {tls_ca}: {reason}") from None
 
 
-def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> str:
-    """The name of the model that a server serves. Raises InputError when the server does not list it."""
+class ServedModel(NamedTuple):
+    """What a server lists."""
+
+    name: str
+    max_context: int | None
+    """Tokens of a request, with its answer; None where the server does not say."""
+
+
+def served_model(url: str, api_key: str | None = None, tls_ca: Path | None = None) -> ServedModel:
+    """The model that a server serves. Raises InputError when the server does not list it."""
     import urllib.error
     import urllib.request
 
     if not url.startswith(("http://", "https://")):
         raise InputError(f"the server's URL must begin with http:// or https://, found '{url}'")
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=_headers(api_key))
+        request = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=authorization(api_key))
         tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
         with urllib.request.build_opener(urllib.request.ProxyHandler({}), tls).open(request, timeout=10) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+            model = json.load(answer)["data"][0]
+            context = model.get("max_model_len")
+            return ServedModel(str(model["id"]), context if isinstance(context, int) else None)
     except urllib.error.HTTPError as error:
         raise InputError(f"{url} does not list its models: {error}") from None
     except urllib.error.URLError as error:
         raise InputError(f"{url} does not answer: {error.reason}") from None
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(f"{url} does not list its models: {error or type(error).__name__}") from None

@@ -1,7 +1,8 @@
 """play a workload against a plan or a server, predicted against measured
 
-Without --url the plan's engine runs in this process. The load is a backlog (everything at once) unless --concurrency
-(closed loop), --rate (Poisson) or --trace-arrivals (the trace's own times) says otherwise.
+`bench PLAN` runs the plan's engine in this process, `bench PLAN --url URL` asks a server with it, `bench URL --workload
+W` any OpenAI-compatible server. The load is a backlog (everything at once) unless --concurrency (closed loop), --rate
+(Poisson) or --trace-arrivals (the trace's own times) says otherwise.
 """
 
 import argparse
@@ -21,16 +22,28 @@ if TYPE_CHECKING:
     from exeplan.core.schedule import Estimate
     from exeplan.runner.fidelity.pass_comparison import PassComparison
     from exeplan.runner.load import EngineRun, Load
+    from exeplan.runner.server_counters import ServerRun
     from exeplan.simulator.routed import Replica, RoutedRun
     from exeplan.workload.workload import Workload
 
 POSITION = 80
+_CLIENT = ("aiohttp", "prometheus_client")
+_TIMES = """
+times at the client: ttft, from sending a request to its first token; tpot, from the first token to the last over the
+tokens after the first, a mean a request; itl, between two successive tokens of a request; latency, to the last token"""
+_SETTLE_SECONDS = 1.0
+"""Until a server has counted its last requests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help="not needed with --url and --workload")
-    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "target", nargs="?", metavar="PLAN|URL", help="a plan, or a running server such as http://127.0.0.1:8000"
+    )
+    parser.add_argument("--url", help="with PLAN: the server that runs it")
     parser.add_argument("--workload", metavar="W", help="instead of the plan's own")
+    parser.add_argument(
+        "--fit-context", action="store_true", help="with URL: scale the lengths to the context that the server states"
+    )
     parser.add_argument("--profile", metavar="FILE", help="instead of the plan's own")
     parser.add_argument("--requests", type=int, metavar="N", help="default: what the plan does in --duration")
     parser.add_argument("--duration", default="30s", metavar="TIME", help="aim for a run of this length (default 30s)")
@@ -71,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.errors import InputError
     from exeplan.extras import SERVING, require
 
-    require("a load", *(("aiohttp",) if args.url else SERVING))
+    args.plan = Path(args.target) if args.target else None
+    if args.target and args.target.startswith(("http://", "https://")):
+        if args.url:
+            raise InputError(f"two servers were given, {args.target} and {args.url}")
+        args.url, args.plan = args.target, None
+    require("a load", *(_CLIENT if args.url else SERVING))
     for name in ("requests", "concurrency", "rate", "vocab_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
@@ -80,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--seed must be at least 0, found {args.seed}")
     if args.plan is None:
         return _bench_url_only(args)
+    if args.fit_context:
+        raise InputError("--fit-context goes with URL; a plan states what fits its model")
     return _bench_plan(args)
 
 
@@ -103,7 +123,7 @@ def _bench_plan(args: argparse.Namespace) -> int:
     load = _load(args, workload, plan)
     profile = _profile(args, plan, spec)
     prediction = _prediction(plan, profile, spec, load) if profile else None
-    records, shared = _play(args, plan, spec, load, profile)
+    records, shared, counted = _play(args, plan, spec, load, profile)
     bounds = (plan.bound or Bound(seconds=math.inf), *plan.more_bounds)
     p99 = workload.output_quantile(0.99)
     measured = summarize(records, p99_output=p99, bounds=bounds, backlog=load.backlog)
@@ -118,7 +138,8 @@ def _bench_plan(args: argparse.Namespace) -> int:
             )
     summary = partial(summarize, p99_output=p99, bounds=bounds, backlog=load.backlog)
     split = _Split.of(shared, prediction, plan, summary) if shared and load.backlog else None
-    _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split)
+    client = _Client.of(records, counted) if args.url else None
+    _print(args, plan, workload, load, measured=measured, replayed=replayed, split=split, client=client)
     if split is None and not args.json:
         print(f"\nno figures at the speed of the profile: {_why_no_split(shared)}")
     return 0
@@ -152,6 +173,38 @@ class _Split:
             why_none="" if run.speed else _why_no_reference(plan),
             speed={"slowness": run.speed.mean, "others": run.speed.others} if run.speed else None,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Client:
+    """A run on a server as its client saw it, and as the server counted it."""
+
+    times: dict[str, tuple[float, float, float]]
+    """Mean, median and 99th percentile, in seconds from when requests were sent."""
+    server: "ServerRun | None"
+    """None of a server without such metrics."""
+    differing: list[str]
+
+    @classmethod
+    def of(cls, records: "list[RequestRecord]", server: "ServerRun | None") -> "_Client":
+        from exeplan.core.metrics import client_times
+
+        differing = server.disagreements(records) if server else []
+        return cls(times=client_times(records), server=server, differing=differing)
+
+    def __str__(self) -> str:
+        from exeplan.planner.reports.tables import table
+        from exeplan.units import show_seconds
+
+        rows = [(name, *map(show_seconds, figures)) for name, figures in self.times.items()]
+        lines = [_TIMES, "", table(("", "mean", "median", "p99"), rows), ""]
+        if not (server := self.server):
+            return "\n".join([*lines, "the server shows no metrics that these could be held against"])
+        counted = f"{server.requests} requests, {server.prompt_tokens} prompt and {server.output_tokens} output tokens"
+        means = f"mean ttft {show_seconds(server.ttft)}, latency {show_seconds(server.latency)}"
+        lines.append(f"the server's own metrics: {counted}{'' if self.differing else ', as sent'}; {means}")
+        lines += [f"note: {line}; others use it at the same time, or it counts otherwise" for line in self.differing]
+        return "\n".join(lines)
 
 
 def _one_thread(plan: "Plan") -> bool:
@@ -242,15 +295,14 @@ def _replicas(plan: "Plan", profile: "Profile", spec: "ModelSpec") -> "list[Repl
 
 def _play(
     args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", load: "Load", profile: "Profile | None"
-) -> "tuple[list[RequestRecord], EngineRun | None]":
-    """The records and, of an engine in this process, the whole run."""
-    import asyncio
-
+) -> "tuple[list[RequestRecord], EngineRun | None, ServerRun | None]":
+    """The records and, of an engine in this process, the whole run; of a server, what it counted."""
     from exeplan.runner.load import play_engine, served_model
 
     if args.url:
         model = served_model(args.url, args.api_key, args.tls_ca)
-        return asyncio.run(_play_url(args, load, model, vocab_size=spec.vocab_size)), None
+        records, counted = _play_url(args, load, model.name, vocab_size=spec.vocab_size)
+        return records, None, counted
     from exeplan.runner.engine_process.build import build_engine, engine_setup
 
     setup = engine_setup(plan, spec, dummy_weights=args.weights == "dummy", timeline=args.engine_timeline)
@@ -258,33 +310,54 @@ def _play(
         passes = profile.reference_passes if profile else ()
         reference = engine.reference_passes(passes)
         played = play_engine(engine, load, vocab_size=spec.vocab_size, reference=reference)
-    return played.records, played
+    return played.records, played, None
 
 
-async def _play_url(args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int) -> "list[RequestRecord]":
-    from exeplan.runner.load import play_url
+def _play_url(
+    args: argparse.Namespace, load: "Load", model: str, *, vocab_size: int
+) -> "tuple[list[RequestRecord], ServerRun | None]":
+    """The records, and what the server's own metrics say of the same time; None of one without such metrics."""
+    import asyncio
+    import time
 
-    stream = not args.no_stream
-    access = {"api_key": args.api_key, "tls_ca": args.tls_ca}
-    return await play_url(args.url, load, model=model, vocab_size=vocab_size, stream=stream, **access)
+    from exeplan.runner.load import authorization, play_url
+    from exeplan.runner.server_counters import between, read_counters
+
+    read = partial(read_counters, args.url, authorization(args.api_key), args.tls_ca)
+    before = read()
+    playing = play_url(
+        args.url,
+        load,
+        model=model,
+        vocab_size=vocab_size,
+        stream=not args.no_stream,
+        api_key=args.api_key,
+        tls_ca=args.tls_ca,
+    )
+    records = asyncio.run(playing)
+    time.sleep(_SETTLE_SECONDS if before else 0.0)
+    after = read() if before else None
+    return records, between(before, after) if before and after else None
 
 
 def _bench_url_only(args: argparse.Namespace) -> int:
-    import asyncio
-
     from exeplan.core.metrics import summarize
     from exeplan.errors import InputError
     from exeplan.runner.load import served_model
     from exeplan.workload.files import load_workload
 
     if not (args.url and args.workload):
-        raise InputError("give a PLAN, or --url and --workload")
+        raise InputError("give a PLAN, or a URL and --workload")
     workload = load_workload(args.workload)
-    load = _load(args, workload, None)
     model = served_model(args.url, args.api_key, args.tls_ca)
-    records = asyncio.run(_play_url(args, load, model, vocab_size=args.vocab_size))
+    if args.fit_context:
+        if model.max_context is None:
+            raise InputError(f"{args.url} does not state its model's context, to which --fit-context scales")
+        workload = workload.fit_context(model.max_context)
+    load = _load(args, workload, None)
+    records, counted = _play_url(args, load, model.name, vocab_size=args.vocab_size)
     measured = summarize(records, p99_output=workload.output_quantile(0.99), backlog=load.backlog)
-    _print(args, None, workload, load, measured=measured, replayed=None)
+    _print(args, None, workload, load, measured=measured, replayed=None, client=_Client.of(records, counted))
     return 0
 
 
@@ -297,6 +370,7 @@ def _print(
     measured: "Estimate",
     replayed: "Estimate | None",
     split: "_Split | None" = None,
+    client: _Client | None = None,
 ) -> None:
     from exeplan.core.plan import as_json
     from exeplan.planner.reports.tables import evidence_rows, json_line, notes_on, predicted_and_measured
@@ -308,7 +382,8 @@ def _print(
         shown = {name: e.to_dict() if e else None for name, e in estimates.items()}
         passes = asdict(split.passes) if split and split.passes else None
         more = {"passes": passes, "speed": split.speed if split else None, "evidence": evidence_rows(**estimates)}
-        print(json_line({**body, **shown, **more}))
+        seen = {"client": asdict(client)} if client else {}
+        print(json_line({**body, **shown, **more, **seen}))
         return
     what = str(plan.schedule) if plan else args.url
     copies = f"{plan.num_replicas} replicas of " if plan and plan.num_replicas > 1 else ""
@@ -316,6 +391,8 @@ def _print(
     print(predicted_and_measured(predicted=predicted, replay=replayed, measured=measured))
     if notes := notes_on(replay=replayed, measured=measured):
         print(notes)
+    if client:
+        print(client)
     if split:
         _print_split(split, predicted=predicted, replayed=replayed, measured=measured)
 

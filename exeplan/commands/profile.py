@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     derived.add_argument("--format", choices=("auto", "csv", "vidur", "aiconfigurator"), help="of imported files")
     derived.add_argument("--overhead", metavar="TIME", help="host time of an iteration, where imported files have none")
     derived.add_argument("--engine", metavar="NAME", help="add a serving engine's own times (plans/engines, YAML file)")
+    engine = parser.add_argument_group("on a serving engine that is installed here: --engine vllm, without --datasheet")
+    engine.add_argument(
+        "--engine-python",
+        metavar="FILE",
+        help="the interpreter that has the engine (default: the one that runs exeplan)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,16 +69,17 @@ def run(args: argparse.Namespace) -> int:
             "set",
             "cluster",
             "kv_dtype",
+            "engine_python",
             needed="a model and its datasheet, not with `profile import`",
         )
         return _import(args)
     imported = "`exeplan profile import FILE... --model MODEL`"
     _refuse(args, "files", "of_model", "format", "overhead", needed=imported)
     if args.datasheet:
+        _refuse(args, "engine_python", needed="--engine vllm without --datasheet: a datasheet needs no engine")
         return _derive(args)
     _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
-    _refuse(args, "engine", needed=f"--datasheet NAME or {imported}")
-    return _measure(args)
+    return _measure_engine(args) if args.engine else _measure(args)
 
 
 def _refuse(args: argparse.Namespace, *names: str, needed: str) -> None:
@@ -93,12 +100,10 @@ def _measure(args: argparse.Namespace) -> int:
     from exeplan.units import seconds
 
     require("measuring", "torch")
+    _refuse(args, "engine_python", needed="--engine vllm")
     if not 0 < args.target_error < 1:
         raise InputError(f"--target-error must lie between 0 and 1, found {args.target_error:g}")
-    for name in ("threads", "devices", "max_num_seqs", "max_context"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
+    _check_sizes(args)
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
     note(spec.remarks)
     from exeplan.profiler.profile_model import profile_model  # Imports torch, which takes seconds.
@@ -120,6 +125,48 @@ def _measure(args: argparse.Namespace) -> int:
     )
     print(f"wrote {args.output}")
     return 0
+
+
+def _measure_engine(args: argparse.Namespace) -> int:
+    from exeplan.core.model import load_model_spec
+    from exeplan.errors import InputError
+    from exeplan.extras import require
+    from exeplan.progress import note
+    from exeplan.units import seconds
+
+    require("measuring", "torch")
+    _check_sizes(args)
+    if args.kv_dtype or args.devices > 1:
+        raise InputError(f"--engine {args.engine} is measured on one device, keys and values in the weights' dtype")
+    spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
+    note(spec.remarks)
+    from exeplan.profiler.through_engine.profile_engine import profile_engine
+
+    device = _device(args.device)
+    profile_engine(
+        spec,
+        args.engine,
+        python=args.engine_python,
+        dtype=args.dtype if args.dtype != "auto" else _usual_dtype(spec, device),
+        device=device,
+        output=args.output,
+        budget_seconds=budget,
+        max_num_seqs=args.max_num_seqs,
+        max_context=args.max_context,
+        num_threads=args.threads,
+    )
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raises InputError for a number of things that is below one."""
+    from exeplan.errors import InputError
+
+    for name in ("threads", "devices", "max_num_seqs", "max_context"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
 
 
 def _usual_dtype(spec: "ModelSpec", device: str) -> str:

@@ -33,6 +33,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -398,6 +399,26 @@ def request_times(
         due=None if np.isnan(patience).any() else (lasts - arrivals) / patience * patience.mean(),
         single=later == 0,
     )
+
+
+def client_times(records: Sequence[RequestRecord]) -> dict[str, tuple[float, float, float]]:
+    """Mean, median and 99th percentile in seconds, from when a request was sent: ttft, tpot, itl and latency.
+
+    As `vllm bench serve` defines them: the tpot of requests with several tokens, an itl for every token but the first.
+    """
+    answered = [record for record in records if not record.expired]
+    several = [record for record in answered if record.output_tokens > 1]
+    times = {
+        "ttft": [r.token_times[0] - r.arrival for r in answered],
+        "tpot": [(r.token_times[-1] - r.token_times[0]) / (r.output_tokens - 1) for r in several],
+        "itl": [later - before for r in several for before, later in pairwise(r.token_times)],
+        "latency": [r.token_times[-1] - r.arrival for r in answered],
+    }
+    return {
+        name: (float(np.mean(some)), float(np.median(some)), float(np.percentile(some, 99)))
+        for name, some in times.items()
+        if some
+    }
 
 
 def _served_share(requests: Requests, some: NDArray[np.bool_]) -> float:

@@ -65,7 +65,7 @@ def status(server, context):
 def test_clients_that_trust_the_certificate_are_answered(secure, files):
     assert secure.url.startswith("https://127.0.0.1:")
     assert status(secure, trusting(files[0])) == 200
-    assert served_model(secure.url, tls_ca=files[0]) == "tiny"
+    assert served_model(secure.url, tls_ca=files[0]).name == "tiny"
     with pytest.raises(InputError, match="CERTIFICATE_VERIFY_FAILED"):
         served_model(secure.url)
 

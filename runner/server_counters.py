@@ -1,0 +1,88 @@
+"""What a server's own Prometheus metrics say of a run: requests, tokens and mean times between two readings.
+
+vLLM, SGLang and exeplan have these families, under prefixes of their own. Source: vLLM 0.32 `v1/metrics/loggers.py`,
+SGLang 0.5 `srt/metrics/collector.py`, and `runner/server/metrics.py`.
+"""
+
+import math
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from exeplan.core.metrics import RequestRecord
+
+PREFIXES = ("exeplan", "vllm", "sglang")
+_TIMES = {"ttft": "time_to_first_token_seconds", "latency": "e2e_request_latency_seconds"}
+_TOKENS = ("prompt_tokens_total", "generation_tokens_total")
+_PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRun:
+    """Of the requests that ended between two readings, by the server: numbers, and mean seconds from a request's
+    arrival there."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float
+    latency: float
+
+    def disagreements(self, records: "Sequence[RequestRecord]") -> list[str]:
+        """Sentences on numbers that are not those of the requests that a client sent."""
+        sent = {
+            "requests": len(records),
+            "prompt_tokens": sum(record.input_tokens for record in records),
+            "output_tokens": sum(record.output_tokens for record in records),
+        }
+        named = {name: name.replace("_", " ") for name in sent}
+        return [
+            f"the server counted {getattr(self, name)} {named[name]} where {number} were asked for"
+            for name, number in sent.items()
+            if getattr(self, name) != number
+        ]
+
+
+def read_counters(url: str, headers: Mapping[str, str], tls_ca: Path | None = None) -> Mapping[str, float] | None:
+    """The sums of all families that a run is told by, without prefix; None of a server that shows no such metrics."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from exeplan.runner.load import trusting
+
+    request = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers=dict(headers))
+    tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
+        with opener.open(request, timeout=_PATIENCE_SECONDS) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError):
+        return None
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for family in families:
+        for sample in family.samples:
+            prefix, _, name = sample.name.partition(":")
+            if name in _NAMES and not math.isnan(sample.value):
+                found[prefix][name] += sample.value
+    whole = [found[prefix] for prefix in PREFIXES if set(found[prefix]) == _NAMES]
+    return whole[0] if whole else None
+
+
+_NAMES = {*_TOKENS, *(f"{name}_{part}" for name in _TIMES.values() for part in ("sum", "count"))}
+
+
+def between(before: Mapping[str, float], after: Mapping[str, float]) -> ServerRun | None:
+    """The run between two readings; None where no request ended or the server began anew."""
+    more = {name: after[name] - before[name] for name in _NAMES}
+    count = f"{_TIMES['latency']}_count"
+    if more[count] <= 0 or min(more.values()) < 0:
+        return None
+    means = {name: more[f"{family}_sum"] / (more[f"{family}_count"] or math.nan) for name, family in _TIMES.items()}
+    prompt_tokens, output_tokens = (round(more[family]) for family in _TOKENS)
+    return ServerRun(requests=round(more[count]), prompt_tokens=prompt_tokens, output_tokens=output_tokens, **means)

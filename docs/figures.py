@@ -791,6 +791,58 @@ _ONE_DEVICE: Mapping[str, Callable[[Record], str]] = {
     "bounds": bounds_kept,
 }
 
+# --- through vLLM -----------------------------------------------------------------------------------------------------
+
+
+def through_vllm(record: Record) -> str:
+    """Plans for vLLM, each with its prediction, its measurement and the best of a grid."""
+    header = (
+        "workload",
+        "bound",
+        "max_num_seqs, tokens",
+        "requests/s",
+        "predicted",
+        "latency",
+        "predicted",
+        "grid's best",
+    )
+    body = []
+    for case in record["cases"]:
+        measured, latency, best = case["measured req/s"], case["measured s"], case["grid req/s"]
+        body.append(
+            (
+                case["workload"],
+                secs(case["bound, s"]),
+                f"{case['max_num_seqs']}, {case['max_num_batched_tokens']}",
+                f"{measured:.3g}",
+                signed(case["predicted req/s"] / measured - 1),
+                secs(latency),
+                signed(case["predicted s"] / latency - 1),
+                f"{best:.3g}" if best else "none keeps the bound",
+            )
+        )
+    return rows(header, body)
+
+
+def through_vllm_summary(record: Record) -> str:
+    """Errors, bounds, and what the grid took."""
+    errors = {name: record[f"{name} error"] for name in ("throughput", "latency")}
+    planned = record["seconds of the profile"] + sum(case["planning, s"] for case in record["cases"])
+    over = record["throughput over the grid's best"]
+    late = max(case["over the bound"] for case in record["cases"])
+    said = "; ".join(
+        f"{name} {percent(found['median'])} off in the median, {signed(found['worst'])} at worst"
+        for name, found in errors.items()
+    )
+    ranges = f"{min(over):.2f} to {max(over):.2f}"
+    gains = f"{times(median(over))} the throughput of the best of the grid in the median ({ranges})"
+    kept = f"{record['bounds kept']} bounds kept, none exceeded by more than {percent(max(late, 0.0))}"
+    minutes = (
+        f"the profile and all plans took {planned / 60:.1f} minutes, the grid {record['seconds of the grid'] / 60:.0f}"
+    )
+    return "; ".join([said, kept, gains, minutes])
+
+
 FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "planner-policies": {"plans": best_plans},
     "search": {"optima": searched("rows"), "evaluations": evaluations},
@@ -817,6 +869,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "silicon-pooling": {"medians": pooling_medians, "sentence": pooling_sentence},
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
+    "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},
     "kills": {
         "kills": lambda record: str(sum(plan["kills"] for plan in record["plans"])),
         "answers": answers,

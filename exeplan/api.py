@@ -40,7 +40,7 @@ from exeplan.profiler.datasheets.datasheet import (
     tensor_parallel_sizes_of,
     with_links,
 )
-from exeplan.profiler.datasheets.engine_constants import expert_shardings, load_engine, with_engine
+from exeplan.profiler.datasheets.engine_constants import engine_policies, expert_shardings, load_engine, with_engine
 from exeplan.progress import SILENT, Told
 from exeplan.units import num_bytes, seconds
 from exeplan.workload import files as workloads
@@ -223,6 +223,7 @@ def optimize(
             across_nodes=across_nodes,
             one_pipeline=one_pipeline,
             policy=fspath(policy),
+            engine_policies=engine_policies(measured),
             method=method,
             order=order or ("das" if deadlines else "fcfs"),
             risk=margin,
@@ -298,6 +299,7 @@ def compare(
             bounds=(bound,),
             cluster=cluster,
             policy=policy,
+            engine_policies=engine_policies(profile),
         )
         for (profile, cluster), workload, bound in asked
     ]

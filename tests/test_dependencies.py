@@ -24,8 +24,8 @@ DISTRIBUTION_OF = {
 """Where the name of a module is not that of its distribution."""
 COMES_WITH_TORCH = {"triton"}
 """Builds of torch for GPUs bring it along, the others run without."""
-ELSEWHERE = {"vllm_driver.py"}
-"""Programs of another environment's interpreter, in which exeplan is not installed."""
+ELSEWHERE = {("through_engine", "vllm_driver.py"), ("vllm_plugin", "scheduler.py")}
+"""Modules that only the interpreter of vLLM's environment runs, by folder and name."""
 
 
 def distributions(lines: list[str]) -> set[str]:
@@ -38,7 +38,8 @@ def imported() -> dict[str, set[str]]:
     """The third-party modules, each with the rooms (`runner`, `planner`) that import it, lazily or not."""
     found: dict[str, set[str]] = defaultdict(set)
     for folder, _, names in os.walk(PACKAGE, followlinks=True):
-        for path in (Path(folder) / name for name in names if name.endswith(".py") and name not in ELSEWHERE):
+        paths = [Path(folder) / name for name in names if name.endswith(".py")]
+        for path in (path for path in paths if path.parts[-2:] not in ELSEWHERE):
             room = path.relative_to(PACKAGE).parts[0]
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Import):

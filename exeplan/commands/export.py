@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from exeplan.core.model import ModelSpec
     from exeplan.core.plan import Plan
     from exeplan.export.interface import Export
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what the engine loads: a directory there, or an id of the Hugging Face Hub (default: the plan's model)",
     )
+    parser.add_argument(
+        "--plug-in", action="store_true", help="with --to vllm: exeplan's scheduler in vLLM keeps the cadence of rra"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="instead of standard output")
 
 
@@ -39,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     from exeplan.progress import note
 
     exporter, plan = load_exporter(args.to), read_plan(args.plan)
-    exported = exporter.export(plan, plan_sizes(plan), model=args.model or engine_model(plan.model))
+    spec, model = plan_sizes(plan), args.model or engine_model(plan.model)
+    exported = _with_plug_in(args, plan, spec, model) if args.plug_in else exporter.export(plan, spec, model=model)
     note([*exported.remarks, *installed_remark(exported), *_costs(plan, exported)])
     text = FORMS[args.form](exported)
     if args.output is None:
@@ -48,6 +53,19 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.output, text)
     print(f"wrote {args.output}")
     return 0
+
+
+def _with_plug_in(args: argparse.Namespace, plan: "Plan", spec: "ModelSpec", model: str) -> "Export":
+    from exeplan.errors import InputError
+    from exeplan.export import vllm
+
+    if args.to != "vllm":
+        raise InputError(f"--plug-in is a scheduler for vLLM, not for {args.to}")
+    if args.form != "command":
+        raise InputError(
+            f"--plug-in needs exeplan beside vLLM, which its image does not have; leave --as {args.form} out"
+        )
+    return vllm.export_with_plug_in(plan, spec, model=model, file=args.plan)
 
 
 def _costs(plan: "Plan", exported: "Export") -> Iterator[str]:

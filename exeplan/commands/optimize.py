@@ -167,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
         solution = api.optimize(**{name: getattr(args, name) for name in _OPTIONS}, told=search)
         if not args.profile:
             note(_by_datasheet(solution.problem.profile))
+        note(_kept_to(args.policy, solution.problem.profile))
         optimum = replace(solution.optimum, plan=solution.save(args.output) if args.output else solution.plan)
         if args.plot:
             solution.write_plot(args.plot, told=frontier)
@@ -201,6 +202,15 @@ def _by_datasheet(profile: "Profile") -> list[str]:
     """What a reader should know of times that nothing has measured."""
     source = f"times are of the {profile.source}; a profile that was measured or imported is closer"
     return [*profile.model.remarks, f"{source} (`exeplan profile --help`)"]
+
+
+def _kept_to(policy: str, profile: "Profile") -> list[str]:
+    """Where `auto` was not all policies."""
+    from exeplan.profiler.datasheets.engine_constants import engine_policies
+
+    names = engine_policies(profile) if policy == "auto" else ()
+    engine = profile.source.rpartition(" with ")[2]
+    return [f"searched what {engine} schedules by: {', '.join(names)}; --policy NAME takes another"] if names else []
 
 
 def _unplaced(model: "ModelSpec", plan: Path) -> list[str]:

@@ -8,6 +8,7 @@ Source: `vllm/engine/arg_utils.py`, `vllm/config/scheduler.py`, `vllm/distribute
     max_num_batched_tokens            --max-num-batched-tokens
     orca: whole prompts               --no-enable-chunked-prefill, and a budget for the longest prompt
     rra: decode_steps                 --prefill-schedule-interval: new prompts once in so many steps
+    rra, all of it, with the plug-in  --scheduler-cls exeplan.vllm_plugin.scheduler.RraScheduler
     stages, their layers              --pipeline-parallel-size, VLLM_PP_LAYER_PARTITION
     replicas                          a server each, behind a router
     expert_parallel_size              --enable-expert-parallel
@@ -17,10 +18,12 @@ Not here: separate stages for prefill and decode, whose servers need a connector
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from exeplan.core.model import FP8, ModelSpec
 from exeplan.core.plan import Plan
 from exeplan.core.schedule import Placement, ReplicaGroup, Schedule
+from exeplan.errors import InputError
 from exeplan.export.interface import Export
 from exeplan.export.shape import (
     check_shape,
@@ -32,25 +35,49 @@ from exeplan.export.shape import (
     of_each,
     with_schedules,
 )
+from exeplan.vllm_plugin.cadence import PLAN_VARIABLE
 
 _POLICIES = ("chunked", "orca", "rra")
 _IMAGES = {"cuda": "vllm/vllm-openai:v0.33.0", "cpu": "vllm/vllm-openai-cpu:v0.33.0"}
 _PORT = 8000
 _GIB = 1 << 30
 _UTILIZATION = 0.9
+_PLUG_IN = "exeplan.vllm_plugin.scheduler"
+_PREFILL_TOKENS = 16384
+"""Of a pass with the plug-in at most, but for one request that is longer: their activations take memory."""
 
 
 def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     """See `interface.Exporter`."""
     check_shape(plan, spec, "vLLM", _POLICIES)
+    return _exported(plan, spec, model, plug_in=None)
+
+
+def export_with_plug_in(plan: Plan, spec: ModelSpec, *, model: str, file: Path) -> Export:
+    """As `export`, with exeplan's scheduler in vLLM, which reads the cadence of the plan in `file`.
+
+    Raises InputError for plans whose cadence it does not keep.
+    """
+    check_shape(plan, spec, "vLLM", ("rra",))
+    if plan.more_replicas or len(plan.placement) > 1:
+        raise InputError(
+            "the plug-in keeps the cadence of one plan on one stage; this one has unequal replicas or more"
+        )
+    return _exported(plan, spec, model, plug_in=file)
+
+
+def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) -> Export:
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        options = [*_weights(plan, spec), *_parallel(group.placement), *_batches(spec, group)]
+        options = [*_weights(plan, spec), *_parallel(group.placement)]
+        options += _cadence(plan, spec, group) if plug_in else _batches(spec, group)
         if plan.device != "cpu":
             options += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
         if limit := in_flight_limit(plan):
             options += ["--max-num-queued-reqs", f"{limit}"]
-        return [model, *options, "--no-enable-prefix-caching", "--port", f"{_PORT}"], _environment(plan, spec, group)
+        variables = {PLAN_VARIABLE: str(plug_in.resolve())} if plug_in else {}
+        options += ["--no-enable-prefix-caching", "--port", f"{_PORT}"]
+        return [model, *options], {**_environment(plan, spec, group), **variables}
 
     return Export(
         engine="vLLM",
@@ -60,8 +87,8 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         port=_PORT,
         health_path="/health",
         instances=instances_of(plan, "vllm", ("vllm", "serve"), words),
-        remarks=tuple(dict.fromkeys(_remarks(plan))),
-        as_run=_as_run(plan),
+        remarks=tuple(dict.fromkeys(_remarks(plan, plug_in=plug_in is not None))),
+        as_run=None if plug_in else _as_run(plan),
     )
 
 
@@ -116,6 +143,19 @@ def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
         yield from ("--max-num-batched-tokens", f"{of_each(budget, group.placement)}")
 
 
+def _cadence(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+    """Whole prompts, as many in a pass as the plan prefills if its tokens allow, and the scheduler that holds them
+    to the cycle."""
+    schedule, longest = group.schedule, longest_request(spec, group)
+    tokens = max(min(longest * schedule["prefill_batch"], _PREFILL_TOKENS), longest)
+    if longest < spec.max_context:
+        yield from ("--max-model-len", f"{longest}")
+    if rows := schedule.variables.get("decode_batch"):
+        yield from ("--max-num-seqs", f"{rows}")
+    yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{tokens}")
+    yield from ("--scheduler-cls", f"{_PLUG_IN}.{'RraSyncScheduler' if plan.device == 'cpu' else 'RraScheduler'}")
+
+
 def _environment(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> dict[str, str]:
     found = {}
     if layers := layer_partition(group.placement, _own_split):
@@ -134,8 +174,10 @@ def _own_split(layers: int, stages: int) -> Sequence[int]:
     return [each + (stages - 1 - more <= number < stages - 1) for number in range(stages)]
 
 
-def _remarks(plan: Plan) -> Iterator[str]:
-    for group in plan.groups:
+def _remarks(plan: Plan, *, plug_in: bool) -> Iterator[str]:
+    if plug_in:
+        yield "exeplan must be installed in vLLM's environment, and the plan stay where it is: vLLM reads it there"
+    for group in () if plug_in else plan.groups:
         variables = group.schedule.variables
         if "max_num_prefills" in variables:
             yield (
@@ -147,7 +189,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
                 f"the plan prefills {variables['prefill_batch']} requests at a time in a pass of their own; vLLM "
                 "begins as many as there are and as a step's tokens allow, in one pass with those that decode"
             )
-            yield "the interval acts with --data-parallel-size above 1 only, up to 0.32"
+            yield "the interval acts with --data-parallel-size above 1 only, up to 0.32; --plug-in keeps it everywhere"
             if "decode_batch" not in variables:
                 yield "the plan states no decode_batch, so vLLM's own --max-num-seqs holds"
     yield from common_remarks(plan, "vLLM", "prefix caching")

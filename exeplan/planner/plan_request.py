@@ -46,6 +46,8 @@ class PlanRequest:
     one_pipeline: bool = False
     """All GPUs are one pipeline, without replicas."""
     policy: str = "auto"
+    engine_policies: tuple[str, ...] = ()
+    """What `auto` keeps to; () for an engine that runs all."""
     method: str = "branch-and-bound"
     order: str = "fcfs"
     risk: Risk | None = None
@@ -65,7 +67,10 @@ class PlanRequest:
 
     def policies(self, cluster: Cluster | None) -> tuple[str, ...]:
         """The policies to search on these GPUs."""
-        return resolve_policies(self.policy, cluster, deadlines=self.deadlines is not None)
+        found = resolve_policies(self.policy, cluster, deadlines=self.deadlines is not None)
+        if self.policy != "auto" or not self.engine_policies:
+            return found
+        return tuple(name for name in found if name in self.engine_policies)
 
     def problem(self, cluster: Cluster | None, *, memory: float | None = None) -> Problem:
         """The problem on these GPUs; `memory` is what is there on each, instead of what was asked for.

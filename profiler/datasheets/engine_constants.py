@@ -26,7 +26,8 @@ the engine runs:
     expert_rows                all: where all tokens are on every device, small kernels of the experts pass over the
                                rows of experts elsewhere too; own: they do not
 
-Where it states no such thing, experts and attention are tensor parallel. Not here: an engine's admission of requests,
+Where it states no such thing, experts and attention are tensor parallel. `policies` are those it can schedule by, which
+`--policy auto` then keeps to. Not here: an engine's admission of requests,
 which is a policy's.
 """
 
@@ -85,6 +86,8 @@ class EngineConstants:
     """`whole`; '' where it has none."""
     expert_rows: str = "own"
     """`own` or `all`."""
+    policies: tuple[str, ...] = ()
+    """How it can schedule; () where that is not stated."""
 
 
 def load_engine(name: str) -> EngineConstants:
@@ -97,8 +100,8 @@ def load_engine(name: str) -> EngineConstants:
 
 def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
     """The constants of a file's mapping. Raises InputError as `load_engine` does."""
-    names = [field.name for field in fields(EngineConstants) if field.name not in ("name", *_LAYOUTS)]
-    for wrong in sorted((set(body) - set(_LAYOUTS)) ^ set(names), key=str):
+    names = [field.name for field in fields(EngineConstants) if field.name not in ("name", "policies", *_LAYOUTS)]
+    for wrong in sorted((set(body) - {*_LAYOUTS, "policies"}) ^ set(names), key=str):
         what = "unknown" if wrong in body else "missing"
         raise InputError(f"{path} must give {', '.join(names)}; '{wrong}' is {what}")
     read: dict[str, Callable[[object, str], Any]]
@@ -109,10 +112,24 @@ def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
             raise InputError(f"{path}: {name} must be {' or '.join(known)}, found {body[name]!r}")
     found = EngineConstants(name=path.stem, **{name: read[name](body[name], f"{path}: {name}") for name in names})
     layouts: dict[str, Any] = {name: body[name] for name in _LAYOUTS if name in body}
-    found = replace(found, **layouts)
+    found = replace(found, policies=_policies(body.get("policies", []), path), **layouts)
     if found.memory_share > 1:
         raise InputError(f"{path}: memory_share is at most 1, found {found.memory_share:g}")
     return found
+
+
+def _policies(names: object, path: Path) -> tuple[str, ...]:
+    from exeplan.policies import policy_names
+
+    if not isinstance(names, list) or not set(map(str, names)) <= set(policy_names()):
+        raise InputError(f"{path}: policies must be a list of some of {', '.join(policy_names())}, found {names!r}")
+    return tuple(names)
+
+
+def engine_policies(profile: Profile) -> tuple[str, ...]:
+    """How the shipped engine whose times a profile has can schedule; () of exeplan's own engine and of others."""
+    name = profile.source.rpartition(" with ")[2]
+    return load_engine(name).policies if name in shipped_names("engines") else ()
 
 
 def expert_shardings(engine: EngineConstants, spec: ModelSpec, sizes: Sequence[int]) -> tuple[Sharding, ...]:

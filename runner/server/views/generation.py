@@ -13,9 +13,10 @@ router = APIRouter()
 
 
 def _responses(chunk: Any) -> dict[int | str, Schema]:
-    # The schema of a stream is that of each of its events: the data of all but the last, [DONE], is a chunk.
+    # The schema of a stream is that of each of its events.
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": declared(chunk)}
-    event = {"type": "object", "required": ["data"], "properties": {"data": data}}
+    ends = {"const": "[DONE]", "description": "the last event"}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [data, ends]}}}
     streamed: dict[int | str, Schema] = {200: {"content": {"text/event-stream; charset=utf-8": {"schema": event}}}}
     return streamed | failures(400, 404, 408, 413, 429, 500, 503, 504)
 

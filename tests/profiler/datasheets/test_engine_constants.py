@@ -1,6 +1,8 @@
 """with_engine() changes exactly the rows of an engine's constants, and the shipped constants are read."""
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from exeplan.core.batch import Batch, SequenceState
 from exeplan.core.profile import Measurement, Profile, load_profile, save_profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.errors import InputError
-from exeplan.files import shipped_names
+from exeplan.files import shipped, shipped_names
 from exeplan.profiler.datasheets.engine_constants import EngineConstants, load_engine, with_engine
 from exeplan.simulator.closed_form import steady_state
 from exeplan.simulator.cost import CostModel
@@ -152,18 +154,35 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
         load_engine("best")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--engine", "vllm"], "--engine goes with --datasheet NAME or `exeplan profile import FILE... --model MODEL`"),
-        (["--datasheet", "a40-48gb", "--dtype", "fp8"], "datasheet 'a40-48gb' has no fp8_flops: take another dtype"),
-    ],
-)
-def test_a_datasheet_takes_no_engine_and_no_dtype_that_its_device_lacks(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_datasheet_takes_no_dtype_that_its_device_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--datasheet", "a40-48gb", "--dtype", "fp8"]
+    assert main(["profile", "demo", "-o", str(tmp_path / "p.json"), *words]) == 2
+    assert "datasheet 'a40-48gb' has no fp8_flops: take another dtype" in capsys.readouterr().err
+
+
+def test_auto_keeps_to_what_the_engine_schedules_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["profile", "demo", "-o", str(tmp_path / "p.json"), *options]) == 2
-    assert message in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "llama-3.1-8b", "--datasheet", "h100-80gb", "--engine", "sglang", "-o", "p.json"]) == 0
+    asked = ["optimize", "--profile", "p.json", "--workload", "azure-2023-conv", "--latency-bound", "20s", "--json"]
+    capsys.readouterr()
+    assert main(asked) == 0
+    found = capsys.readouterr()
+    assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"chunked", "rra"}
+    assert "note: searched what sglang schedules by: chunked, rra; --policy NAME takes another" in found.err
+    assert main([*asked, "--policy", "orca"]) == 0
+    found = capsys.readouterr()
+    assert {one["policy"] for one in json.loads(found.out)["candidates"]} == {"orca"}
+    assert "searched what" not in found.err
+
+
+@pytest.mark.parametrize("policies", ["chunked", "[chunked, fastest]", "3"])
+def test_policies_of_an_engine_are_a_list_of_known_ones(policies: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(re.sub(r"policies: .*", f"policies: {policies}", shipped("engines", "vllm").read_text()))
+    with pytest.raises(InputError, match="policies must be a list of some of chunked, concat, orca"):
+        load_engine(str(path))
 
 
 def test_an_imported_profile_takes_an_engine_and_no_second_overhead(

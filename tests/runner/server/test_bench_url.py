@@ -1,0 +1,44 @@
+"""`exeplan bench URL` on a server that is not known: its figures, and the server's own beside them."""
+
+import json
+
+import pytest
+
+from exeplan.cli import main
+
+
+def bench(server, capsys, *words: str) -> str:
+    load = ("--workload", "fixed:in=8;out=5", "--requests", "12", "--vocab-size", "50", "--api-key", server.api_key)
+    assert main(["bench", server.url, *load, *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def alone(launch):
+    """A server that nobody else asks."""
+    with launch() as server:
+        yield server
+
+
+def test_the_servers_own_counts_are_those_that_were_sent(alone, capsys):
+    text = bench(alone, capsys, "--concurrency", "3")
+    assert "the server's own metrics: 12 requests, 96 prompt and 60 output tokens, as sent; mean ttft" in text
+    for name in ("ttft", "tpot", "itl", "latency"):
+        assert f"\n{name} " in text
+    assert "itl, between two successive tokens" in text
+
+
+def test_times_at_the_client_are_not_below_the_servers(alone, capsys):
+    found = json.loads(bench(alone, capsys, "--concurrency", "2", "--json"))["client"]
+    server = found["server"]
+    assert (server["requests"], server["output_tokens"], found["differing"]) == (12, 60, [])
+    assert found["times"]["latency"][0] > server["latency"] > 0
+    assert found["times"]["ttft"][0] > server["ttft"] > 0
+
+
+def test_lengths_are_scaled_to_the_servers_context(alone, capsys):
+    words = ["bench", alone.url, "--workload", "mooncake-conv", "--api-key", alone.api_key, "--vocab-size", "50"]
+    assert main([*words, "--requests", "4", "--fit-context"]) == 0
+    assert "4 requests, " in capsys.readouterr().out
+    assert main([*words, "--requests", "4"]) == 2
+    assert "was answered 400" in capsys.readouterr().err

@@ -824,6 +824,19 @@ def through_vllm(record: Record) -> str:
     return rows(header, body)
 
 
+def vllm_plugin(record: Record) -> str:
+    """Whether tokens and cadence were as they should be, and the throughputs."""
+    own, *held = record["rows"]
+    rates = ", ".join(
+        f"{row['tokens/s'] / own['tokens/s']:.2f} ({row['schedule'].removeprefix('rra, ')})" for row in held
+    )
+    return (
+        f"all tokens of {record['requests']} greedy requests were those of vLLM {record['vllm']} without it in "
+        f"{sum(row['differing'] == 0 for row in held)} of {len(held)} runs, the cadence that of the plan in "
+        f"{sum(row['not the cadence'] == 0 for row in held)}; throughput over vLLM's own: {rates}"
+    )
+
+
 def through_vllm_summary(record: Record) -> str:
     """Errors, bounds, and what the grid took."""
     errors = {name: record[f"{name} error"] for name in ("throughput", "latency")}
@@ -870,6 +883,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "a100": {"distserve": a100_errors("distserve"), "splitwise": a100_errors("splitwise")},
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},
+    "vllm-plugin": {"runs": vllm_plugin},
     "kills": {
         "kills": lambda record: str(sum(plan["kills"] for plan in record["plans"])),
         "answers": answers,

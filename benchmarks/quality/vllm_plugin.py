@@ -2,11 +2,11 @@
 
     python -m benchmarks.quality.vllm_plugin --python FILE [--requests 60]
 
-FILE is an interpreter that has vLLM and what exeplan's core imports (numpy, scipy, pyyaml). vLLM's offline engine runs
-the same greedy requests of random lengths, all at once, on the demo's shape with random weights: as it schedules
-itself, and with the scheduler under several cadences. Compared are all tokens; the trace must have B_E requests in each
-prefill while so many wait and there are slots, and at least N_D decode passes between two prefills while anything
-decodes. Throughputs are of one run each. Writes records/vllm-plugin.json.
+FILE is an interpreter that has vLLM, numpy and pyyaml. vLLM's offline engine runs the same greedy requests of random
+lengths, all at once, on the demo's shape with random weights: as it schedules itself, and with the scheduler under
+several cadences. Compared are all tokens; the trace must have B_E requests in each prefill while so many wait and there
+are slots, and at least N_D decode passes between two prefills while anything decodes. Throughputs are of one run each.
+Writes records/vllm-plugin.json.
 """
 
 import argparse

@@ -80,6 +80,26 @@ class Reach:
     max_context: int
     max_num_tokens: int
     """Of a pass."""
+    kv_tokens: int
+    """For which there are keys and values."""
+
+    @classmethod
+    def within(
+        cls, spec: ModelSpec, dtype: str, *, kv_bytes: float, max_num_seqs: int, max_context: int, max_num_tokens: int
+    ) -> "Reach":
+        """As large as asked for, the keys and values of all at once within so many bytes."""
+        wanted = max_num_seqs * (max_context + _BLOCK_TOKENS)
+        return cls(
+            max_num_seqs=max_num_seqs,
+            max_context=max_context,
+            max_num_tokens=max_num_tokens,
+            kv_tokens=min(wanted, int(kv_bytes // spec.kv_bytes_per_token(dtype))),
+        )
+
+    def holds(self, batch: "Batch") -> bool:
+        """Whether its keys and values fit."""
+        longest = batch.first_context + batch.steps if isinstance(batch, DecodeBatch) else max(batch.lengths)
+        return batch.num_seqs * (longest + _BLOCK_TOKENS) <= self.kv_tokens
 
     @property
     def longest(self) -> int:
@@ -88,9 +108,8 @@ class Reach:
         return max(self.max_context - passes - _STEPS - 2, _SHORT_PROMPT)
 
     def kv_bytes(self, spec: ModelSpec, num_layers: int, dtype: str) -> int:
-        """Of keys and values of the largest batch, on that many layers."""
-        tokens = self.max_num_seqs * (self.max_context + _BLOCK_TOKENS)
-        return tokens * spec.kv_bytes_per_token(dtype) * num_layers // spec.num_layers
+        """Of keys and values on that many layers."""
+        return self.kv_tokens * spec.kv_bytes_per_token(dtype) * num_layers // spec.num_layers
 
 
 def batches(reach: Reach) -> list[Batch]:
@@ -103,7 +122,8 @@ def batches(reach: Reach) -> list[Batch]:
         for tokens in _doubling(2 * _SHORT_PROMPT, min(reach.max_num_tokens, reach.max_num_seqs * reach.longest))
     ]
     decodes = (DecodeBatch(number, context) for context in contexts for number in rows)
-    return list(dict.fromkeys([*decodes, *(PrefillBatch(1, tokens) for tokens in prompts), *many]))
+    found = dict.fromkeys([*decodes, *(PrefillBatch(1, tokens) for tokens in prompts), *many])
+    return [batch for batch in found if reach.holds(batch)]
 
 
 def _doubling(first: int, last: int) -> list[int]:

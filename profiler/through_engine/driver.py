@@ -28,9 +28,20 @@ class EngineDriver:
     """One engine process; a context manager."""
 
     def __init__(
-        self, python: str, spec: ModelSpec, num_layers: int, *, dtype: str, reach: Reach, environment: Mapping[str, str]
+        self,
+        python: str,
+        spec: ModelSpec,
+        num_layers: int,
+        *,
+        dtype: str,
+        reach: Reach,
+        environment: Mapping[str, str],
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts it. `python` is the interpreter that has the engine. Raises InputError where it cannot be run."""
+        """Starts it. `python` is the interpreter that has the engine, `settings` are further ones of vLLM's.
+
+        Raises InputError where it cannot be run.
+        """
         self._files = contextlib.ExitStack()
         folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="exeplan-engine-")))
         (folder / "config.json").write_text(json.dumps(with_layers(spec.config, num_layers)))
@@ -58,6 +69,7 @@ class EngineDriver:
                 "max_num_seqs": reach.max_num_seqs,
                 "max_num_batched_tokens": reach.max_num_tokens,
                 "kv_cache_memory_bytes": reach.kv_bytes(spec, num_layers, dtype),
+                **(settings or {}),
             }
         )
 

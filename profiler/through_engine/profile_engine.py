@@ -15,7 +15,7 @@ from exeplan.core.layer_costs import model_parameters
 from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import Profile, save_profile
 from exeplan.errors import InputError
-from exeplan.profiler.measuring.device import check_device, measure_device, versions
+from exeplan.profiler.measuring.device import available_memory, check_device, measure_device, versions
 from exeplan.profiler.through_engine.batches import Batch, DecodeBatch, Reach, batches
 from exeplan.profiler.through_engine.decompose import Timed, rows_of
 from exeplan.profiler.through_engine.driver import EngineDriver
@@ -30,6 +30,10 @@ _FEW_LAYERS = 1
 _LEAST_ROUNDS = 3
 _PASS_SHARE = 1 / 20
 """Largest share of the budget that a batch may take."""
+_KV_SHARE = 0.25
+"""Of the device's memory, for keys and values of the measured batches."""
+_CUDA_SETTINGS = {"gpu_memory_utilization": 0.05}
+"""vLLM refuses to start where less than this share is free, and takes what it needs where its KV cache has a size."""
 _RUNTIME_BYTES = 1 << 30
 """Of the engine itself on a GPU."""
 
@@ -54,18 +58,30 @@ def profile_engine(
     """
     _check(spec, engine)
     place = check_device(device)
-    reach = Reach(
+    reach = Reach.within(
+        spec,
+        dtype,
+        kv_bytes=_KV_SHARE * available_memory(place),
         max_num_seqs=max_num_seqs or _SEQS[place.type],
         max_context=min(max_context or _CONTEXT, spec.max_context),
         max_num_tokens=_TOKENS[place.type],
     )
     torch.set_num_threads(num_threads)
     environment = _environment(place.type, num_threads)
+    settings = _CUDA_SETTINGS if place.type == "cuda" else {}
     with Progress(f"profile {spec.name} on {engine}", shown=progress) as bar, ExitStack() as drivers:
         bar.note(f"starting {engine} twice, with {_FEW_LAYERS} and with {spec.num_layers} layers and random weights")
         started = [
             drivers.enter_context(
-                EngineDriver(python or sys.executable, spec, layers, dtype=dtype, reach=reach, environment=environment)
+                EngineDriver(
+                    python or sys.executable,
+                    spec,
+                    layers,
+                    dtype=dtype,
+                    reach=reach,
+                    environment=environment,
+                    settings=settings,
+                )
             )
             for layers in (_FEW_LAYERS, spec.num_layers)
         ]

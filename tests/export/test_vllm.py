@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+from exeplan.cli import main
 from exeplan.core.bounds import Bound
 from exeplan.core.model import ModelSpec, load_model_spec
 from exeplan.core.plan import Plan
@@ -12,7 +14,7 @@ from exeplan.core.schedule import Estimate, ReplicaGroup, Schedule, Stage
 from exeplan.errors import InputError
 from exeplan.export.forms import FORMS
 from exeplan.export.interface import Export
-from exeplan.export.vllm import export
+from exeplan.export.vllm import export, export_with_plug_in
 from exeplan.plain_yaml import load
 
 ESTIMATE = Estimate(
@@ -93,6 +95,48 @@ def test_the_interval_of_rra_and_what_it_lacks() -> None:
     assert "prefills 8 requests at a time" in said
     assert "--data-parallel-size above 1 only" in said
     assert exported(found).as_run is None
+
+
+def test_the_plug_in_has_whole_prompts_and_reads_the_plan(tmp_path: Path) -> None:
+    rra = Schedule("rra", {"prefill_batch": 8, "decode_steps": 24, "decode_batch": 120})
+    found = export_with_plug_in(plan(schedule=rra, kv_cache_tokens=9000), spec(), model="m", file=tmp_path / "p.yaml")
+    [instance] = found.instances
+    words = dict(zip(instance.command, instance.command[1:], strict=False))
+    assert "--prefill-schedule-interval" not in words
+    assert words["--scheduler-cls"] == "exeplan.vllm_plugin.scheduler.RraScheduler"
+    assert (words["--max-num-seqs"], words["--max-model-len"]) == ("120", "9000")
+    assert int(words["--max-num-batched-tokens"]) == 16384
+    assert "--no-enable-chunked-prefill" in words
+    assert instance.environment["EXEPLAN_PLAN"] == str(tmp_path / "p.yaml")
+    assert "exeplan must be installed in vLLM's environment" in found.remarks[0]
+    assert "interval" not in " ".join(found.remarks)
+    assert found.as_run is None
+    on_cpu = replace(
+        plan(schedule=rra, device="cpu", num_threads=2, cluster=None), placement=(Stage(devices=(0,), layers=(0, 80)),)
+    )
+    [instance] = export_with_plug_in(on_cpu, spec(), model="m", file=tmp_path / "p.yaml").instances
+    assert instance.command[instance.command.index("--scheduler-cls") + 1].endswith(".RraSyncScheduler")
+
+
+def test_the_plug_in_refuses_what_it_does_not_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rra = Schedule("rra", {"prefill_batch": 8, "decode_steps": 24})
+    stages = (Stage(devices=(0,), layers=(0, 40)), Stage(devices=(1,), layers=(40, 80)))
+    with pytest.raises(InputError, match="on one stage"):
+        export_with_plug_in(plan(schedule=rra, placement=stages), spec(), model="m", file=tmp_path)
+    with pytest.raises(InputError, match="chunked"):
+        export_with_plug_in(plan(), spec(), model="m", file=tmp_path)
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "model: demo\nschedule: {policy: rra, prefill_batch: 4, decode_steps: 8}\n"
+        "placement: [{devices: [0], layers: [0, 6]}]\n"
+    )
+    asked = ["export", str(file), "--model", "m", "--plug-in"]
+    assert main([*asked, "--to", "sglang"]) == 2
+    assert "--plug-in is a scheduler for vLLM, not for sglang" in capsys.readouterr().err
+    assert main([*asked, "--to", "vllm", "--as", "compose"]) == 2
+    assert "which its image does not have" in capsys.readouterr().err
+    assert main([*asked, "--to", "vllm"]) == 0
+    assert f"EXEPLAN_PLAN={file}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

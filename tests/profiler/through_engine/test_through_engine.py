@@ -17,7 +17,7 @@ from exeplan.profiler.through_engine.driver import EngineDriver, with_layers
 from exeplan.profiler.through_engine.profile_engine import profile_engine
 from exeplan.simulator.cost import CostModel
 
-REACH = Reach(max_num_seqs=16, max_context=512, max_num_tokens=1024)
+REACH = Reach(max_num_seqs=16, max_context=512, max_num_tokens=1024, kv_tokens=16 * 640)
 STAND_IN = """
 import json, sys
 setup = json.loads(sys.stdin.readline())
@@ -75,6 +75,17 @@ def test_batches_reach_what_there_is_and_no_further() -> None:
     assert max(max(batch.lengths) for batch in prefills) < 512
     assert all(sum(batch.lengths) == batch.num_tokens for batch in prefills)
     assert len(found) == len(set(found))
+
+
+def test_keys_and_values_stay_within_the_memory() -> None:
+    spec = load_model_spec("demo")
+    asked = {"max_num_seqs": 16, "max_context": 512, "max_num_tokens": 1024}
+    assert Reach.within(spec, "float32", kv_bytes=1e12, **asked) == REACH
+    small = Reach.within(spec, "float32", kv_bytes=4096 * spec.kv_bytes_per_token("float32"), **asked)
+    assert small.kv_tokens == 4096
+    assert small.kv_bytes(spec, 3, "float32") == 2048 * spec.kv_bytes_per_token("float32")
+    assert 0 < len(batches(small)) < len(batches(REACH))
+    assert max(batch.num_seqs * batch.first_context for batch in batches(small) if hasattr(batch, "steps")) < 4096
 
 
 def test_the_sum_of_the_rows_is_what_was_measured(stand_in: str, tmp_path: Path) -> None:

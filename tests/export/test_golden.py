@@ -1,0 +1,60 @@
+"""What is written for each engine is as it was, and Kubernetes takes it.
+
+A change that is meant is written by `EXEPLAN_WRITE_GOLDEN=1 python -m pytest tests/export/test_golden.py`, and read in
+the difference.
+"""
+
+import os
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from benchmarks.quality.exported import plans
+from exeplan.core.model import load_model_spec
+from exeplan.core.plan import Plan
+from exeplan.errors import InputError
+from exeplan.export import FORM_NAMES, exporter_names, load_exporter
+from exeplan.export.forms import FORMS
+from exeplan.export.interface import Export
+
+GOLDEN = Path(__file__).parent / "golden"
+OF_ENGINE = {"vllm": "two replicas", "sglang": "rra", "lmdeploy": "rra", "tgi": "rra", "lightllm": "rra"}
+PLANS = dict(plans())
+KUBERNETES = "1.34"
+
+
+def exported(engine: str, plan: Plan) -> Export:
+    return load_exporter(engine).export(plan, load_model_spec(plan.model), model="organisation/name")
+
+
+@pytest.mark.parametrize("form", FORM_NAMES)
+@pytest.mark.parametrize("engine", exporter_names())
+def test_what_is_written_is_as_it_was(engine: str, form: str) -> None:
+    text, path = FORMS[form](exported(engine, PLANS[OF_ENGINE[engine]])), GOLDEN / f"{engine}.{form}"
+    if os.environ.get("EXEPLAN_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("engine", exporter_names())
+def test_kubernetes_takes_the_objects_of_every_plan(engine: str) -> None:
+    taken = 0
+    for plan in PLANS.values():
+        try:
+            found = exported(engine, plan)
+        except InputError:
+            continue
+        for one in yaml.safe_load_all(FORMS["kubernetes"](found)):
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+            taken += 1
+    assert taken >= 2
+
+
+def test_a_field_that_kubernetes_does_not_know_would_fail() -> None:
+    [deployment, _] = yaml.safe_load_all(FORMS["kubernetes"](exported("vllm", PLANS["chunked"])))
+    deployment["spec"]["template"]["spec"]["containers"][0]["imagePullPolice"] = "Always"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from exeplan.core.layer_costs import model_parameters
-from exeplan.core.model import DTYPE_BYTES, ModelSpec
+from exeplan.core.model import DTYPE_BYTES, FP8, ModelSpec
 from exeplan.core.profile import Profile, save_profile
 from exeplan.errors import InputError
 from exeplan.profiler.measuring.device import available_memory, check_device, measure_device, versions
-from exeplan.profiler.through_engine.batches import Batch, DecodeBatch, Reach, batches
+from exeplan.profiler.through_engine.batches import Batch, DecodeBatch, PrefillBatch, Reach, batches
 from exeplan.profiler.through_engine.decompose import Timed, rows_of
 from exeplan.profiler.through_engine.driver import EngineDriver
 from exeplan.progress import Progress
@@ -56,7 +56,7 @@ def profile_engine(
 
     The budget is for passes; the engine's two starts come on top. Raises InputError where it cannot run the model.
     """
-    _check(spec, engine)
+    _check(spec, engine, dtype)
     place = check_device(device)
     reach = Reach.within(
         spec,
@@ -70,7 +70,8 @@ def profile_engine(
     environment = _environment(place.type, num_threads)
     settings = _CUDA_SETTINGS if place.type == "cuda" else {}
     with Progress(f"profile {spec.name} on {engine}", shown=progress) as bar, ExitStack() as drivers:
-        bar.note(f"starting {engine} twice, with {_FEW_LAYERS} and with {spec.num_layers} layers and random weights")
+        layers = f"{_FEW_LAYERS} and {spec.num_layers} layers"
+        bar.note(f"starting {engine} twice, with {layers} and random weights, which takes minutes")
         started = [
             drivers.enter_context(
                 EngineDriver(
@@ -95,8 +96,8 @@ def profile_engine(
             for number, batch in enumerate(wanted, start=1):
                 samples[batch].append((_seconds(whole, batch), _seconds(few, batch)))
                 spent = time.monotonic() - begun
-                share = max(spent / budget_seconds, (rounds + number / len(wanted)) / _LEAST_ROUNDS)
-                bar.update(min(share, 1.0), budget_seconds - spent, f"round {rounds + 1}")
+                share = min(spent / budget_seconds, (rounds + number / len(wanted)) / _LEAST_ROUNDS)
+                bar.update(share, budget_seconds - spent, f"round {rounds + 1}")
             rounds += 1
             bar.round(f"round {rounds}, {time.monotonic() - begun:.0f} s")
     profile = Profile(
@@ -114,11 +115,13 @@ def profile_engine(
     return profile
 
 
-def _check(spec: ModelSpec, engine: str) -> None:
+def _check(spec: ModelSpec, engine: str, dtype: str) -> None:
     if engine not in ENGINES:
         raise InputError(f"profiles are measured on the engine {' or '.join(ENGINES)}, found '{engine}'")
     if spec.is_encoder_decoder:
         raise InputError(f"{spec.name} has an encoder and a decoder, which vLLM does not run")
+    if spec.quantization or dtype == FP8:
+        raise InputError("quantized weights are not measured through vLLM: take --dtype bfloat16 or a --datasheet")
     if spec.layers_differ:
         raise InputError(f"the layers of {spec.name} differ, and fewer of them would be another mixture of them")
     if spec.num_layers <= _FEW_LAYERS:
@@ -153,6 +156,8 @@ def _affordable(
             f"left out: {least}, and larger batches, which take over {budget_seconds * _PASS_SHARE:.1f} s; a larger "
             "--budget has them"
         )
+    if {type(batch) for batch in kept} != {DecodeBatch, PrefillBatch}:
+        raise InputError(f"no pass takes less than {budget_seconds * _PASS_SHARE:.1f} s; give a larger --budget")
     return kept
 
 

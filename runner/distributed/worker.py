@@ -138,8 +138,12 @@ class Reports:
         self._connection, self._lock = connection, threading.Lock()
 
     def send(self, event: WorkerEvent) -> None:
-        with self._lock:
-            self._connection.sendall(frame(event))
+        """Ends the process where the engine is gone, as `_read` does."""
+        try:
+            with self._lock:
+                self._connection.sendall(frame(event))
+        except OSError:
+            os._exit(0)
 
     def refuse(self, error: InputError) -> NoReturn:
         """Reports what the user can change, if it still can, and ends the process."""

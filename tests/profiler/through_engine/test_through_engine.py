@@ -116,6 +116,14 @@ def test_an_engine_that_is_slower_with_fewer_layers_gives_rows_above_zero() -> N
     assert all(row.seconds > 0 for row in rows_of(timed, num_layers=4, few_layers=1))
 
 
+def test_a_budget_that_no_pass_fits_is_too_small(stand_in: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give a larger --budget"):
+        profile_engine(
+            load_model_spec("demo"), "vllm", python=stand_in, output=tmp_path / "p.json", budget_seconds=1e-6,
+            progress=False,
+        )  # fmt: skip
+
+
 def test_an_engine_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "engine.py"
     program.write_text("import sys\nprint('loading', file=sys.stderr)\nimport no_such_engine\n")
@@ -135,6 +143,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         (["demo", "--engine", "sglang"], "profiles are measured on the engine vllm, found 'sglang'"),
         (["t5-11b", "--engine", "vllm"], "has an encoder and a decoder, which vLLM does not run"),
         (["demo", "--engine", "vllm", "--devices", "2"], "is measured on one device"),
+        (["demo", "--engine", "vllm", "--dtype", "fp8"], "quantized weights are not measured through vLLM"),
         (["demo", "--engine-python", "x"], "--engine-python goes with --engine vllm"),
         (["demo", "--engine", "vllm", "--engine-python", "/no/such"], "cannot run '/no/such': No such file"),
     ):

@@ -122,8 +122,8 @@ def batches(reach: Reach) -> list[Batch]:
         for tokens in _doubling(2 * _SHORT_PROMPT, min(reach.max_num_tokens, reach.max_num_seqs * reach.longest))
     ]
     decodes = (DecodeBatch(number, context) for context in contexts for number in rows)
-    found = dict.fromkeys([*decodes, *(PrefillBatch(1, tokens) for tokens in prompts), *many])
-    return [batch for batch in found if reach.holds(batch)]
+    found: list[Batch] = [*decodes, *(PrefillBatch(1, tokens) for tokens in prompts), *many]
+    return [batch for batch in dict.fromkeys(found) if reach.holds(batch)]
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -188,11 +188,9 @@ def vllm_bench(site: Site, python: Path, args: argparse.Namespace) -> Found:
 def bench(site: Site, python: Path, args: argparse.Namespace) -> Found:
     lengths = f"fixed:in={INPUT_TOKENS};out={OUTPUT_TOKENS}"
     load = ("--workload", lengths, "--rate", str(args.rate), "--requests", str(args.requests), "--vocab-size", "256")
-    run = json.loads(site.run(sys.executable, "-m", "exeplan", "bench", "--url", site.server.url, *load, "--json"))[
-        "measured"
-    ]
-    tokens = args.requests * OUTPUT_TOKENS
-    return {"requests": args.requests, "tokens": tokens, "latency": run["ttft"] + (OUTPUT_TOKENS - 1) * run["tpot"]}
+    run = json.loads(site.run(sys.executable, "-m", "exeplan", "bench", site.server.url, *load, "--json"))["client"]
+    mean, *_ = run["times"]["latency"]
+    return {"requests": args.requests, "tokens": args.requests * OUTPUT_TOKENS, "latency": mean}
 
 
 def curl(site: Site, python: Path, args: argparse.Namespace) -> Found:

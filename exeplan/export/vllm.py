@@ -43,6 +43,8 @@ _PORT = 8000
 _GIB = 1 << 30
 _UTILIZATION = 0.9
 _PLUG_IN = "exeplan.vllm_plugin.scheduler"
+_MOST_ROWS = 2
+"""Rows that may decode over those that do in the mean: the cycle, and not vLLM, says how many there are."""
 _PREFILL_TOKENS = 16384
 """Of a pass with the plug-in at most, but for one request that is longer: their activations take memory."""
 
@@ -151,7 +153,7 @@ def _cadence(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     if longest < spec.max_context:
         yield from ("--max-model-len", f"{longest}")
     if rows := schedule.variables.get("decode_batch"):
-        yield from ("--max-num-seqs", f"{rows}")
+        yield from ("--max-num-seqs", f"{_MOST_ROWS * rows}")
     yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{tokens}")
     yield from ("--scheduler-cls", f"{_PLUG_IN}.{'RraSyncScheduler' if plan.device == 'cpu' else 'RraScheduler'}")
 

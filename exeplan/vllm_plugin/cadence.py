@@ -2,8 +2,10 @@
 
 A cycle is one pass in which `prefill_batch` requests are prefilled and nothing decodes, and `decode_steps` passes in
 which nothing is prefilled (`policies/rra.py`). Where none waits at the end of a cycle decoding goes on, and where
-nothing is left to decode the next prefill comes at once. vLLM differs where it must: a prompt longer than the tokens of
-a pass is cut, its rest prefilled in further passes; what it preempts for want of KV blocks waits for the next prefill.
+nothing is left to decode the next prefill comes at once. The policy's own function chooses from exeplan's queue, which
+vLLM does not have, so its rule stands here again: a test holds both to the same passes. vLLM differs where it must: a
+prompt longer than the tokens of a pass is cut, its rest prefilled in further passes; what it preempts for want of KV
+blocks waits for the next prefill; and no more requests run than its --max-num-seqs.
 
 vLLM's interface for schedulers is not public. What is used of it, 0.31 to 0.33: `schedule(throttle_prefills)`,
 `running`, `waiting`, `max_num_active_reqs`, and a request's `is_prefill_chunk`.
@@ -32,8 +34,6 @@ class Cadence:
 
     prefill_batch: int
     decode_steps: int
-    decode_batch: int | None = None
-    """Most requests that run; None for vLLM's own limit."""
     decodes_left: int = 0
 
     @classmethod
@@ -43,13 +43,14 @@ class Cadence:
             raise InputError(f"the plug-in keeps the cadence of rra plans; the plan's policy is {schedule.policy}")
         if schedule.num_micro_batches > 1:
             raise InputError("the plug-in runs one micro-batch, as a vLLM without pipeline stages does")
-        return cls(schedule["prefill_batch"], schedule["decode_steps"], schedule.variables.get("decode_batch"))
+        for name in ("adjust_percent", "max_num_batched_tokens"):
+            if name in schedule.variables:
+                raise InputError(f"the plug-in does not keep the plan's {name}; plan without it")
+        return cls(schedule["prefill_batch"], schedule["decode_steps"])
 
-    def num_prefilled(self, *, waiting: int, running: int, most: int) -> int:
-        """Requests to prefill in the next pass, of which at most `most` may run; 0 for a pass that decodes."""
-        if running and self.decodes_left > 0:
-            return 0
-        return max(min(waiting, self.prefill_batch, min(most, self.decode_batch or most) - running), 0)
+    def num_prefilled(self, *, waiting: int, running: int) -> int:
+        """Requests to prefill in the next pass; 0 for a pass that decodes."""
+        return 0 if running and self.decodes_left > 0 else min(waiting, self.prefill_batch)
 
     def passed(self, *, prefilled: bool) -> None:
         """A pass was scheduled."""
@@ -108,7 +109,10 @@ class CadenceMixin:
         cut = [request for request in self.running if request.is_prefill_chunk]
         wanted = 0
         if not cut:
-            wanted = self._cadence.num_prefilled(waiting=len(self.waiting), running=len(self.running), most=self._most)
+            due = self._cadence.num_prefilled(waiting=len(self.waiting), running=len(self.running))
+            wanted = max(min(due, self._most - len(self.running)), 0)
+            if wanted < due:
+                self._deviate("fewer were prefilled than planned, as --max-num-seqs run already")
         output = self._prefill(cut, wanted) if cut or wanted else self._decode()
         self._account(output, cut=len(cut), wanted=wanted)
         return output

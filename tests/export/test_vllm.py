@@ -104,7 +104,7 @@ def test_the_plug_in_has_whole_prompts_and_reads_the_plan(tmp_path: Path) -> Non
     words = dict(zip(instance.command, instance.command[1:], strict=False))
     assert "--prefill-schedule-interval" not in words
     assert words["--scheduler-cls"] == "exeplan.vllm_plugin.scheduler.RraScheduler"
-    assert (words["--max-num-seqs"], words["--max-model-len"]) == ("120", "9000")
+    assert (words["--max-num-seqs"], words["--max-model-len"]) == ("240", "9000")
     assert int(words["--max-num-batched-tokens"]) == 16384
     assert "--no-enable-chunked-prefill" in words
     assert instance.environment["EXEPLAN_PLAN"] == str(tmp_path / "p.yaml")

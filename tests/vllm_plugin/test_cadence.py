@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from exeplan.core.schedule import Schedule
 from exeplan.errors import InputError
+from exeplan.simulator.cost import CostModel
+from exeplan.simulator.replay import replay
 from exeplan.vllm_plugin.cadence import PLAN_VARIABLE, TRACE_VARIABLE, Cadence, CadenceMixin
 
 PLAN = """model: demo
@@ -36,7 +39,7 @@ class Scheduler:
     room: int = 1000
     """Requests that fit the KV cache."""
     running: list[Request] = field(default_factory=list)
-    max_num_active_reqs: int = 8
+    max_num_active_reqs: int = 6
     admitted: list[Request] = field(default_factory=list)
 
     def schedule(self, throttle_prefills: bool = False) -> SimpleNamespace:
@@ -103,7 +106,18 @@ def requests(count: int, outputs: int = 100) -> list[Request]:
 
 def test_a_cycle_prefills_a_batch_and_then_decodes_its_steps(held, tmp_path: Path) -> None:
     found = passes(held(*requests(20)), tmp_path / "trace.jsonl", 11)
-    assert found == [("p", 3), *[("d", 3)] * 4, ("p", 3), *[("d", 6)] * 5]  # Then `decode_batch` is full.
+    assert found == [("p", 3), *[("d", 3)] * 4, ("p", 3), *[("d", 6)] * 5]  # As many as --max-num-seqs.
+
+
+@pytest.mark.parametrize(("prefill", "steps", "seed"), [(3, 4, 0), (1, 2, 1), (4, 9, 2), (6, 1, 3), (5, 3, 4)])
+def test_its_passes_are_those_of_the_policy(held, tmp_path: Path, cost: CostModel, prefill, steps, seed) -> None:
+    """Of the replay, which runs `policies/rra.py`."""
+    outputs, many = np.random.default_rng(seed).integers(1, 25, 60), {"max_num_active_reqs": 1000}
+    schedule = Schedule("rra", {"prefill_batch": prefill, "decode_steps": steps, "decode_batch": 6})
+    run = replay(schedule, cost, input_tokens=np.full(60, 10), output_tokens=outputs, num_blocks=1000)
+    wanted = [("p", one.num_prefill) if one.num_prefill else ("d", one.num_decode) for one in run.passes]
+    scheduler = held(*(Request(left=10, outputs=int(count)) for count in outputs), prefill=prefill, steps=steps, **many)
+    assert passes(scheduler, tmp_path / "trace.jsonl", len(wanted)) == wanted
 
 
 def test_what_has_ended_makes_room(held, tmp_path: Path) -> None:
@@ -157,6 +171,7 @@ def test_a_plan_that_changes_changes_the_cadence(held, tmp_path: Path, caplog) -
     [
         (Schedule("orca", {"max_num_seqs": 4}), "the plan's policy is orca"),
         (Schedule("rra", {"prefill_batch": 1, "decode_steps": 2, "micro_batches": 2}), "one micro-batch"),
+        (Schedule("rra", {"prefill_batch": 1, "decode_steps": 2, "adjust_percent": 5}), "not keep .* adjust_percent"),
     ],
 )
 def test_other_plans_are_refused(schedule: Schedule, sentence: str) -> None:

@@ -15,7 +15,7 @@ def bench(server, capsys, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def alone(launch):
-    """A server that nobody else asks."""
+    """A server without other clients, so that its counts are those of the test."""
     with launch() as server:
         yield server
 

@@ -5,13 +5,13 @@ SGLang 0.5 `srt/metrics/collector.py`, and `runner/server/metrics.py`.
 """
 
 import math
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from exeplan.runner.scrape import scrape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 PREFIXES = ("exeplan", "vllm", "sglang")
 _TIMES = {"ttft": "time_to_first_token_seconds", "latency": "e2e_request_latency_seconds"}
 _TOKENS = ("prompt_tokens_total", "generation_tokens_total")
-_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +51,8 @@ class ServerRun:
 
 def read_counters(url: str, headers: Mapping[str, str], tls_ca: Path | None = None) -> Mapping[str, float] | None:
     """The sums of all families that a run is told by, without prefix; None of a server that shows no such metrics."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    from exeplan.runner.load import trusting
-
-    request = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers=dict(headers))
-    tls = urllib.request.HTTPSHandler(context=trusting(tls_ca))
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), tls)
-        with opener.open(request, timeout=_PATIENCE_SECONDS) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
+        families = scrape(f"{url.rstrip('/')}/metrics", headers, tls_ca)
     except (OSError, ValueError):
         return None
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

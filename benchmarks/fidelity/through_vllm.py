@@ -13,29 +13,17 @@ prefill; the bounds are of exeplan's latency on the longest percentile of answer
 
 import argparse
 import json
-import os
-import shlex
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 from benchmarks.lib.record import write_record
-from exeplan.files import read_yaml, shipped
+from benchmarks.lib.vllm_server import exeplan_command, vllm_server, words_of, write_model
 from exeplan.planner.reports.tables import table
 
-START_SECONDS = 300.0
 SHARES = (0.85, 0.55)
 """Bounds, as shares of the latency of the fastest schedule."""
 SEQS, TOKENS = (4, 8, 16, 32), (256, 2048)
@@ -56,7 +44,7 @@ def main() -> None:
         model = write_model(folder / "model")
         road = _Road(folder, model, args)
         started = time.monotonic()
-        road.exeplan(
+        exeplan_command(
             "profile", str(model), "--engine", "vllm", "--engine-python", str(args.python), "--budget", args.budget,
             "-o", str(road.profile),
         )  # fmt: skip
@@ -79,40 +67,20 @@ def main() -> None:
     print(f"\nrecord: {write_record('through-vllm', figures)}")
 
 
-def write_model(folder: Path) -> Path:
-    """A directory of the demo's shape, with a tokenizer that has a word for every token."""
-    folder.mkdir()
-    config = {**read_yaml(shipped("models", "demo")), "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    words = {f"w{number}": number for number in range(config["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "model_max_length": 1024}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return folder
-
-
 class _Road:
     def __init__(self, folder: Path, model: Path, args: argparse.Namespace) -> None:
         self._folder, self._model, self._args = folder, model, args
         self.profile = folder / "vllm.profile.json"
 
-    def exeplan(self, *words: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "exeplan", *words], stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.returncode)
-        return done.stdout
-
     def plans(self, workload: str) -> Iterator[Found]:
         """One for each bound."""
         asked = ("optimize", "--profile", str(self.profile), "--workload", workload, "--fit-context", "--json")
-        fastest = json.loads(self.exeplan(*asked, "--policy", "chunked", "--latency-bound", "inf"))
+        fastest = json.loads(exeplan_command(*asked, "--policy", "chunked", "--latency-bound", "inf"))
         for share in SHARES:
             bound, file = share * fastest["replay"]["latency"], self._folder / f"{workload}-{share}.yaml"
             started = time.monotonic()
             words = ("--policy", "chunked", "--latency-bound", f"{bound}s", "-o", str(file))
-            found = json.loads(self.exeplan(*asked, *words))
+            found = json.loads(exeplan_command(*asked, *words))
             yield {
                 "workload": workload,
                 "bound": bound,
@@ -123,12 +91,11 @@ class _Road:
 
     def measure_plan(self, plan: Found) -> None:
         """Adds what was predicted and what was measured."""
-        script = self.exeplan("export", plan["file"], "--to", "vllm").splitlines()
-        words = shlex.split(" ".join(line.rstrip("\\") for line in script if not line.startswith("#")))
+        words = words_of(exeplan_command("export", plan["file"], "--to", "vllm"))
         slots = plan["schedule"]["max_num_seqs"]
-        with self._server(words) as url:
+        with vllm_server(self._args.python, words, self._folder) as url:
             bench = ("bench", plan["file"], "--url", url, "--concurrency", str(slots))
-            found = json.loads(self.exeplan(*bench, "--duration", f"{self._args.seconds}s", "--json"))
+            found = json.loads(exeplan_command(*bench, "--duration", f"{self._args.seconds}s", "--json"))
         for name in ("replay", "measured"):
             plan[name] = {key: found[name][key] for key in ("throughput", "latency")}
 
@@ -138,11 +105,11 @@ class _Road:
         for slots, tokens in [(DEFAULT_SEQS, None), *((slots, tokens) for slots in SEQS for tokens in TOKENS)]:
             started = time.monotonic()
             limits = ["--max-num-seqs", str(slots), "--max-num-batched-tokens", str(tokens)] if tokens else []
-            with self._server([*self._same(), *limits]) as url:
+            with vllm_server(self._args.python, [*self._same(), *limits], self._folder) as url:
                 for workload in workloads:
                     bench = ("bench", url, "--workload", workload, "--fit-context", "--vocab-size", "2048")
                     load = ("--concurrency", str(slots), "--duration", f"{self._args.seconds}s", "--json")
-                    found = json.loads(self.exeplan(*bench, *load))["measured"]
+                    found = json.loads(exeplan_command(*bench, *load))["measured"]
                     rows.append(
                         {"workload": workload, "max_num_seqs": slots, "max_num_batched_tokens": tokens}
                         | {key: found[key] for key in ("throughput", "latency")}
@@ -157,39 +124,6 @@ class _Road:
             "VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1", "VLLM_CPU_KVCACHE_SPACE=1", "vllm", "serve",
             str(self._model), "--dtype", "float32", "--no-enable-prefix-caching",
         ]  # fmt: skip
-
-    @contextmanager
-    def _server(self, words: Sequence[str]) -> Iterator[str]:
-        """A command line as exported, on a free port and with random weights."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        start = next(number for number, word in enumerate(words) if "=" not in word)
-        environment = dict(word.split("=", 1) for word in words[:start])
-        known = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        model, *options = words[start + 2 :]
-        # What `vllm serve` runs: the program itself does not start in vllm-cpu, as it asks for the version of `vllm`.
-        command = [str(self._args.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
-        command += ["--load-format", "dummy", "--port", str(port)]
-        with (self._folder / "server.log").open("w") as log:
-            process = subprocess.Popen(command, env={**known, **environment}, stdout=log, stderr=log)
-            try:
-                _await(f"http://127.0.0.1:{port}", process, self._folder / "server.log")
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
-
-
-def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Until the server is well and has answered once."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
 
 
 def _judged(plan: Found, grid: Sequence[Found]) -> Found:

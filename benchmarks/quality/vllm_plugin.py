@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import exeplan
-from benchmarks.fidelity.through_vllm import write_model
 from benchmarks.lib.record import write_record
+from benchmarks.lib.vllm_server import write_model
 from exeplan.planner.reports.tables import table
 
 CADENCES = ((4, 4), (4, 16), (8, 8))

@@ -24,14 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload", metavar="W", help="the lengths that the plan was made for, instead of the plan's own"
     )
     parser.add_argument("--rate", metavar="R", help="requests/s, instead of the trace's own; its pattern stays")
-    parser.add_argument("--dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default: 60s)")
-    parser.add_argument("--every", default="5s", metavar="TIME", help="between two looks (default: 5s)")
-    parser.add_argument("--gain", default="3%", metavar="SHARE", help="throughput worth a re-plan (default: 3%%)")
+    add_rules(parser)
     parser.add_argument(
         "--policy", default="auto", help="a policy, a file such as ./mine.py, or auto for the best of all (default)"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="PLAN", help="write the last plan that was adopted")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """When to re-plan."""
+    parser.add_argument("--dwell", default="60s", metavar="TIME", help="between two re-plans, at least (default: 60s)")
+    parser.add_argument("--every", default="5s", metavar="TIME", help="between two looks (default: 5s)")
+    parser.add_argument("--gain", default="3%", metavar="SHARE", help="throughput worth a re-plan (default: 3%%)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     rate = parse_rate(args.rate, "--rate") if args.rate else None
     arrivals = arrivals_of(workload.trace, problem, plan, rate)
     policies = None if args.policy == "auto" else resolve_policies(args.policy, problem.cluster)
-    watch = Watch(plan, problem, rules=_rules(args), policies=policies)
+    watch = Watch(plan, problem, rules=rules_of(args), policies=policies)
     played = play_trace(watch, problem, workload.trace, arrivals, predict=args.json)
     looks = list(followed(played, "drift", count=len(look_times(watch, arrivals))))
     adopted = [look for look in looks if look.adopted]
@@ -69,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rules(args: argparse.Namespace) -> "Rules":
+def rules_of(args: argparse.Namespace) -> "Rules":
+    """Of these options. Raises InputError."""
     from exeplan.drift.state import Rules
     from exeplan.errors import InputError
     from exeplan.units import seconds

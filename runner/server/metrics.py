@@ -8,19 +8,20 @@ Source: https://prometheus.io/docs/instrumenting/exposition_formats/ and vLLM's 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from exeplan.core.plan import Plan
 from exeplan.runner.ipc.messages import Event, Stats
 from exeplan.runner.server.clients import Totals
-from exeplan.runner.server.observed import Observed, Snapshot, bounds_of
-from exeplan.runner.server.predicted import PREDICTED, predictions
+from exeplan.runner.server.observed import Observed, Snapshot
+from exeplan.runner.server.plan_metrics import counter, gauge, gauges, plan_families, replanning_families, with_rows
+from exeplan.runner.server.predicted import PREDICTED
 
 FINISH_REASONS = ("stop", "length", "abort", "expired", "error", "structure", "lost")
 REJECTIONS = ("queue_full", "late", "rate_limit_exceeded", "too_many_requests")
@@ -37,35 +38,6 @@ _HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of a finished request", _TOKENS),
     "request_generation_tokens": ("Output tokens of a finished request", _TOKENS),
     "iteration_tokens_total": ("Tokens that one iteration computes", _TOKENS),
-}
-_VALUES = {
-    "num_requests": "requests finished",
-    "throughput": "requests per second",
-    "token_throughput": "output tokens per second",
-    "ttft": "mean seconds to the first token",
-    "tpot": "mean seconds per token after the first",
-    "latency": "seconds of the latency that the bound is on",
-    "latency_p50": "median of the latency in seconds",
-    "latency_p99": "99th percentile of the latency in seconds",
-    "kv_tokens": "tokens in the KV cache",
-    "memory_bytes_per_gpu": "bytes of memory on each device",
-    "deadline_share": "share of requests that finish by their deadline",
-    "utility": "utility per second of requests that meet their deadline",
-    "attainment": "share of requests that keep every bound",
-    "goodput": "requests per second that keep every bound",
-    "prefill_batch": "sequences a prefill",
-    "decode_batch": "sequences a decode iteration",
-}
-_REPLANNING = {
-    "replans_total": "Plans adopted since the start",
-    "drift_measure": "Distance of the observed from the planned lengths; above 1 it is more than chance",
-    "drift_requests": "Independent requests that the observed lengths are worth",
-    "drift_bound_share": "Utilization of the binding bound under the observed lengths; above 1 it is broken",
-    "drift_best_gain": "Relative gain in throughput of the best other plan",
-    "drift_bound_missed": "Where no plan keeps the bounds: the factor by which they would have to be wider",
-    "replan_pause_seconds": "Seconds without a batch at the last change of plans",
-    "replan_last_seconds": "Time of the last change of plans on the service's clock, in seconds",
-    "replan_proposed": "1 while a proposed plan waits to be accepted",
 }
 _CLIENTS = {
     "requests": "Requests of a client that were read",
@@ -233,9 +205,7 @@ class ServeMetrics(Collector):
             family = HistogramMetricFamily(f"exeplan:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
             family.add_metric([self._model_name], histogram.cumulative(), histogram.sum)
             yield family
-        for name, about in _REPLANNING.items():
-            value = reading.replanning.get(name)
-            yield self._counter(name, about, value or 0) if name.endswith("_total") else self._gauge(name, about, value)
+        yield from replanning_families(self._model_name, reading.replanning)
         yield from self._predicted_and_observed(reading.observed)
 
     def _engine(self, stats: Stats, num_waiting: int) -> Iterator[Metric]:
@@ -258,17 +228,8 @@ class ServeMetrics(Collector):
                 yield self._counters(f"client_{name}_total", about, "client", values)
 
     def _predicted_and_observed(self, snapshot: Snapshot) -> Iterator[Metric]:
-        predicted, bounds = predictions(self._plan), bounds_of(self._plan)
-        for name in PREDICTED:
-            about = f"Predicted by the active plan: {_VALUES[name]}"
-            yield self._gauge(f"plan_predicted_{_unit_name(name)}", about, predicted.get(name))
-        for name in ("num_requests", *(name for name in PREDICTED if hasattr(snapshot, name))):
-            about = f"Observed in the last minutes: {_VALUES[name]}"
-            yield self._gauge(f"observed_{_unit_name(name)}", about, getattr(snapshot, name))
-        on_latency = bounds[0].seconds if bounds and bounds[0].on_latency else None
-        yield self._gauge("plan_latency_bound_seconds", "Bound on the latency in seconds", on_latency)
-        seconds = {bound.metric: bound.seconds for bound in bounds}
-        yield self._gauges("plan_bound_seconds", "Bounds in seconds", "bound", seconds)
+        observed = {name: getattr(snapshot, name) for name in PREDICTED if hasattr(snapshot, name)}
+        yield from plan_families(self._model_name, self._plan, {"num_requests": snapshot.num_requests, **observed})
         within = "Observed in the last minutes: share of requests within a bound"
         yield self._gauges("observed_share_within_bound", within, "bound", snapshot.within)
         about = "Observations that an observed figure is from: requests, or gaps between tokens"
@@ -276,32 +237,17 @@ class ServeMetrics(Collector):
         yield self._gauges("observed_num_observations", about, "figure", numbers)
 
     def _gauge(self, name: str, about: str, value: float | None) -> Metric:
-        """Without a sample where the value is unknown."""
-        family = GaugeMetricFamily(f"exeplan:{name}", about, labels=["model_name"])
-        if value is not None:
-            family.add_metric([self._model_name], value)
-        return family
+        return gauge(self._model_name, name, about, value)
 
     def _gauges(self, name: str, about: str, by: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(f"exeplan:{name}", about, labels=["model_name", by])
-        return _with_rows(family, self._model_name, values.items())
+        return gauges(self._model_name, name, about, by, values)
 
     def _counter(self, name: str, about: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"exeplan:{name}", about, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        return counter(self._model_name, name, about, value)
 
     def _counters(self, name: str, about: str, by: str, values: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(f"exeplan:{name}", about, labels=["model_name", by])
-        return _with_rows(family, self._model_name, sorted(values.items()))
-
-
-def _with_rows(
-    family: GaugeMetricFamily | CounterMetricFamily, model_name: str, rows: Iterable[tuple[str, float]]
-) -> Metric:
-    for label, value in rows:
-        family.add_metric([model_name, label], value)
-    return family
+        return with_rows(family, self._model_name, sorted(values.items()))
 
 
 def _renamed(family: Metric, prefix: str) -> Metric:
@@ -312,7 +258,3 @@ def _renamed(family: Metric, prefix: str) -> Metric:
 
 def _with_prefix(name: str, prefix: str) -> str:
     return f"{prefix}:{name.partition(':')[2]}"
-
-
-def _unit_name(name: str) -> str:
-    return f"{name}_seconds" if name in ("ttft", "tpot") or name.startswith("latency") else name

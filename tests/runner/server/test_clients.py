@@ -243,6 +243,7 @@ def test_answers_that_wait_for_their_turn_go_when_the_server_shuts_down(launch, 
             for thread in threads:
                 thread.start()
             eventually(lambda: server.metric("admission_rejections_total") == count - 2)
+            eventually(lambda: server.metric("num_requests_waiting") == 2)  # Read too, not only given a place.
             server.process.terminate()
         for thread in threads:
             thread.join(PATIENCE)

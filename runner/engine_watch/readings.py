@@ -1,0 +1,166 @@
+"""Readings: what the metrics of a serving engine say of the requests between two moments.
+
+    both                 time_to_first_token_seconds, inter_token_latency_seconds (a sample a gap), histograms
+    vLLM 0.31 to 0.33    request_prompt_tokens, request_generation_tokens, request_queue_time_seconds,
+                         num_requests_running, num_requests_waiting
+    SGLang 0.5.23        with --enable-metrics: prompt_tokens_histogram, generation_tokens_histogram,
+                         queue_time_seconds, num_running_reqs, num_queue_reqs
+
+Lengths are of requests that ended. Several servers, or engines of one server, are added up.
+Source: vLLM's `v1/metrics/loggers.py` and SGLang's `srt/observability/metrics_collector.py`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from exeplan.drift.length_draws import Buckets
+from exeplan.errors import InputError
+from exeplan.runner.scrape import scrape
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+
+class _Names(NamedTuple):
+    """Of an engine's families, without its prefix."""
+
+    inputs: str
+    outputs: str
+    queue: str
+    running: str
+    waiting: str
+    hint: str
+    """How the engine is to be started so that it shows them."""
+
+
+_TTFT, _GAPS = "time_to_first_token_seconds", "inter_token_latency_seconds"
+ENGINES = {
+    "vllm": _Names(
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_queue_time_seconds",
+        "num_requests_running",
+        "num_requests_waiting",
+        "without --disable-log-stats",
+    ),
+    "sglang": _Names(
+        "prompt_tokens_histogram",
+        "generation_tokens_histogram",
+        "queue_time_seconds",
+        "num_running_reqs",
+        "num_queue_reqs",
+        "with --enable-metrics",
+    ),
+}
+"""By the prefix of their metrics, which is the name of their exporter too."""
+
+
+class Times(NamedTuple):
+    """The sum of so many."""
+
+    seconds: float
+    number: float
+
+    @property
+    def mean(self) -> float | None:
+        """None of none."""
+        return self.seconds / self.number if self.number else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Since the servers' start, or between two moments."""
+
+    inputs: Buckets
+    outputs: Buckets
+    ttft: Times
+    """From the arrival."""
+    gaps: Times
+    """Between two tokens of a request, running ones too."""
+    queue: Times
+    """From the arrival to the start of the prefill."""
+    num_running: int
+    """Now, as the next one."""
+    num_waiting: int
+
+    def since(self, before: "Reading") -> "Reading | None":
+        """What came after an earlier reading; None where a server has begun anew since."""
+        sides = ((self.inputs, before.inputs), (self.outputs, before.outputs))
+        if any(other.size and one.edges != other.edges for one, other in sides):
+            return None
+        lengths = [_less(one, other) for one, other in sides]
+        pairs = ((self.ttft, before.ttft), (self.gaps, before.gaps), (self.queue, before.queue))
+        times = [Times(one.seconds - other.seconds, one.number - other.number) for one, other in pairs]
+        if min(*lengths[0].counts, *lengths[1].counts, *(time.number for time in times)) < 0:
+            return None
+        return Reading(
+            inputs=lengths[0],
+            outputs=lengths[1],
+            ttft=times[0],
+            gaps=times[1],
+            queue=times[2],
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+        )
+
+
+def _less(one: Buckets, other: Buckets) -> Buckets:
+    if not other.size:  # Engines show no buckets before their first request.
+        return one
+    counts = tuple(a - b for a, b in zip(one.counts, other.counts, strict=True))
+    return Buckets(edges=one.edges, counts=counts, total=one.total - other.total)
+
+
+def read(engine: str, urls: Sequence[str]) -> Reading:
+    """What these servers show now. Raises OSError where one does not answer, and InputError where it shows no metrics
+    of this engine."""
+    families = [family for url in urls for family in _of_server(engine, url)]
+    return _reading(ENGINES[engine], engine, families)
+
+
+def _of_server(engine: str, url: str) -> "list[Metric]":
+    names, found = ENGINES[engine], scrape(_metrics_url(url), {})
+    shown = {family.name for family in found}
+    needed = [f"{engine}:{name}" for name in (names.inputs, names.outputs, _TTFT, _GAPS, names.queue)]
+    if lacking := [name for name in needed if name not in shown]:
+        raise InputError(f"{url} does not show {lacking[0]}; start {engine} {names.hint}, or say which --engine it is")
+    return found
+
+
+def _metrics_url(url: str) -> str:
+    """Of a server, or of the metrics themselves."""
+    return url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
+
+
+def _reading(names: _Names, engine: str, families: "list[Metric]") -> Reading:
+    values: dict[str, float] = defaultdict(float)
+    buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
+    for family in families:
+        for sample in family.samples:
+            name = sample.name.removeprefix(f"{engine}:")
+            if name.endswith("_bucket"):
+                buckets[name.removesuffix("_bucket")][float(sample.labels["le"])] += sample.value
+            else:
+                values[name] += sample.value
+    lengths = [_buckets(buckets[name], values[f"{name}_sum"]) for name in (names.inputs, names.outputs)]
+    times = [Times(values[f"{name}_sum"], values[f"{name}_count"]) for name in (_TTFT, _GAPS, names.queue)]
+    return Reading(
+        inputs=lengths[0],
+        outputs=lengths[1],
+        ttft=times[0],
+        gaps=times[1],
+        queue=times[2],
+        num_running=round(values[names.running]),
+        num_waiting=round(values[names.waiting]),
+    )
+
+
+def _buckets(cumulative: dict[float, float], total: float) -> Buckets:
+    edges = sorted({*cumulative, math.inf})
+    reached = [0, *(round(cumulative.get(edge, 0.0)) for edge in edges)]
+    counts = tuple(after - before for before, after in pairwise(reached))
+    return Buckets(edges=tuple(edges), counts=counts, total=total)

@@ -4,7 +4,7 @@ A path may be a `str` or any `os.PathLike`; where a path is taken, so is the obj
 text as on the command line (`"2s"`, `"30GiB"`, `"1%"`), and numbers: seconds, bytes, shares, requests/s.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -26,7 +26,7 @@ from exeplan.core.profile import Profile
 from exeplan.errors import InputError
 from exeplan.extras import require
 from exeplan.planner.choice.optimize import resolve_policies
-from exeplan.planner.comparison import Comparison, compare_row, matched
+from exeplan.planner.comparison import Comparison, ComparisonRow, compare_row, default_row, matched
 from exeplan.planner.load_problem import cluster_for, plan_request, profile_for, profiled_host, read_plan
 from exeplan.planner.margins.margins import Risk
 from exeplan.planner.margins.risk import load_errors, parse_risk
@@ -40,7 +40,13 @@ from exeplan.profiler.datasheets.datasheet import (
     tensor_parallel_sizes_of,
     with_links,
 )
-from exeplan.profiler.datasheets.engine_constants import engine_policies, expert_shardings, load_engine, with_engine
+from exeplan.profiler.datasheets.engine_constants import (
+    engine_defaults,
+    engine_policies,
+    expert_shardings,
+    load_engine,
+    with_engine,
+)
 from exeplan.progress import SILENT, Told
 from exeplan.units import num_bytes, seconds
 from exeplan.workload import files as workloads
@@ -273,6 +279,8 @@ def compare(
     workloads: Iterable[Workload | File | Mapping[str, ArrayLike] | Any],
     latency_bounds: Iterable[Quantity],
     *,
+    models: Iterable[ModelSpec | File] = (),
+    engines: Sequence[File] = (),
     bound_on: str = "p99-length",
     clusters: Iterable[Cluster | File] = (),
     gpus: Sequence[int] = (),
@@ -282,14 +290,18 @@ def compare(
 ) -> Comparison:
     """Optimizes every profile under every workload and bound, on one device or on every cluster of its device.
 
-    `gpus` are numbers of GPUs to take of each cluster. `told` hears how far it is. A row without a plan says why; wrong
-    input raises InputError.
+    `gpus` are numbers of GPUs to take of each cluster. Instead of profiles, `models` with `engines` (shipped names,
+    files, or `exeplan` for kernels alone) have times by the datasheets of the clusters' devices. After the row of a
+    profile with a serving engine's times comes one of that engine without options, where these are known. `told` hears
+    how far it is. A row without a plan says why; wrong input raises InputError.
     """
     bounds = [Bound(seconds=seconds(str(value), "--latency-bound"), metric=bound_on) for value in latency_bounds]
     check_together(bounds[:1])
     policy = fspath(policy)
     resolve_policies(policy)  # A wrong name is refused before anything is searched.
-    pairs = _pairs([load_profile(one) for one in profiles], [load_cluster(one) for one in clusters], gpus)
+    places = [load_cluster(one) for one in clusters]
+    times = [*(load_profile(one) for one in profiles), *_engine_times(models, engines, places)]
+    pairs = _pairs(times, places, gpus)
     asked = list(product(pairs, [load_workload(one) for one in workloads], bounds))
     requests = [
         PlanRequest(
@@ -305,7 +317,26 @@ def compare(
     ]
     count = len(requests)
     parts = [told.part(n / count, (n + 1) / count, f"row {n + 1} of {count}") for n in range(count)]
-    return Comparison(tuple(compare_row(one, told=part) for one, part in zip(requests, parts, strict=True)))
+    return Comparison(tuple(row for one, part in zip(requests, parts, strict=True) for row in _compared(one, part)))
+
+
+def _compared(request: PlanRequest, told: Told) -> Iterator[ComparisonRow]:
+    """The row of a request, and of its engine without options."""
+    row = compare_row(request, told=told)
+    yield row
+    defaults = engine_defaults(request.profile)
+    if row.plan and defaults:
+        yield default_row(request, row, defaults)
+
+
+def _engine_times(
+    models: Iterable[ModelSpec | File], engines: Sequence[File], clusters: Sequence[Cluster]
+) -> Iterator[Profile]:
+    """By the datasheets of the clusters' devices: each model with each engine."""
+    devices = {cluster.device: cluster for cluster in clusters}  # Links of one cluster of each device.
+    for model, cluster, engine in product(models, devices.values(), engines):
+        times = None if fspath(engine) == "exeplan" else engine
+        yield datasheet_profile(model, cluster.device, cluster=cluster, engine=times)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

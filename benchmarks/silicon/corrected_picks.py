@@ -20,6 +20,8 @@ from exeplan.profiler.calibration.law import CalibrationLaw
 
 RISK = 0.01
 _LEAST, _OWN, _DRAWS = 3, 3, 4
+_NEAR = 0.95
+"""Of the best rate: a pick that reaches it is as good as the best."""
 _REACHES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4)
 """Factors on a spread that are tried."""
 Case = tuple[Sequence[Sample], Correction]
@@ -42,8 +44,10 @@ class Tally:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Cases of one draw, broken and refused, and the mean share that is kept."""
-        shares = (self.broken / max(self.cases, 1), self.refused / max(self.cases, 1), float(np.mean(self.kept or [0])))
+        """Cases of one draw, broken and refused, the mean share that is kept, and how many are near the best."""
+        near = sum(share >= _NEAR for share in self.kept)
+        broken, refused, near_ones = (number / max(self.cases, 1) for number in (self.broken, self.refused, near))
+        shares = (broken, refused, float(np.mean(self.kept or [0])), near_ones)
         return str(round(self.cases / self.draws)), *(f"{100 * share:.1f} %" for share in shares)
 
     @property

@@ -1,7 +1,8 @@
-"""optimize several models, clusters, workloads and bounds, as one table
+"""optimize several models, clusters, workloads, bounds and engines, as one table
 
-Profiles are matched to clusters by their device; without --cluster each stands for one device. A row without a plan
-says why below the table. Exit status 2 when no row has a plan.
+Profiles are matched to clusters by their device; without --cluster each stands for one device. --model with --engine
+has times by the datasheets of the clusters' devices. After the best settings of an engine comes a row of it without
+options. A row without a plan says why below the table. Exit status 2 when no row has a plan.
 """
 
 import argparse
@@ -11,7 +12,11 @@ POSITION = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", required=True, nargs="+", metavar="FILE", help="profiles, one a model and device")
+    parser.add_argument("--profile", nargs="+", default=[], metavar="FILE", help="profiles, one a model and device")
+    parser.add_argument("--model", nargs="+", default=[], metavar="M", help="instead: times by datasheets, of --engine")
+    parser.add_argument(
+        "--engine", metavar="E,E", help="with --model: such as vllm,sglang,exeplan (default: exeplan, kernels alone)"
+    )
     parser.add_argument("--cluster", nargs="+", default=[], metavar="C", help="cluster files or shipped names")
     parser.add_argument("--gpus", metavar="N,N", help="numbers of GPUs to take of each cluster, such as 2,4,8")
     parser.add_argument("--workload", required=True, nargs="+", metavar="W", help="trace files, shipped names, or laws")
@@ -27,16 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from exeplan import api
+    from exeplan.errors import InputError
     from exeplan.files import write_text
     from exeplan.planner.comparison import as_json, csv_text
     from exeplan.planner.reports.tables import json_line
     from exeplan.progress import Shown
 
+    if not args.profile and not args.model:
+        raise InputError("give --profile FILE, or --model and --cluster for times by the datasheet of its devices")
+    if args.engine and not args.model:
+        raise InputError("--engine goes with --model; a profile has its engine's times already")
+    if args.model and not args.cluster:
+        raise InputError("--model needs a --cluster, by whose devices the times are")
     with Shown("compare") as shown:
         comparison = api.compare(
             args.profile,
             args.workload,
             args.latency_bound.split(","),
+            models=args.model,
+            engines=list(dict.fromkeys((args.engine or "exeplan").split(","))),
             bound_on=args.bound_on,
             clusters=args.cluster,
             gpus=_counts(args.gpus),

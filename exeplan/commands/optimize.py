@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         elif any(needs_other_engine(group.placement) for group in optimum.plan.groups):
             where = "; other engines run this placement, `exeplan serve` does not"
         where = where or f"; run it with `exeplan serve {args.output}`"
-        engine = solution.problem.profile.source.rpartition(" with ")[2]
+        engine = solution.problem.profile.engine
         if engine in exporter_names():
             where += f"; for {engine}: `exeplan export {args.output} --to {engine}`"
         print(f"\nplan written to {args.output}{where}")
@@ -209,7 +209,7 @@ def _kept_to(policy: str, profile: "Profile") -> list[str]:
     from exeplan.profiler.datasheets.engine_constants import engine_policies
 
     names = engine_policies(profile) if policy == "auto" else ()
-    engine = profile.source.rpartition(" with ")[2]
+    engine = profile.engine
     return [f"searched what {engine} schedules by: {', '.join(names)}; --policy NAME takes another"] if names else []
 
 

@@ -120,10 +120,9 @@ def _engine_of(profile: str | None) -> str:
     from exeplan.errors import InputError
     from exeplan.runner.engine_watch.readings import ENGINES
 
-    source = load_profile(Path(profile)).source if profile else ""
-    for engine in ENGINES:
-        if source.endswith(f" with {engine}"):
-            return engine
+    engine = load_profile(Path(profile)).engine if profile else ""
+    if engine in ENGINES:
+        return engine
     raise InputError("the plan's profile is of no engine that is known; say which --engine runs the plan")
 
 

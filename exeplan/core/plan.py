@@ -240,7 +240,7 @@ def parse_plan(body: Mapping[str, Any], *, folder: Path | None = None) -> Plan:
             raise InputError(f"a plan needs '{name}'")
     _check_values(given)
     given.update(
-        schedule=_schedule(given["schedule"], folder),
+        schedule=schedule_from(given["schedule"], folder),
         placement=placement_from(given["placement"]),
         replicas=_first_devices(given.get("replicas", [0])),
         more_replicas=_more_replicas(given.get("more_replicas", []), folder),
@@ -302,7 +302,7 @@ def _more_replicas(body: Any, folder: Path | None) -> tuple[ReplicaGroup, ...]:
         check_types({name: group[name] for name in ("kv_cache_tokens",) if name in group}, Plan)
     return tuple(
         ReplicaGroup(
-            schedule=_schedule(group["schedule"], folder),
+            schedule=schedule_from(group["schedule"], folder),
             placement=placement_from(group["placement"]),
             first_devices=_first_devices(group["replicas"]),
             kv_cache_tokens=group.get("kv_cache_tokens"),
@@ -321,7 +321,8 @@ def _check_router(body: dict[str, Any]) -> None:
         raise InputError(f"router must be one of {', '.join(ROUTERS)}, found {router!r}")
 
 
-def _schedule(body: Any, folder: Path | None) -> Schedule:
+def schedule_from(body: Any, folder: Path | None = None) -> Schedule:
+    """The schedule of `schedule_json` values. Raises InputError naming what is wrong."""
     if not isinstance(body, Mapping) or not isinstance(body.get("policy"), str):
         raise InputError("schedule must name a policy and its control variables")
     variables = {str(k): v for k, v in body.items() if k not in ("policy", "order")}

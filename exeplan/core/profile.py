@@ -178,6 +178,12 @@ class Profile:
     """The file that it was read from."""
 
     @property
+    def engine(self) -> str:
+        """The serving engine whose times these are; '' of kernels alone and of exeplan's own engine."""
+        before, _, name = self.source.rpartition(" with ")
+        return name if before else ""
+
+    @property
     def cache_dtype(self) -> str:
         """What keys and values are kept in."""
         return self.kv_dtype or self.dtype

@@ -18,6 +18,7 @@ from exeplan.core.profile import Profile
 from exeplan.core.schedule import Estimate, Schedule
 from exeplan.errors import Infeasible, InputError
 from exeplan.extras import frame
+from exeplan.planner.default_settings import DefaultSettings, with_defaults
 from exeplan.planner.plan_request import PlanRequest
 from exeplan.planner.reports.placement_text import show_copies, show_placement
 from exeplan.planner.reports.tables import html, html_table, table
@@ -27,6 +28,7 @@ from exeplan.units import show_seconds
 
 _HEADER = (
     "model",
+    "engine",
     "cluster",
     "GPUs",
     "workload",
@@ -51,6 +53,10 @@ class ComparisonRow:
     gpus: int
     workload: str
     bound: Bound
+    engine: str = ""
+    """Whose times the profile has; '' for those of kernels alone, or of exeplan's own engine."""
+    defaults: bool = False
+    """The plan is the engine without options, on the placement of the row before."""
     plan: Plan | None = None
     refusal: str = ""
     nearest: str = ""
@@ -65,6 +71,11 @@ class ComparisonRow:
     def schedule(self) -> Schedule | None:
         """Of the first group of replicas."""
         return self.plan.schedule if self.plan else None
+
+    @property
+    def breaks_bound(self) -> bool:
+        """Of defaults only: a plan keeps it."""
+        return bool(self.estimate and (self.estimate.latency or 0.0) > self.bound.seconds)
 
     @property
     def throughput_per_gpu(self) -> float | None:
@@ -115,6 +126,15 @@ class Comparison:
         return html(html_table(_HEADER, cells), "\n".join(reasons))
 
 
+def default_row(request: PlanRequest, row: ComparisonRow, defaults: DefaultSettings) -> ComparisonRow:
+    """The engine of a row with a plan, without options."""
+    assert row.plan
+    try:
+        return replace(row, plan=with_defaults(request, row.plan, defaults), defaults=True)
+    except Infeasible as refused:
+        return replace(row, plan=None, defaults=True, refusal=str(refused))
+
+
 def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
     """The row of a request under one bound. Raises InputError for wrong input, not for an infeasible bound."""
     row = ComparisonRow(
@@ -123,6 +143,7 @@ def compare_row(request: PlanRequest, *, told: Told = SILENT) -> ComparisonRow:
         gpus=request.cluster.num_gpus if request.cluster else 1,
         workload=request.workload.name,
         bound=request.bounds[0],
+        engine=request.profile.engine,
     )
     try:
         plan = solve(request, told=told).optimum.plan
@@ -144,7 +165,8 @@ def _table_cells(rows: Sequence[ComparisonRow]) -> tuple[list[tuple[str, ...]], 
 
 
 def _cells(row: ComparisonRow, reasons: Sequence[str]) -> tuple[str, ...]:
-    asked = (row.model, row.cluster, str(row.gpus), row.workload, show_seconds(row.bound.seconds))
+    engine = f"{row.engine or 'exeplan'}{', defaults' if row.defaults else ''}"
+    asked = (row.model, engine, row.cluster, str(row.gpus), row.workload, show_seconds(row.bound.seconds))
     if row.plan is None or row.estimate is None:
         return (*asked, "none", row.nearest or f"see ({reasons.index(row.refusal) + 1})", *("-",) * 5)
     return (
@@ -154,7 +176,7 @@ def _cells(row: ComparisonRow, reasons: Sequence[str]) -> tuple[str, ...]:
         _placements(row.plan),
         f"{row.estimate.throughput:.3g}",
         f"{row.estimate.token_throughput:.4g}",
-        show_seconds(row.estimate.latency),
+        show_seconds(row.estimate.latency) + (" (breaks the bound)" if row.breaks_bound else ""),
         f"{row.throughput_per_gpu:.3g}",
     )
 
@@ -163,7 +185,7 @@ def as_json(row: ComparisonRow) -> dict[str, Any]:
     """A row for programs: schedule, placement and replicas as in a plan, null where there is none."""
     plan = plan_json(row.plan) if row.plan else {}
     return {
-        **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
+        **{name: getattr(row, name) for name in ("model", "engine", "defaults", "cluster", "gpus", "workload")},
         "bound": bound_json(row.bound),
         **{
             name: plan.get(name)
@@ -187,7 +209,7 @@ def csv_text(rows: Sequence[ComparisonRow]) -> str:
 def _flat(row: ComparisonRow) -> dict[str, Any]:
     estimate = row.estimate
     return {
-        **{name: getattr(row, name) for name in ("model", "cluster", "gpus", "workload")},
+        **{name: getattr(row, name) for name in ("model", "engine", "defaults", "cluster", "gpus", "workload")},
         "bound_seconds": row.bound.seconds,
         "bound_about": row.bound.metric,
         "policy": _policies(row.plan) if row.plan else None,

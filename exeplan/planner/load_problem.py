@@ -267,11 +267,14 @@ def plan_problems(
             "anew: leave arrival_rate and trace_arrivals out of it, or plan with --arrival-rate, whose replicas are "
             "equal"
         )
-    return tuple(_one_replica(request.problem_at(group.placement), plan, group) for group in plan.groups)
+    return tuple(replica_problem(request, plan, group) for group in plan.groups)
 
 
-def _one_replica(problem: Problem, plan: Plan, group: ReplicaGroup) -> Problem:
-    """Of a group, on as many GPUs as it has."""
+def replica_problem(request: PlanRequest, plan: Plan, group: ReplicaGroup) -> Problem:
+    """The problem of one replica of a group, on as many GPUs as it has; of a single pipeline its own."""
+    problem = replace(request, one_pipeline=True).problem_at(group.placement)
+    if plan.num_replicas == 1:
+        return problem
     one = problem.replica(group.placement, plan.num_replicas, router=plan.router)
     return replace(one, cluster=one.cluster and one.cluster.part(num_devices(group.placement)))
 

@@ -27,8 +27,9 @@ the engine runs:
                                rows of experts elsewhere too; own: they do not
 
 Where it states no such thing, experts and attention are tensor parallel. `policies` are those it can schedule by, which
-`--policy auto` then keeps to. Not here: an engine's admission of requests,
-which is a policy's.
+`--policy auto` then keeps to, and `defaults` its schedules without options: the first row that fits a device by the
+beginning of its name and its memory, with the variable that `gives_way` where the KV cache holds fewer requests.
+Not here: an engine's admission of requests, which is a policy's.
 """
 
 import math
@@ -41,11 +42,14 @@ from typing import Any
 import numpy as np
 
 from exeplan.core.model import ModelSpec
-from exeplan.core.profile import Measurement, Profile
+from exeplan.core.plan import schedule_from
+from exeplan.core.profile import Device, Measurement, Profile
 from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
-from exeplan.units import seconds
+from exeplan.planner.default_settings import DefaultSettings
+from exeplan.policies import check_schedule
+from exeplan.units import num_bytes, seconds
 
 _MANY_ROWS = 4096
 """Where the second point of the host's straight line lies."""
@@ -88,6 +92,16 @@ class EngineConstants:
     """`own` or `all`."""
     policies: tuple[str, ...] = ()
     """How it can schedule; () where that is not stated."""
+    defaults: tuple[tuple[str, int, DefaultSettings], ...] = ()
+    """Its settings without options: on devices whose name begins so, of at least so many bytes; the first that fits
+    holds."""
+
+    def defaults_on(self, device: Device) -> DefaultSettings | None:
+        """None where they are not stated."""
+        fitting = (
+            s for name, least, s in self.defaults if device.name.startswith(name) and device.memory_bytes >= least
+        )
+        return next(fitting, None)
 
 
 def load_engine(name: str) -> EngineConstants:
@@ -100,8 +114,9 @@ def load_engine(name: str) -> EngineConstants:
 
 def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
     """The constants of a file's mapping. Raises InputError as `load_engine` does."""
-    names = [field.name for field in fields(EngineConstants) if field.name not in ("name", "policies", *_LAYOUTS)]
-    for wrong in sorted((set(body) - {*_LAYOUTS, "policies"}) ^ set(names), key=str):
+    optional = {*_LAYOUTS, "policies", "defaults"}
+    names = [field.name for field in fields(EngineConstants) if field.name not in ("name", *optional)]
+    for wrong in sorted((set(body) - optional) ^ set(names), key=str):
         what = "unknown" if wrong in body else "missing"
         raise InputError(f"{path} must give {', '.join(names)}; '{wrong}' is {what}")
     read: dict[str, Callable[[object, str], Any]]
@@ -113,6 +128,7 @@ def engine_of(body: Mapping[str, Any], path: Path) -> EngineConstants:
     found = EngineConstants(name=path.stem, **{name: read[name](body[name], f"{path}: {name}") for name in names})
     layouts: dict[str, Any] = {name: body[name] for name in _LAYOUTS if name in body}
     found = replace(found, policies=_policies(body.get("policies", []), path), **layouts)
+    found = replace(found, defaults=tuple(_defaults(body.get("defaults", []), path)))
     if found.memory_share > 1:
         raise InputError(f"{path}: memory_share is at most 1, found {found.memory_share:g}")
     return found
@@ -126,10 +142,33 @@ def _policies(names: object, path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _defaults(rows: object, path: Path) -> Iterator[tuple[str, int, DefaultSettings]]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path}: defaults must be a list of schedules, found {rows!r}")
+    for row in rows:
+        body = dict(row)
+        device, least = str(body.pop("device", "")), body.pop("memory", None)
+        memory = num_bytes(str(least), f"{path}: memory") if least is not None else 0
+        gives_way = str(body.pop("gives_way", "max_num_seqs"))
+        try:
+            schedule = schedule_from(body)
+            check_schedule(schedule)
+        except InputError as error:
+            raise InputError(f"{path}: defaults: {error}") from None
+        if gives_way not in schedule.variables:
+            raise InputError(f"{path}: defaults have no '{gives_way}' that could give way")
+        yield device, memory, DefaultSettings(schedule=schedule, gives_way=gives_way)
+
+
+def engine_defaults(profile: Profile) -> DefaultSettings | None:
+    """Settings without options of the shipped engine whose times a profile has; None of others."""
+    shipped_one = profile.engine in shipped_names("engines")
+    return load_engine(profile.engine).defaults_on(profile.device) if shipped_one else None
+
+
 def engine_policies(profile: Profile) -> tuple[str, ...]:
     """How the shipped engine whose times a profile has can schedule; () of exeplan's own engine and of others."""
-    name = profile.source.rpartition(" with ")[2]
-    return load_engine(name).policies if name in shipped_names("engines") else ()
+    return load_engine(profile.engine).policies if profile.engine in shipped_names("engines") else ()
 
 
 def expert_shardings(engine: EngineConstants, spec: ModelSpec, sizes: Sequence[int]) -> tuple[Sharding, ...]:

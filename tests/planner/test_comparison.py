@@ -60,7 +60,7 @@ def test_every_combination_has_a_row_with_the_plan_of_optimize(
 def test_a_row_without_a_plan_says_what_would_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*compare(latency_bound="1ms,100ms"), "--csv", "rows.csv"]) == 0
     header, _, refused, found = capsys.readouterr().out.split("\n")[:4]
-    assert header.split() == ["model", "cluster", "GPUs", *header.split()[3:]]
+    assert header.split()[:4] == ["model", "engine", "cluster", "GPUs"]
     assert "none  the tightest latency bound would be " in refused
     assert " orca " in found
     with (folder / "rows.csv").open() as file:
@@ -141,3 +141,37 @@ def test_replicas_are_shown_group_by_group(folder: Path, capsys: pytest.CaptureF
     assert main([*argv, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["replicas"], row["more_replicas"]) == ([0, 1, 2, 3], [])
+
+
+def test_engines_stand_side_by_side_each_with_its_defaults(tmp_path, monkeypatch, capsys):
+    """vLLM's defaults are on the placement of its best settings and in the KV cache; exeplan's own has none."""
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--model", "qwen3-8b", "--engine", "vllm,exeplan", "--cluster", "h100", "--gpus", "1,2"]
+    assert main([*words, "--workload", "azure-2023-conv", "--fit-context", "--latency-bound", "10s", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["engine"], row["defaults"], row["gpus"]) for row in rows] == [
+        ("vllm", False, 1), ("vllm", True, 1), ("vllm", False, 2), ("vllm", True, 2), ("", False, 1), ("", False, 2)
+    ]  # fmt: skip
+    best, default = rows[:2]
+    assert default["placement"] == best["placement"]
+    assert default["schedule"]["max_num_batched_tokens"] == 8192
+    assert best["schedule"]["max_num_seqs"] < default["schedule"]["max_num_seqs"] < 1024
+    assert best["estimate"]["latency"] <= 10 < default["estimate"]["latency"]
+    assert rows[2]["estimate"]["throughput"] >= 1.99 * best["estimate"]["throughput"]
+    assert rows[3]["estimate"]["throughput"] == pytest.approx(2 * default["estimate"]["throughput"], rel=0.01)
+    assert main([*words, "--workload", "azure-2023-conv", "--fit-context", "--latency-bound", "10s"]) == 0
+    assert "(breaks the bound)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give --profile FILE, or --model"),
+        (["--model", "qwen3-8b"], "--model needs a --cluster"),
+        (["--profile", "p.json", "--engine", "vllm"], "--engine goes with --model"),
+        (["--model", "qwen3-8b", "--cluster", "h100", "--engine", "vllm,tgi"], "no engine 'tgi'"),
+    ],
+)
+def test_engines_with_wrong_words(folder, capsys, words, said):
+    assert main(["compare", *words, "--workload", SHORT, "--latency-bound", "1s"]) == 2
+    assert said in capsys.readouterr().err

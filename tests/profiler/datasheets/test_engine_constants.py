@@ -219,3 +219,28 @@ def test_an_engine_sums_small_tensors_by_kernels_of_its_own_and_large_ones_hardl
 
 def test_sums_of_measured_kernels_are_not_replaced(profile: Profile) -> None:
     assert seconds(with_engine(profile, NEUTRAL), "all_reduce", "intra") == seconds(profile, "all_reduce", "intra")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ("many", "defaults must be a list"),
+        ("[{max_num_seqs: 3}]", "must name a policy"),
+        ("[{policy: chunked, max_num_seqs: 3, max_num_batched_tokens: 64, gives_way: slots}]", "no 'slots'"),
+        ("[{policy: chunked, max_num_seqs: 0, max_num_batched_tokens: 64}]", "max_num_seqs"),
+        ("[{policy: chunked, max_num_seqs: 3, max_num_batched_tokens: 64, memory: much}]", "memory"),
+    ],
+)
+def test_wrong_defaults_get_one_sentence(tmp_path: Path, defaults: str, message: str) -> None:
+    text = shipped("engines", "trtllm").read_text()
+    (tmp_path / "mine.yaml").write_text(f"{text}defaults: {defaults}\n")
+    with pytest.raises(InputError, match=message):
+        load_engine(str(tmp_path / "mine.yaml"))
+
+
+def test_defaults_are_those_of_the_device() -> None:
+    profiles = {name: datasheet_profile("qwen3-8b", name, engine="vllm") for name in ("a100-80gb", "h100-80gb")}
+    found = {name: load_engine("vllm").defaults_on(profile.device) for name, profile in profiles.items()}
+    budgets = {name: defaults and defaults.schedule["max_num_batched_tokens"] for name, defaults in found.items()}
+    assert budgets == {"a100-80gb": 2048, "h100-80gb": 8192}
+    assert load_engine("trtllm").defaults_on(profiles["h100-80gb"].device) is None

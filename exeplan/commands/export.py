@@ -1,4 +1,4 @@
-"""write a plan as the command line, compose file or Kubernetes objects of another serving engine
+"""write a plan as another serving engine's command line, compose file, Kubernetes objects or Ray Serve config
 
 What the engine does otherwise than the plan says is on standard error, and in comments of what is written. Where a
 policy here schedules as the engine does, the plan is replayed so, and what that costs is said too; this needs the

@@ -13,7 +13,7 @@ from exeplan.errors import InputError
 if TYPE_CHECKING:
     from exeplan.export.interface import Export, Exporter
 
-FORM_NAMES = ("command", "compose", "kubernetes")
+FORM_NAMES = ("command", "compose", "kubernetes", "ray-serve")
 """Of `forms.FORMS`, which loads more than a help text needs."""
 
 _OTHERS = ("forms", "interface", "shape")

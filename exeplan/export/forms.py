@@ -1,15 +1,19 @@
-"""An export as a file that a person or a program starts it by: a shell script, a compose file, Kubernetes objects.
+"""An export as a file that a person or a program starts it by: a shell script, a compose file, Kubernetes objects, a
+config of Ray Serve.
 
 Every form has the same words of the same command lines.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from exeplan import plain_yaml
 from exeplan.errors import InputError
 from exeplan.export.interface import Export, Instance
+
+_RAY = "2.60"
+"""Whose `LLMConfig` takes what `as_ray_serve` writes. Source: docs.ray.io, configuration of ray.serve.llm."""
 
 
 def as_command(export: Export) -> str:
@@ -119,6 +123,63 @@ def _service(export: Export, instance: Instance) -> dict[str, Any]:
     }
 
 
+def as_ray_serve(export: Export) -> str:
+    """A config of `serve run` or `serve deploy`, whose replicas run vLLM with these options behind Ray's own router.
+
+    Raises InputError for other engines, and for replicas that are not equal.
+    """
+    if export.engine != "vLLM":
+        raise InputError(f"Ray Serve runs vLLM, not {export.engine}; export --to vllm")
+    if len(export.instances) > 1:
+        raise InputError("Ray Serve has equal replicas of a model; plan with --arrival-rate, whose replicas are equal")
+    [instance] = export.instances
+    model, *words = instance.options
+    options = _values(words)
+    options.pop(export.port_option.removeprefix("--").replace("-", "_"))
+    deployment: dict[str, Any] = {"num_replicas": instance.count}
+    if limit := options.pop("max_num_queued_reqs", None):
+        deployment["max_ongoing_requests"] = limit
+    config: dict[str, Any] = {
+        "model_loading_config": {"model_id": model, "model_source": model},
+        "deployment_config": deployment,
+        "engine_kwargs": options,
+    }
+    if instance.environment:
+        config["runtime_env"] = {"env_vars": dict(instance.environment)}
+    application = {
+        "name": instance.name,
+        "route_prefix": "/",
+        "import_path": "ray.serve.llm:build_openai_app",
+        "args": {"llm_configs": [config]},
+    }
+    body = {"http_options": {"host": "127.0.0.1", "port": export.port}, "applications": [application]}
+    more = f"# Ray {_RAY}; its router holds requests beyond max_ongoing_requests, without a limit\n"
+    return _commented(export) + more + plain_yaml.dump(body)
+
+
+def _values(words: Sequence[str]) -> dict[str, Any]:
+    """Options as vLLM's engine arguments: numbers as numbers, `--no-enable-x` as false."""
+    found: dict[str, Any] = {}
+    for line in _lines(list(words)):
+        name, *values = line.split(" ", 1)
+        name = name.removeprefix("--").replace("-", "_")
+        if not values:
+            off = name.startswith("no_")
+            found[name.removeprefix("no_") if off else name] = not off
+        else:
+            found[name] = _number(values[0])
+    return found
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 class _Server(NamedTuple):
     """One of an instance."""
 
@@ -158,5 +219,6 @@ FORMS: Mapping[str, Callable[[Export], str]] = {
     "command": as_command,
     "compose": as_compose,
     "kubernetes": as_kubernetes,
+    "ray-serve": as_ray_serve,
 }
 """By the name that `--as` takes."""

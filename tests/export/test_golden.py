@@ -29,14 +29,41 @@ def exported(engine: str, plan: Plan) -> Export:
     return load_exporter(engine).export(plan, load_model_spec(plan.model), model="organisation/name")
 
 
-@pytest.mark.parametrize("form", FORM_NAMES)
-@pytest.mark.parametrize("engine", exporter_names())
+@pytest.mark.parametrize(
+    ("engine", "form"),
+    [(engine, form) for engine in exporter_names() for form in FORM_NAMES if form != "ray-serve" or engine == "vllm"],
+)
 def test_what_is_written_is_as_it_was(engine: str, form: str) -> None:
     text, path = FORMS[form](exported(engine, PLANS[OF_ENGINE[engine]])), GOLDEN / f"{engine}.{form}"
     if os.environ.get("EXEPLAN_WRITE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize("engine", sorted({*exporter_names()} - {"vllm"}))
+def test_ray_serve_runs_vllm_alone(engine: str) -> None:
+    with pytest.raises(InputError, match="Ray Serve runs vLLM, not"):
+        FORMS["ray-serve"](exported(engine, PLANS[OF_ENGINE[engine]]))
+
+
+def test_ray_serve_has_the_words_of_the_command_line() -> None:
+    export = exported("vllm", PLANS["two replicas"])
+    [application] = yaml.safe_load(FORMS["ray-serve"](export))["applications"]
+    [config] = application["args"]["llm_configs"]
+    words = [
+        word
+        for name, value in config["engine_kwargs"].items()
+        for word in (
+            [f"--{'' if value else 'no-'}{name.replace('_', '-')}"]
+            if isinstance(value, bool)
+            else [f"--{name.replace('_', '-')}", str(value)]
+        )
+    ]
+    [instance] = export.instances
+    left = [word for word in instance.options if word not in words]
+    assert left == ["organisation/name", "--max-num-queued-reqs", "100", "--port", "8000"]
+    assert config["deployment_config"] == {"num_replicas": 2, "max_ongoing_requests": 100}
 
 
 @pytest.mark.parametrize("engine", exporter_names())

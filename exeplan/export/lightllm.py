@@ -5,7 +5,7 @@ Source: `lightllm/server/api_cli.py` of its main branch, October 2026.
     plan                              LightLLM
     rra: decode_steps                 --router_max_wait_tokens, with --disable_aggressive_schedule, without which it
                                       prefills earlier
-    decode_batch                      --running_max_req_size
+    decode_batch, half a prefill more  --running_max_req_size
     max_num_batched_tokens            --batch_max_tokens
     tensor_parallel_size              --tp
     kv_cache_tokens                   --max_total_token_num
@@ -27,6 +27,7 @@ from exeplan.export.shape import (
     in_flight_limit,
     instances_of,
     longest_request,
+    most_rows,
     with_schedules,
     without_adjustment,
 )
@@ -47,7 +48,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
         options = ["--model_dir", model, "--tp", f"{group.placement[0].tensor_parallel_size}"]
         options += ["--max_req_total_len", f"{longest_request(spec, group)}"]
         options += ["--router_max_wait_tokens", f"{variables['decode_steps']}", "--disable_aggressive_schedule"]
-        if rows := variables.get("decode_batch"):
+        if rows := most_rows(plan, group):
             options += ["--running_max_req_size", f"{rows}"]
         if budget := variables.get("max_num_batched_tokens"):
             options += ["--batch_max_tokens", f"{budget}"]
@@ -72,8 +73,8 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
 def _remarks(plan: Plan) -> Iterator[str]:
     for group in plan.groups:
         yield (
-            f"the plan prefills {group.schedule['prefill_batch']} requests at a time; LightLLM as many as the tokens "
-            "of a prefill allow"
+            f"the plan prefills {group.schedule['prefill_batch']} requests at a time; LightLLM as many as it has "
+            "places and the tokens of a prefill allow"
         )
         if "adjust_percent" in group.schedule.variables:
             yield "the plan adjusts the number of prefills to their work; LightLLM does not"

@@ -5,7 +5,7 @@ Source: `lmdeploy/cli/serve.py`, `lmdeploy/cli/utils.py`, `lmdeploy/messages.py`
 
     plan                              LMDeploy
     rra: decode_steps                 16, its `prefill_interval`, which the command line cannot set
-    decode_batch                      --max-batch-size
+    decode_batch, half a prefill more  --max-batch-size
     max_num_batched_tokens            --max-prefill-token-num
     tensor_parallel_size              --tp
     kv_cache_tokens                   --num-gpu-blocks, of 64 tokens
@@ -27,6 +27,7 @@ from exeplan.export.shape import (
     in_flight_limit,
     instances_of,
     longest_request,
+    most_rows,
     with_schedules,
     without_adjustment,
 )
@@ -43,7 +44,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     check_one_stage(plan, "LMDeploy")
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        options = ["--backend", "pytorch", *_weights(plan), *_batches(spec, group)]
+        options = ["--backend", "pytorch", *_weights(plan), *_batches(plan, spec, group)]
         if group.kv_cache_tokens:
             options += ["--num-gpu-blocks", f"{group.kv_cache_tokens // _BLOCK}", "--cache-block-seq-len", f"{_BLOCK}"]
         options += ["--cache-max-entry-count", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
@@ -76,12 +77,12 @@ def _weights(plan: Plan) -> Iterator[str]:
         yield from ("--quant-policy", "fp8")
 
 
-def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     variables, longest = group.schedule.variables, longest_request(spec, group)
     yield from ("--tp", f"{group.placement[0].tensor_parallel_size}")
     if longest < spec.max_context:
         yield from ("--session-len", f"{longest}")
-    if rows := variables.get("decode_batch"):
+    if rows := most_rows(plan, group):
         yield from ("--max-batch-size", f"{rows}")
     if budget := variables.get("max_num_batched_tokens"):
         yield from ("--max-prefill-token-num", f"{budget}")
@@ -96,11 +97,11 @@ def _remarks(plan: Plan) -> Iterator[str]:
                 "command line cannot say otherwise (prefill_interval of PytorchEngineConfig can)"
             )
         yield (
-            f"the plan prefills {variables['prefill_batch']} requests at a time; LMDeploy as many as the tokens of a "
-            "prefill allow, and earlier where less than half of its places are taken"
+            f"the plan prefills {variables['prefill_batch']} requests at a time; LMDeploy as many as it has places and "
+            "the tokens of a prefill allow, and earlier where less than half of its places are taken"
         )
-        if "decode_batch" not in variables:
-            yield "the plan states no decode_batch, so LMDeploy's own --max-batch-size holds"
+        if not most_rows(plan, group):
+            yield "nothing says how many requests decode at once, so LMDeploy's own --max-batch-size holds"
         if plan.dtype == FP8:
             yield "weights are as the checkpoint has them: LMDeploy quantizes none to fp8 when it loads them"
     yield from common_remarks(plan, "LMDeploy", "prefix caching")

@@ -6,7 +6,7 @@ Source: `sglang/srt/arg_groups/fields`, `sglang/srt/managers/scheduler.py` and `
     plan                              SGLang
     rra: prefill_batch, decode_steps  --prefill-max-requests, --prefill-decode-interval: as `rra` has them, prefills in
                                       passes of their own and so many decode steps after each
-    decode_batch, max_num_seqs        --max-running-requests
+    decode_batch, max_num_seqs        --max-running-requests, for rra half a prefill more
     max_num_batched_tokens            rra: --max-prefill-tokens; chunked: --chunked-prefill-size, of prompts alone
     chunked: prompts beside decodes   --enable-mixed-chunk
     stages, their layers              --pp-size, SGLANG_PP_LAYER_PARTITION
@@ -30,6 +30,7 @@ from exeplan.export.shape import (
     instances_of,
     layer_partition,
     longest_request,
+    most_rows,
     of_each,
     with_schedules,
 )
@@ -101,7 +102,7 @@ def _parallel(placement: Placement) -> Iterator[str]:
 def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     schedule, longest = group.schedule, longest_request(spec, group)
     variables, of_rra = schedule.variables, schedule.policy == "rra"
-    rows = variables.get("decode_batch" if of_rra else "max_num_seqs")
+    rows = most_rows(plan, group) if of_rra else variables["max_num_seqs"]
     if longest < spec.max_context:
         yield from ("--context-length", f"{longest}")
     if rows:
@@ -139,6 +140,6 @@ def _remarks(plan: Plan) -> Iterator[str]:
             )
         if "adjust_percent" in variables:
             yield "the plan adjusts the number of prefills to their work; SGLang's is constant"
-        if group.schedule.policy == "rra" and "decode_batch" not in variables:
-            yield "the plan states no decode_batch, so SGLang's own --max-running-requests holds"
+        if group.schedule.policy == "rra" and not most_rows(plan, group):
+            yield "nothing says how many requests decode at once, so SGLang's own --max-running-requests holds"
     yield from common_remarks(plan, "SGLang", "the radix cache")

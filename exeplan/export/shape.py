@@ -1,6 +1,7 @@
 """What the exporters of several engines ask of a plan: where its replicas are, how its layers are cut, how long its
 queue may be, and what none of these engines does."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -96,6 +97,21 @@ def in_flight_limit(plan: Plan) -> int | None:
     if found is None or plan.bound is None or plan.bound.seconds == float("inf"):
         return None
     return max(int(found.throughput * plan.bound.seconds / plan.num_replicas), 1)
+
+
+def most_rows(plan: Plan, group: ReplicaGroup) -> int | None:
+    """Requests of one server of an `rra` plan that run after a prefill, in the mean; None where nothing says so.
+
+    Engines that prefill as many requests as they have places then prefill as many as the plan does, in the mean. Those
+    that decode, by the plan's `decode_batch` or, of equal replicas, by Little's law, are fewer by half a prefill: the
+    batch shrinks by one prefill until the next.
+    """
+    variables, found = group.schedule.variables, plan.replay or plan.estimate
+    if (decoding := variables.get("decode_batch")) is None:
+        if found is None or len(plan.groups) > 1:
+            return None
+        decoding = math.ceil(found.token_throughput * found.tpot / plan.num_replicas)
+    return decoding + math.ceil(variables["prefill_batch"] / 2)
 
 
 def of_each(count: int, placement: Placement) -> int:

@@ -5,7 +5,7 @@ Source: `launcher/src/main.rs`, as of 3.3.
     plan                              TGI
     rra: decode_steps                 --max-waiting-tokens, with --waiting-served-ratio so high that nothing else begins
                                       a prefill while requests decode
-    decode_batch                      --max-batch-size
+    decode_batch, half a prefill more  --max-batch-size
     max_num_batched_tokens            --max-batch-prefill-tokens
     tensor_parallel_size              --num-shard
     kv_cache_tokens                   --max-batch-total-tokens
@@ -27,6 +27,7 @@ from exeplan.export.shape import (
     in_flight_limit,
     instances_of,
     longest_request,
+    most_rows,
     with_schedules,
     without_adjustment,
 )
@@ -42,7 +43,7 @@ def export(plan: Plan, spec: ModelSpec, *, model: str) -> Export:
     check_one_stage(plan, "TGI")
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
-        options = ["--model-id", model, *_weights(plan, spec), *_batches(spec, group)]
+        options = ["--model-id", model, *_weights(plan, spec), *_batches(plan, spec, group)]
         if plan.gpu_memory_utilization:
             options += ["--cuda-memory-fraction", f"{plan.gpu_memory_utilization:g}"]
         if limit := in_flight_limit(plan):
@@ -72,12 +73,12 @@ def _weights(plan: Plan, spec: ModelSpec) -> Iterator[str]:
         yield from ("--kv-cache-dtype", "fp8_e4m3fn")
 
 
-def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     variables, longest = group.schedule.variables, longest_request(spec, group)
     yield from ("--num-shard", f"{group.placement[0].tensor_parallel_size}")
     yield from ("--max-input-tokens", f"{longest - 1}", "--max-total-tokens", f"{longest}")
     yield from ("--max-waiting-tokens", f"{variables['decode_steps']}", "--waiting-served-ratio", _NEVER)
-    if rows := variables.get("decode_batch"):
+    if rows := most_rows(plan, group):
         yield from ("--max-batch-size", f"{rows}")
     yield from ("--max-batch-prefill-tokens", f"{max(variables.get('max_num_batched_tokens', 0), longest)}")
     if group.kv_cache_tokens:
@@ -87,8 +88,8 @@ def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
 def _remarks(plan: Plan) -> Iterator[str]:
     for group in plan.groups:
         yield (
-            f"the plan prefills {group.schedule['prefill_batch']} requests at a time; TGI as many as the tokens of a "
-            "prefill allow"
+            f"the plan prefills {group.schedule['prefill_batch']} requests at a time; TGI as many as it has places and "
+            "the tokens of a prefill allow"
         )
         if "adjust_percent" in group.schedule.variables:
             yield "the plan adjusts the number of prefills to their work; TGI does not"

@@ -32,6 +32,7 @@ from exeplan.export.shape import (
     instances_of,
     layer_partition,
     longest_request,
+    most_rows,
     of_each,
     with_schedules,
 )
@@ -72,7 +73,7 @@ def _exported(plan: Plan, spec: ModelSpec, model: str, *, plug_in: Path | None) 
 
     def words(group: ReplicaGroup) -> tuple[list[str], dict[str, str]]:
         options = [*_weights(plan, spec), *_parallel(group.placement)]
-        options += _cadence(plan, spec, group) if plug_in else _batches(spec, group)
+        options += _cadence(plan, spec, group) if plug_in else _batches(plan, spec, group)
         if plan.device != "cpu":
             options += ["--gpu-memory-utilization", f"{plan.gpu_memory_utilization or _UTILIZATION:g}"]
         if limit := in_flight_limit(plan):
@@ -129,10 +130,10 @@ def _parallel(placement: Placement) -> Iterator[str]:
         yield "--enable-expert-parallel"
 
 
-def _batches(spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
+def _batches(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     """The batch, the tokens of a step and, for `rra`, the steps between prompts."""
     schedule, longest = group.schedule, longest_request(spec, group)
-    rows = schedule.variables.get("decode_batch" if schedule.policy == "rra" else "max_num_seqs")
+    rows = most_rows(plan, group) if schedule.policy == "rra" else schedule["max_num_seqs"]
     if longest < spec.max_context:
         yield from ("--max-model-len", f"{longest}")
     if rows:
@@ -152,7 +153,7 @@ def _cadence(plan: Plan, spec: ModelSpec, group: ReplicaGroup) -> Iterator[str]:
     tokens = max(min(longest * schedule["prefill_batch"], _PREFILL_TOKENS), longest)
     if longest < spec.max_context:
         yield from ("--max-model-len", f"{longest}")
-    if rows := schedule.variables.get("decode_batch"):
+    if rows := most_rows(plan, group):
         yield from ("--max-num-seqs", f"{_MOST_ROWS * rows}")
     yield from ("--no-enable-chunked-prefill", "--max-num-batched-tokens", f"{tokens}")
     yield from ("--scheduler-cls", f"{_PLUG_IN}.{'RraSyncScheduler' if plan.device == 'cpu' else 'RraScheduler'}")
@@ -189,9 +190,9 @@ def _remarks(plan: Plan, *, plug_in: bool) -> Iterator[str]:
         if group.schedule.policy == "rra":
             yield (
                 f"the plan prefills {variables['prefill_batch']} requests at a time in a pass of their own; vLLM "
-                "begins as many as there are and as a step's tokens allow, in one pass with those that decode"
+                "begins as many as it has places and a step's tokens allow, in one pass with those that decode"
             )
             yield "the interval acts with --data-parallel-size above 1 only, up to 0.32; --plug-in keeps it everywhere"
-            if "decode_batch" not in variables:
-                yield "the plan states no decode_batch, so vLLM's own --max-num-seqs holds"
+            if not most_rows(plan, group):
+                yield "nothing says how many requests decode at once, so vLLM's own --max-num-seqs holds"
     yield from common_remarks(plan, "vLLM", "prefix caching")

@@ -43,7 +43,7 @@ def test_two_servers_and_what_they_do_otherwise() -> None:
     assert "--server-port 23334 &" in FORMS["command"](found)
     assert found.instances[0].options == (
         "organisation/name", "--backend", "pytorch", "--dtype", "bfloat16", "--tp", "2", "--session-len", "64000",
-        "--max-batch-size", "120", "--max-prefill-token-num", "16384", "--num-gpu-blocks", "1000",
+        "--max-batch-size", "124", "--max-prefill-token-num", "16384", "--num-gpu-blocks", "1000",
         "--cache-block-seq-len", "64", "--cache-max-entry-count", "0.9", "--max-concurrent-requests", "150",
         "--server-port", "23333",
     )  # fmt: skip

@@ -38,7 +38,7 @@ def test_tgi() -> None:
     assert instance.options == (
         "--model-id", "organisation/name", "--dtype", "bfloat16", "--num-shard", "2", "--max-input-tokens", "63999",
         "--max-total-tokens", "64000", "--max-waiting-tokens", "24", "--waiting-served-ratio", "1000",
-        "--max-batch-size", "120", "--max-batch-prefill-tokens", "99000", "--max-batch-total-tokens", "64000",
+        "--max-batch-size", "124", "--max-batch-prefill-tokens", "99000", "--max-batch-total-tokens", "64000",
         "--max-concurrent-requests", "300", "--port", "3000",
     )  # fmt: skip
     assert instance.environment == {"PREFIX_CACHING": "0"}
@@ -50,7 +50,7 @@ def test_lightllm() -> None:
     found = exported("lightllm", PLAN)
     assert found.instances[0].options == (
         "--model_dir", "organisation/name", "--tp", "2", "--max_req_total_len", "64000",
-        "--router_max_wait_tokens", "24", "--disable_aggressive_schedule", "--running_max_req_size", "120",
+        "--router_max_wait_tokens", "24", "--disable_aggressive_schedule", "--running_max_req_size", "124",
         "--batch_max_tokens", "99000", "--max_total_token_num", "64000", "--mem_fraction", "0.9",
         "--disable_chunked_prefill", "--disable_dynamic_prompt_cache", "--port", "8000",
     )  # fmt: skip

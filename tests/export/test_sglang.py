@@ -53,7 +53,7 @@ def test_round_robin_allocation_is_sglangs_own() -> None:
         "--model-path": "organisation/name",
         "--dtype": "bfloat16",
         "--tp-size": "8",
-        "--max-running-requests": "120",
+        "--max-running-requests": "124",
         "--chunked-prefill-size": "-1",
         "--prefill-max-requests": "8",
         "--prefill-decode-interval": "24",

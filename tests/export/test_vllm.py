@@ -90,7 +90,7 @@ def test_the_interval_of_rra_and_what_it_lacks() -> None:
     rra = Schedule("rra", {"prefill_batch": 8, "decode_steps": 24, "decode_batch": 120})
     found = plan(schedule=rra)
     assert options(found)["--prefill-schedule-interval"] == "24"
-    assert options(found)["--max-num-seqs"] == "120"
+    assert options(found)["--max-num-seqs"] == "124"
     said = " ".join(exported(found).remarks)
     assert "prefills 8 requests at a time" in said
     assert "--data-parallel-size above 1 only" in said
@@ -104,7 +104,7 @@ def test_the_plug_in_has_whole_prompts_and_reads_the_plan(tmp_path: Path) -> Non
     words = dict(zip(instance.command, instance.command[1:], strict=False))
     assert "--prefill-schedule-interval" not in words
     assert words["--scheduler-cls"] == "exeplan.vllm_plugin.scheduler.RraScheduler"
-    assert (words["--max-num-seqs"], words["--max-model-len"]) == ("240", "9000")
+    assert (words["--max-num-seqs"], words["--max-model-len"]) == ("248", "9000")
     assert int(words["--max-num-batched-tokens"]) == 16384
     assert "--no-enable-chunked-prefill" in words
     assert instance.environment["EXEPLAN_PLAN"] == str(tmp_path / "p.yaml")

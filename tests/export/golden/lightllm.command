@@ -1,5 +1,5 @@
 # LightLLM 1.1 to 1.1
-# the plan prefills 8 requests at a time; LightLLM as many as the tokens of a prefill allow
+# the plan prefills 8 requests at a time; LightLLM as many as it has places and the tokens of a prefill allow
 # LightLLM's queue has no limit; more than 200 requests in flight break the plan's bound
 # --model_dir is a directory on its machine: LightLLM downloads nothing; its image is not of a fixed version
 # its prompt cache is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
@@ -9,7 +9,7 @@ CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 python3 -m lightllm.server.api_server \
     --max_req_total_len 100000 \
     --router_max_wait_tokens 24 \
     --disable_aggressive_schedule \
-    --running_max_req_size 120 \
+    --running_max_req_size 124 \
     --max_total_token_num 100000 \
     --mem_fraction 0.9 \
     --disable_chunked_prefill \

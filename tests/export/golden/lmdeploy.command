@@ -1,13 +1,13 @@
 # LMDeploy 0.18 to 0.18
 # the plan decodes 24 steps between prefills; LMDeploy 16, and its command line cannot say otherwise (prefill_interval of PytorchEngineConfig can)
-# the plan prefills 8 requests at a time; LMDeploy as many as the tokens of a prefill allow, and earlier where less than half of its places are taken
+# the plan prefills 8 requests at a time; LMDeploy as many as it has places and the tokens of a prefill allow, and earlier where less than half of its places are taken
 # prefix caching is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 lmdeploy serve api_server organisation/name \
     --backend pytorch \
     --dtype bfloat16 \
     --tp 8 \
     --session-len 100000 \
-    --max-batch-size 120 \
+    --max-batch-size 124 \
     --num-gpu-blocks 1562 \
     --cache-block-seq-len 64 \
     --cache-max-entry-count 0.9 \

@@ -5,8 +5,8 @@ CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 python3 -m sglang.launch_server \
     --dtype bfloat16 \
     --tp-size 8 \
     --context-length 100000 \
-    --max-running-requests 120 \
-    --max-queued-requests 80 \
+    --max-running-requests 124 \
+    --max-queued-requests 76 \
     --chunked-prefill-size -1 \
     --prefill-max-requests 8 \
     --prefill-decode-interval 24 \

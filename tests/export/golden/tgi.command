@@ -1,5 +1,5 @@
 # TGI 3.0 to 3.3
-# the plan prefills 8 requests at a time; TGI as many as the tokens of a prefill allow
+# the plan prefills 8 requests at a time; TGI as many as it has places and the tokens of a prefill allow
 # prefix caching is off, as plans count every prompt token; with it on, plan with uncached prompt lengths
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 PREFIX_CACHING=0 text-generation-launcher \
     --model-id organisation/name \
@@ -9,7 +9,7 @@ CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 PREFIX_CACHING=0 text-generation-launcher \
     --max-total-tokens 100000 \
     --max-waiting-tokens 24 \
     --waiting-served-ratio 1000 \
-    --max-batch-size 120 \
+    --max-batch-size 124 \
     --max-batch-prefill-tokens 100000 \
     --max-batch-total-tokens 100000 \
     --max-concurrent-requests 200 \

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 POSITION = 10
 
+_TARGET_ERROR = 0.03
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", default="60s", metavar="TIME", help="stop measuring after this long (default 60s)"
     )
     measuring.add_argument(
-        "--target-error", type=float, default=0.03, metavar="SHARE", help="stop at this interpolation error"
+        "--target-error", type=float, metavar="SHARE", help="stop at this interpolation error (default 0.03)"
     )
     measuring.add_argument(
         "--weights", choices=("auto", "dummy"), default="auto", help="dummy: random weights, which suffice for timing"
@@ -101,8 +103,9 @@ def _measure(args: argparse.Namespace) -> int:
 
     require("measuring", "torch")
     _refuse(args, "engine_python", needed="--engine vllm")
-    if not 0 < args.target_error < 1:
-        raise InputError(f"--target-error must lie between 0 and 1, found {args.target_error:g}")
+    target = _TARGET_ERROR if args.target_error is None else args.target_error
+    if not 0 < target < 1:
+        raise InputError(f"--target-error must lie between 0 and 1, found {target:g}")
     _check_sizes(args)
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")
     note(spec.remarks)
@@ -116,7 +119,7 @@ def _measure(args: argparse.Namespace) -> int:
         device=device,
         output=args.output,
         budget_seconds=budget,
-        target_error=args.target_error,
+        target_error=target,
         max_num_seqs=args.max_num_seqs,
         max_context=args.max_context,
         num_threads=args.threads,
@@ -136,6 +139,10 @@ def _measure_engine(args: argparse.Namespace) -> int:
 
     require("measuring", "torch")
     _check_sizes(args)
+    if args.target_error is not None:
+        raise InputError(f"--target-error goes with exeplan's own engine; {args.engine} is timed for its --budget")
+    if args.weights == "dummy":
+        note([f"--weights dummy changes nothing: {args.engine} is timed with random weights always"])
     if args.kv_dtype or args.devices > 1:
         raise InputError(f"--engine {args.engine} is measured on one device, keys and values in the weights' dtype")
     spec, budget = load_model_spec(args.model), seconds(args.budget, "--budget")

@@ -143,6 +143,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         (["demo", "--engine", "sglang"], "profiles are measured on the engine vllm, found 'sglang'"),
         (["t5-11b", "--engine", "vllm"], "has an encoder and a decoder, which vLLM does not run"),
         (["demo", "--engine", "vllm", "--devices", "2"], "is measured on one device"),
+        (["demo", "--engine", "vllm", "--target-error", "0.1"], "is timed for its --budget"),
         (["demo", "--engine", "vllm", "--dtype", "fp8"], "quantized weights are not measured through vLLM"),
         (["demo", "--engine-python", "x"], "--engine-python goes with --engine vllm"),
         (["demo", "--engine", "vllm", "--engine-python", "/no/such"], "cannot run '/no/such': No such file"),

@@ -705,7 +705,11 @@ def memory_of_turns(record: Record) -> str:
 def harm(record: Record) -> str:
     (alone, _), (fuzzed, _) = (record[f"latency {name}, median and p95 s"] for name in ("alone", "fuzzed"))
     later = ", ".join(part["p99 later"] for part in record["parts"])
-    return f"{signed(fuzzed / alone - 1)} in the median, and in the 99th percentile by {later} in its quarters"
+    whole, decoy = record["p99 later"], record["p99 later than beside the decoy"]
+    return (
+        f"{signed(fuzzed / alone - 1)} in the median and {whole} in the 99th percentile ({later} in its quarters; {decoy} "
+        "over the same load beside fuzzers of a decoy)"
+    )
 
 
 def slowest_health(record: Record) -> str:

@@ -707,8 +707,8 @@ def harm(record: Record) -> str:
     later = ", ".join(part["p99 later"] for part in record["parts"])
     whole, decoy = record["p99 later"], record["p99 later than beside the decoy"]
     return (
-        f"{signed(fuzzed / alone - 1)} in the median and {whole} in the 99th percentile ({later} in its quarters; {decoy} "
-        "over the same load beside fuzzers of a decoy)"
+        f"{signed(fuzzed / alone - 1)} in the median and {whole} in the 99th percentile ({later} in its quarters; "
+        f"{decoy} over the same load beside fuzzers of a decoy)"
     )
 
 

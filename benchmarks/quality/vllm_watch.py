@@ -30,18 +30,28 @@ from exeplan.planner.reports.tables import table
 from exeplan.runner.engine_watch.readings import read
 from exeplan.workload.files import load_workload
 
+LAWS = ["normal:in=120,40,300;out=100,40,250", "normal:in=120,40,300;out=180,70,450"]
+"""The second has answers of 1.8 times the length."""
 SHARE = 0.7
 """The bound, as a share of the latency of the fastest schedule."""
+SETTLE_SECONDS = 25.0
+"""After a change, until the requests of before have left."""
 MOST_SECONDS = 240.0
 """Until the watch has changed the plan."""
-CLIENTS = 96
+CLIENTS = 64
+"""More than decode at once, and fewer than the exported limit of the queue."""
 CONTEXT = 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", required=True, type=Path, metavar="FILE", help="the interpreter that has vLLM")
-    parser.add_argument("--workloads", nargs=2, default=["alpaca", "azure-2023-conv"], metavar="W")
+    parser.add_argument(
+        "--workloads",
+        nargs=2,
+        default=LAWS,
+        metavar="W",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
     parser.add_argument("--budget", default="60s", help="of the profile")
     args = parser.parse_args()
@@ -77,6 +87,7 @@ class _Run:
                 while self._plan.read_text() == planned and time.monotonic() < started + MOST_SECONDS:
                     time.sleep(0.2)
                 waited = time.monotonic() - started
+                time.sleep(SETTLE_SECONDS)
                 phases["second workload, watched, after the re-plan"] = self._times(url)
             said = log.read_text().splitlines()
         server = (self._folder / "server.log").read_text()
@@ -121,13 +132,13 @@ class _Run:
         time.sleep(self._args.seconds)
         seen, seconds = read("vllm", [url]).since(before), time.monotonic() - started
         assert seen
-        ttft, queue, gap = seen.ttft.mean or 0.0, seen.queue.mean or 0.0, seen.gaps.mean or 0.0
+        prefill, gap = seen.prefill.mean or 0.0, seen.gaps.mean or 0.0
         return {
             "requests/s": seen.outputs.size / seconds,
             "tokens/s": seen.gaps.number / seconds,
-            "ttft without the queue, s": ttft - queue,
+            "prefill, s": prefill,
             "between tokens, s": gap,
-            "latency of the p99 length, s": ttft - queue + gap * (self._longest - 1),
+            "latency of the p99 length, s": prefill + gap * (self._longest - 1),
         }
 
 
@@ -137,6 +148,8 @@ def _process(*words: str, log: Path | None = None) -> Iterator[None]:
         process = subprocess.Popen([sys.executable, "-m", "exeplan", *words], stdout=output, stderr=output)
         try:
             yield
+            if process.poll() is not None:
+                raise SystemExit(f"exeplan {words[0]} ended with status {process.returncode}")
         finally:
             process.terminate()
             process.wait(60)

@@ -1,12 +1,13 @@
 """Readings: what the metrics of a serving engine say of the requests between two moments.
 
     both                 time_to_first_token_seconds, inter_token_latency_seconds (a sample a gap), histograms
-    vLLM 0.31 to 0.33    request_prompt_tokens, request_generation_tokens, request_queue_time_seconds,
+    vLLM 0.31 to 0.33    request_prompt_tokens, request_generation_tokens, request_prefill_time_seconds,
                          num_requests_running, num_requests_waiting
     SGLang 0.5.23        with --enable-metrics: prompt_tokens_histogram, generation_tokens_histogram,
                          queue_time_seconds, num_running_reqs, num_queue_reqs
 
-Lengths are of requests that ended. Several servers, or engines of one server, are added up.
+vLLM's prefill times are of requests that ended, as lengths are. SGLang's are its times to the first token less those in
+the queue, which are of other requests where the queue grows. Several servers, or engines of one server, are added up.
 Source: vLLM's `v1/metrics/loggers.py` and SGLang's `srt/observability/metrics_collector.py`.
 """
 
@@ -30,6 +31,8 @@ class _Names(NamedTuple):
 
     inputs: str
     outputs: str
+    prefill: str
+    """Of the time from its start to the first token; '' where it is that from the arrival less `queue`."""
     queue: str
     running: str
     waiting: str
@@ -42,7 +45,8 @@ ENGINES = {
     "vllm": _Names(
         "request_prompt_tokens",
         "request_generation_tokens",
-        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "",
         "num_requests_running",
         "num_requests_waiting",
         "without --disable-log-stats",
@@ -50,6 +54,7 @@ ENGINES = {
     "sglang": _Names(
         "prompt_tokens_histogram",
         "generation_tokens_histogram",
+        "",
         "queue_time_seconds",
         "num_running_reqs",
         "num_queue_reqs",
@@ -81,8 +86,8 @@ class Reading:
     """From the arrival."""
     gaps: Times
     """Between two tokens of a request, running ones too."""
-    queue: Times
-    """From the arrival to the start of the prefill."""
+    prefill: Times
+    """From its start to the first token."""
     num_running: int
     """Now, as the next one."""
     num_waiting: int
@@ -93,7 +98,7 @@ class Reading:
         if any(other.size and one.edges != other.edges for one, other in sides):
             return None
         lengths = [_less(one, other) for one, other in sides]
-        pairs = ((self.ttft, before.ttft), (self.gaps, before.gaps), (self.queue, before.queue))
+        pairs = ((self.ttft, before.ttft), (self.gaps, before.gaps), (self.prefill, before.prefill))
         times = [Times(one.seconds - other.seconds, one.number - other.number) for one, other in pairs]
         if min(*lengths[0].counts, *lengths[1].counts, *(time.number for time in times)) < 0:
             return None
@@ -102,7 +107,7 @@ class Reading:
             outputs=lengths[1],
             ttft=times[0],
             gaps=times[1],
-            queue=times[2],
+            prefill=times[2],
             num_running=self.num_running,
             num_waiting=self.num_waiting,
         )
@@ -125,7 +130,7 @@ def read(engine: str, urls: Sequence[str]) -> Reading:
 def _of_server(engine: str, url: str) -> "list[Metric]":
     names, found = ENGINES[engine], scrape(_metrics_url(url), {})
     shown = {family.name for family in found}
-    needed = [f"{engine}:{name}" for name in (names.inputs, names.outputs, _TTFT, _GAPS, names.queue)]
+    needed = [f"{engine}:{name}" for name in (names.inputs, names.outputs, _TTFT, _GAPS, names.prefill or names.queue)]
     if lacking := [name for name in needed if name not in shown]:
         raise InputError(f"{url} does not show {lacking[0]}; start {engine} {names.hint}, or say which --engine it is")
     return found
@@ -147,16 +152,22 @@ def _reading(names: _Names, engine: str, families: "list[Metric]") -> Reading:
             else:
                 values[name] += sample.value
     lengths = [_buckets(buckets[name], values[f"{name}_sum"]) for name in (names.inputs, names.outputs)]
-    times = [Times(values[f"{name}_sum"], values[f"{name}_count"]) for name in (_TTFT, _GAPS, names.queue)]
+    ttft, gaps = (_times(values, name) for name in (_TTFT, _GAPS))
+    queue = _times(values, names.queue)
+    prefill = _times(values, names.prefill) if names.prefill else Times(ttft.seconds - queue.seconds, ttft.number)
     return Reading(
         inputs=lengths[0],
         outputs=lengths[1],
-        ttft=times[0],
-        gaps=times[1],
-        queue=times[2],
+        ttft=ttft,
+        gaps=gaps,
+        prefill=prefill,
         num_running=round(values[names.running]),
         num_waiting=round(values[names.waiting]),
     )
+
+
+def _times(values: dict[str, float], name: str) -> Times:
+    return Times(values[f"{name}_sum"], values[f"{name}_count"])
 
 
 def _buckets(cumulative: dict[float, float], total: float) -> Buckets:

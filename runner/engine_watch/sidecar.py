@@ -144,9 +144,12 @@ class Sidecar:
         return Look(state=state, observed=self._observed(), remarks=tuple(remarks))
 
     def _note(self, between: Reading, times: tuple[float, float]) -> None:
-        queued = 0.0 if self._with_queue else between.queue.mean or 0.0
-        first, gap = max((between.ttft.mean or 0.0) - queued, 0.0), between.gaps.mean or 0.0
+        first, gap = max(self._first(between) or 0.0, 0.0), between.gaps.mean or 0.0
         self._watch.note(self._draws.requests(between.inputs, between.outputs, ended=times, prefill=first, gap=gap), ())
+
+    def _first(self, seen: Reading) -> float | None:
+        """Mean time to the first token, as the plan counts it: from the arrival where requests come at a rate."""
+        return (seen.ttft if self._with_queue else seen.prefill).mean
 
     def _observed(self) -> Observed:
         (begin, first), (end, last) = self._readings[0], self._readings[-1]
@@ -154,9 +157,7 @@ class Sidecar:
         seen = last.since(first)
         if seen is None or not seen.outputs.size:
             return running
-        queued = 0.0 if self._with_queue else seen.queue.mean
-        ttft = None if seen.ttft.mean is None or queued is None else max(seen.ttft.mean - queued, 0.0)
-        tpot = seen.gaps.mean
+        ttft, tpot = self._first(seen), seen.gaps.mean
         bound = self.plan.bound or Bound(seconds=float("inf"))
         whole = None
         if ttft is not None and tpot is not None and bound.metric == "p99-length":

@@ -11,9 +11,11 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_se
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 SECONDS = (0.1, 1.0, 10.0)
 FAMILIES = {
-    "vllm": ("request_prompt_tokens", "request_generation_tokens", "request_queue_time_seconds"),
+    "vllm": ("request_prompt_tokens", "request_generation_tokens", "request_prefill_time_seconds"),
     "sglang": ("prompt_tokens_histogram", "generation_tokens_histogram", "queue_time_seconds"),
 }
+TIMES = {"vllm": 0.1, "sglang": 0.2}
+"""Of the third family."""
 GAUGES = {"vllm": "num_requests_{}", "sglang": "num_{}_reqs"}
 
 
@@ -23,8 +25,8 @@ class Engine:
     def __init__(self, engine: str = "vllm", *, without: str = "") -> None:
         self._engine = engine
         self.registry = CollectorRegistry()
-        inputs, outputs, queue = FAMILIES[engine]
-        names = {inputs: TOKENS, outputs: TOKENS, queue: SECONDS}
+        inputs, outputs, third = FAMILIES[engine]
+        names = {inputs: TOKENS, outputs: TOKENS, third: SECONDS}
         names |= dict.fromkeys(("time_to_first_token_seconds", "inter_token_latency_seconds"), SECONDS)
         self._histograms = {
             name: Histogram(f"{engine}:{name}", "", ["engine"], registry=self.registry, buckets=(*edges, math.inf))
@@ -35,11 +37,11 @@ class Engine:
             Gauge(f"{engine}:{GAUGES[engine].format(name)}", "", registry=self.registry).set(value)
 
     def end(self, requests: Sequence[tuple[int, int]]) -> None:
-        inputs, outputs, queue = FAMILIES[self._engine]
+        inputs, outputs, third = FAMILIES[self._engine]
         for number, (prompt, output) in enumerate(requests):
             self._observe(number % 2, inputs, prompt)
             self._observe(number % 2, outputs, output)
-            self._observe(number % 2, queue, 0.2)
+            self._observe(number % 2, third, TIMES[self._engine])
             self._observe(number % 2, "time_to_first_token_seconds", 0.3)
             for _ in range(output - 1):
                 self._observe(number % 2, "inter_token_latency_seconds", 0.01)

@@ -23,7 +23,7 @@ def test_lengths_times_and_queue(name):
     assert first.ttft.mean == pytest.approx(0.3)
     assert first.gaps.mean == pytest.approx(0.01)
     assert first.gaps.number == 3 + 7 + 59
-    assert first.queue.mean == pytest.approx(0.2)
+    assert first.prefill.mean == pytest.approx(0.1)
     assert (first.num_running, first.num_waiting) == (3, 2)
     assert later is not None
     assert (later.inputs.size, later.inputs.total, later.outputs.total, later.gaps.number) == (1, 7, 2, 1)

@@ -38,8 +38,8 @@ SETTLE_SECONDS = 25.0
 """After a change, until the requests of before have left."""
 MOST_SECONDS = 240.0
 """Until the watch has changed the plan."""
-CLIENTS = 64
-"""More than decode at once, and fewer than the exported limit of the queue."""
+SHARE_OF_LIMIT = 0.8
+"""Clients, of the requests that the exported limit of vLLM's queue allows in flight."""
 CONTEXT = 1024
 
 
@@ -66,7 +66,7 @@ def main() -> None:
 class _Run:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self._folder, self._args = folder, args
-        self._plan = folder / "plan.yaml"
+        self._plan, self._clients = folder / "plan.yaml", 1
         self._first, self._second = args.workloads
         self._longest = load_workload(self._second).fit_context(CONTEXT).output_quantile(0.99)
 
@@ -74,6 +74,7 @@ class _Run:
         bound = self._made()
         planned = self._plan.read_text()
         script = words_of(exeplan_command("export", str(self._plan), "--to", "vllm", "--plug-in"))
+        self._clients = int(SHARE_OF_LIMIT * int(script[script.index("--max-num-queued-reqs") + 1]))
         more = {"PYTHONPATH": str(Path(exeplan.__file__).parents[1])}
         phases: dict[str, Any] = {}
         with vllm_server(self._args.python, script, self._folder, more=more) as url, self._load(url, self._second):
@@ -93,7 +94,7 @@ class _Run:
         server = (self._folder / "server.log").read_text()
         return {
             "bound, s": bound,
-            "requests in flight": CLIENTS,
+            "requests in flight": self._clients,
             "re-planned on the first workload": false_alarms,
             "seconds of the second workload until the re-plan": round(waited, 1) if waited < MOST_SECONDS else None,
             "cadences": [line.rpartition("exeplan: ")[2] for line in server.splitlines() if "Cadence(" in line],
@@ -115,8 +116,8 @@ class _Run:
     @contextmanager
     def _load(self, url: str, workload: str) -> Iterator[None]:
         words = ("bench", url, "--workload", workload, "--fit-context", "--vocab-size", "2048", "--duration", "900s")
-        words += ("--concurrency", str(CLIENTS), "--requests", "100000")
-        with _process(*words):
+        words += ("--concurrency", str(self._clients), "--requests", "100000")
+        with _process(*words, log=self._folder / "load.log"):
             time.sleep(self._args.seconds / 4)  # Until the batch is full.
             yield
 
@@ -143,13 +144,13 @@ class _Run:
 
 
 @contextmanager
-def _process(*words: str, log: Path | None = None) -> Iterator[None]:
-    with (log or Path("/dev/null")).open("w") as output:
+def _process(*words: str, log: Path) -> Iterator[None]:
+    with log.open("w") as output:
         process = subprocess.Popen([sys.executable, "-m", "exeplan", *words], stdout=output, stderr=output)
         try:
             yield
             if process.poll() is not None:
-                raise SystemExit(f"exeplan {words[0]} ended with status {process.returncode}")
+                raise SystemExit(f"exeplan {words[0]} ended: {log.read_text()[-2000:]}")
         finally:
             process.terminate()
             process.wait(60)

@@ -277,13 +277,31 @@ def risk_left_out(record: Record) -> str:
 
 def risk_corrected(record: Record) -> str:
     """Picks by corrected predictions, with and without the margin."""
-    header = ("bounds", "known", "margin", "cases", "broke the bound", "95 % of it", "refused", "throughput kept, mean")
+    header = (
+        "bounds",
+        "known",
+        "margin",
+        "cases",
+        "broke the bound",
+        "95 % of it",
+        "refused",
+        "throughput kept, mean",
+        "within 5 % of the best",
+    )
     return rows(header, [tuple(row.values()) for row in record["left_out"]])
 
 
 def risk_by_deployment(record: Record) -> str:
     """The same, deployment by deployment, with the margin."""
-    header = ("deployment", "known", "cases", "broke the bound", "refused", "throughput kept, mean")
+    header = (
+        "deployment",
+        "known",
+        "cases",
+        "broke the bound",
+        "refused",
+        "throughput kept, mean",
+        "within 5 % of the best",
+    )
     return rows(header, [tuple(row.values()) for row in record["deployments"]])
 
 
@@ -841,6 +859,22 @@ def vllm_plugin(record: Record) -> str:
     )
 
 
+def vllm_watch(record: Record) -> str:
+    """What the watch did, and what that changed."""
+    before, after = (
+        record["phases"][f"second workload, {name}"] for name in ("not watched", "watched, after the re-plan")
+    )
+    alarm = "re-planned" if record["re-planned on the first workload"] else "left alone"
+    waited = record["seconds of the second workload until the re-plan"]
+    acted = f"re-planned {waited:.0f} s after the second one had come" if waited else "not re-planned on the second one"
+    latency = "latency of the p99 length, s"
+    return (
+        f"{alarm} on the planned lengths, {acted}; under the second lengths {before[latency]:.3g} s and "
+        f"{before['requests/s']:.3g} requests/s with the first plan, {after[latency]:.3g} s and "
+        f"{after['requests/s']:.3g} requests/s with the new one, where the bound is {record['bound, s']:.3g} s"
+    )
+
+
 def through_vllm_summary(record: Record) -> str:
     """Errors, bounds, and what the grid took."""
     errors = {name: record[f"{name} error"] for name in ("throughput", "latency")}
@@ -888,6 +922,7 @@ FIGURES: Mapping[str, Mapping[str, Callable[[Record], str]]] = {
     "engine-throughput": {"rates": engine_rates, "runs": engine_runs, "same": engine_same},
     "through-vllm": {"cases": through_vllm, "summary": through_vllm_summary},
     "vllm-plugin": {"runs": vllm_plugin},
+    "vllm-watch": {"summary": vllm_watch},
     "kills": {
         "kills": lambda record: str(sum(plan["kills"] for plan in record["plans"])),
         "answers": answers,

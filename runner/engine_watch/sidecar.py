@@ -115,7 +115,6 @@ class Sidecar:
         self._readings: deque[tuple[float, Reading]] = deque()
         self._told = _Told()
         self.num_replans = 0
-        self.last_replan: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -204,13 +203,14 @@ class Sidecar:
         """In the place of the plan that the server reads."""
         file = self.server.file
         kept = file.with_name(f"{file.stem}-before{file.suffix}")
-        save_plan(with_relative_references(self.plan, kept), kept)
+        if not self.num_replans:  # The lengths of later ones are replaced with them.
+            save_plan(with_relative_references(self.plan, kept), kept)
         save_proposal(proposal.plan, proposal.workload, file)
         self._watch.adopted(proposal, now=now)
         self._draws = LengthDraws(proposal.workload, max_context=self._spec.max_context, seed=self.num_replans + 1)
         self._longest = proposal.workload.output_quantile(0.99)
-        self.num_replans, self.last_replan = self.num_replans + 1, now
-        yield f"wrote {file}, which the server follows; the plan before is {kept}"
+        self.num_replans += 1
+        yield f"wrote {file}, which the server follows; the first plan is {kept}"
         if changed := _changed_options(self._started, exported):
             yield (
                 f"the rest needs a start of the server with {self._write_command(exported)}, because its options are "

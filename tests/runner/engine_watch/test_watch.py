@@ -109,7 +109,7 @@ def test_the_plug_in_gets_its_new_cadence_in_the_file_that_it_reads(make_plan):
     new = read_plan(file)
     assert new.schedule.policy == "rra"
     assert Cadence.of_schedule(new.schedule) != Cadence.of_schedule(old.schedule)
-    assert read_plan(file.with_name("plan-before.yaml")).schedule == old.schedule or watch.num_replans > 1
+    assert read_plan(file.with_name("plan-before.yaml")).schedule == old.schedule
     assert watch.plan.schedule == new.schedule
     assert watch.num_replans >= 1
     assert "which the server follows" in remarks(looks)

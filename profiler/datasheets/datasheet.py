@@ -5,15 +5,16 @@ gemm_efficiency=0.6` overrides one; the formulas are in `roofline.py`. A layer i
 each expert's width and the vocabulary are shared by the tensor parallel group; key/value heads are too, and are
 replicated where there are fewer of them than devices, as latent vectors are on all. A pass of T tokens reads
 E (1 - (1 - k/E)^T) of E experts, k a token, all as likely. With expert parallelism experts are whole, and the busiest
-device's are timed (`core/sparse_layers.py`). No communication is in a layer's rows. Not here: whether a plan fits the
-memory.
+device's are timed (`core/sparse_layers.py`). Latent attention is as measured where the sheet names a table of such
+kernels (`latent_kernels.py`), unless a constant of attention's roofline is overridden. No communication is in a layer's
+rows. Not here: whether a plan fits the memory.
 
 `workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens (residual stream, norm, and
 the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from math import inf
@@ -28,6 +29,7 @@ from exeplan.core.schedule import Sharding
 from exeplan.core.sparse_layers import Experts, LatentAttention
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
+from exeplan.profiler.datasheets.latent_kernels import Kernel, latent_attention_seconds, load_latent_kernels
 from exeplan.profiler.datasheets.roofline import (
     POWER,
     RATE,
@@ -42,7 +44,6 @@ from exeplan.profiler.datasheets.roofline import (
     elementwise_seconds,
     gemm_seconds,
     grouped_gemm_seconds,
-    latent_decode_seconds,
     prefill_attention_seconds,
 )
 from exeplan.units import num_bytes, seconds
@@ -76,7 +77,7 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
     body, changes = read_yaml(path), dict(overrides or {})
     for constant in changes:
         _check_known(constant, path.stem)
-    constants = {str(key): value for key, value in body.items() if key != "kind"}
+    constants = {str(key): value for key, value in body.items() if key not in ("kind", "latent_kernels")}
     for constant in constants:
         _check_known(constant, path.stem)
     if body.get("kind") not in _KINDS:
@@ -89,8 +90,14 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
         name=path.stem,
         kind=body["kind"],
         changes=tuple(f"{constant}={value}" for constant, value in changes.items()),
+        latent_kernels="" if _changes_attention(changes) else str(body.get("latent_kernels", "")),
         **values,
     )
+
+
+def _changes_attention(changes: Iterable[str]) -> bool:
+    """Whether a constant of the roofline of attention is among them, which measured kernels do not follow."""
+    return any(name in ("memory_bandwidth", "bfloat16_flops") or "_attention_" in name for name in changes)
 
 
 def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
@@ -140,6 +147,7 @@ def profile_from_datasheet(
     if spec.experts:
         rows += _expert_rows(spec, spec.experts, sheet, dtype, shardings, all_rows=passes_over == "all")
     around = embedding_parameters(spec) * (1 if spec.tied_head else 2)
+    measured = _measured(spec, sheet, dtype, kv_dtype or dtype)
     return Profile(
         model=spec,
         dtype=dtype,
@@ -155,7 +163,7 @@ def profile_from_datasheet(
         + around * DTYPE_BYTES[between_layers(dtype)],
         workspace_bytes=_workspace_bytes(spec, sheet, dtype),
         measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
-        source=f"datasheet {', '.join((sheet.name, *sheet.changes))}",
+        source=f"datasheet {', '.join((sheet.name, *sheet.changes, *measured))}",
     )
 
 
@@ -233,7 +241,11 @@ def _prefill_attention(
 ) -> float:
     """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
     stored = num_seqs * tokens * _kv_bytes(spec, kv_dtype, size) * _cross_share(spec)
-    heads, latent = spec.num_heads // size, spec.latent
+    heads = spec.num_heads // size
+    if spec.latent:
+        kernel = Kernel(phase="prefill", latent=spec.latent, compute_dtype=dtype, dtype=kv_dtype)
+        took = latent_attention_seconds(sheet, kernel, heads=heads, num_seqs=num_seqs, tokens=tokens)
+        return elementwise_seconds(sheet, 2 * stored) + took
     attend = partial(
         prefill_attention_seconds,
         sheet,
@@ -241,8 +253,8 @@ def _prefill_attention(
         num_seqs=num_seqs,
         tokens=tokens,
         heads=heads,
-        kv_heads=heads if latent else _kv_heads(spec, size),
-        head_dim=(spec.head_dim + latent.value_dim) / 2 if latent else spec.head_dim,
+        kv_heads=_kv_heads(spec, size),
+        head_dim=spec.head_dim,
         causal=not spec.is_encoder_decoder,
     )
     return elementwise_seconds(sheet, 2 * stored) + _mean(spec, lambda window: attend(window=window))
@@ -251,16 +263,10 @@ def _prefill_attention(
 def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, context: int) -> float:
     """Self attention, and cross attention where there is one: two kernels that share the context between them."""
     stored = elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
-    if latent := spec.latent:
-        return stored + latent_decode_seconds(
-            sheet,
-            dtype,
-            num_seqs=num_seqs,
-            context_tokens=num_seqs * context,
-            heads=spec.num_heads // size,
-            rank=latent.kv_rank,
-            rope_dim=latent.rope_dim,
-        )
+    if spec.latent:
+        kernel = Kernel(phase="decode", latent=spec.latent, compute_dtype=between_layers(dtype), dtype=dtype)
+        heads = spec.num_heads // size
+        return stored + latent_attention_seconds(sheet, kernel, heads=heads, num_seqs=num_seqs, tokens=context)
     kernels = 2 if spec.is_encoder_decoder else 1
 
     def attend(window: int | None) -> float:
@@ -274,6 +280,16 @@ def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, 
         )
 
     return kernels * _mean(spec, attend) + stored
+
+
+def _measured(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str) -> Iterator[str]:
+    """What of the profile is not by the roofline, for its source."""
+    if spec.latent and sheet.latent_kernels:
+        kernels = load_latent_kernels(sheet.latent_kernels)
+        if kernels.times(
+            Kernel(phase="decode", latent=spec.latent, compute_dtype=between_layers(dtype), dtype=kv_dtype)
+        ):
+            yield f"latent attention as {kernels.source}"
 
 
 def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
@@ -313,7 +329,7 @@ def _dense(
     norms, element = 3 if phase == "decode" else 2, tokens * DTYPE_BYTES[between_layers(dtype)]
     took = norms * elementwise_seconds(sheet, 4 * spec.hidden_size * element)
     if spec.latent:
-        took += _latent_projections(spec, spec.latent, sheet, dtype, size, tokens)
+        took += latent_projection_seconds(spec, spec.latent, sheet, dtype, size, tokens)
     else:
         took += _projections(spec, sheet, dtype, size, tokens, phase)
     mlp = partial(_mlp, spec, sheet, dtype, tokens)
@@ -338,7 +354,7 @@ def _projections(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, token
     return took + elementwise_seconds(sheet, 2 * (queries + keys / 2) * tokens * DTYPE_BYTES[between_layers(dtype)])
 
 
-def _latent_projections(
+def latent_projection_seconds(
     spec: ModelSpec, latent: LatentAttention, sheet: Datasheet, dtype: str, size: int, tokens: int
 ) -> float:
     """Down to the latent vectors on every device, up to its own heads; absorbed, keys and values take as many

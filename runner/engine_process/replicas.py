@@ -22,7 +22,7 @@ from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
-from exeplan.scheduling.router import Router
+from exeplan.scheduling.router import Queues, Router
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class ReplicaSet:
         """By the router, among the replicas that work, or all where none does."""
         up = [client for client in self._clients if not client.failure and not client.pause and not client.stall]
         clients = up or [client for client in self._clients if not client.failure] or self._clients
-        return self._router.choose(clients, lambda client: client.num_sequences)
+        return clients[self._router.choose(Queues(client.num_sequences for client in clients))]
 
     def _move(self, failed: EngineClient) -> None:
         """Others go on with the jobs of a replica that has failed, as long as there are others."""

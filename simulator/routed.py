@@ -38,6 +38,8 @@ class Replica:
     cost: CostModel
     num_blocks: int
     """Of its KV cache."""
+    capacity: float | None = None
+    """As the plan says it (`ReplicaGroup`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +87,7 @@ def routed_replay(
         raise InputError("a replay needs at least one request")
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
     stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
-    queues = Queues([0] * len(replicas))
+    queues = Queues([0] * len(replicas), [replica.capacity for replica in replicas])
     inboxes = [_Inbox(stream, partial(queues.add, number)) for number in range(len(replicas))]
     engines = [
         EngineReplay(one.schedule, one.cost, inbox, num_blocks=one.num_blocks, record_passes=record_passes)

@@ -1,6 +1,7 @@
 """Router: to which replica a request goes. The server and the replay of several replicas share it.
 
-    shortest-queue  the replica with the fewest sequences that have not finished; of equally few each in turn
+    shortest-queue  the replica with the fewest sequences that have not finished, over what it serves a second where
+                    replicas differ; of equally few each in turn
     round-robin     each in turn
     random          any, by a generator of its own
 
@@ -9,7 +10,7 @@ Not here: which replicas are up (`runner/engine_process/replicas.py`), and which
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from exeplan.core.schedule import ROUTERS
 
@@ -17,38 +18,67 @@ _SHORTEST_QUEUE, _ROUND_ROBIN, _RANDOM = ROUTERS
 
 
 class Queues:
-    """How many sequences of each replica have not finished; finds the fewest among thousands of replicas at once."""
+    """How many sequences of each replica have not finished; finds the shortest of thousands of queues at once.
 
-    def __init__(self, num_open: Iterable[int]) -> None:
-        """Of replicas numbered from 0, at least one."""
-        self._num_open = list(num_open)
-        self._alike: dict[int, int] = {}
-        """By number of sequences: the replicas that have so many, a bit each."""
-        for number, count in enumerate(self._num_open):
-            self._alike[count] = self._alike.get(count, 0) | 1 << number
-        self._fewest = min(self._alike)
+    A queue is as long as the time that its replica takes for it and one sequence more: they over its capacity.
+    """
+
+    def __init__(self, num_open: Iterable[int], capacities: Sequence[float | None] = ()) -> None:
+        """Of replicas numbered from 0, at least one. All have the same capacity unless each has its own, in one
+        unit."""
+        self.num_open = list(num_open)
+        known = [one for one in capacities if one is not None]
+        kinds = known if known and len(known) == len(self.num_open) else [1.0] * len(self.num_open)
+        self._kind_of = kinds
+        self._kinds = {capacity: _Alike() for capacity in kinds}
+        for number, count in enumerate(self.num_open):
+            self._kinds[self._kind_of[number]].put(number, count)
 
     def __len__(self) -> int:
-        return len(self._num_open)
+        return len(self.num_open)
 
     def add(self, number: int, change: int) -> None:
         """That many more sequences, or less, on a replica."""
-        before, bit = self._num_open[number], 1 << number
-        self._num_open[number] = after = before + change
-        self._alike[before] ^= bit
-        if not self._alike[before]:
-            del self._alike[before]
-        self._alike[after] = self._alike.get(after, 0) | bit
-        if after < self._fewest:
-            self._fewest = after
-        elif self._fewest not in self._alike:
-            self._fewest = min(self._alike)
+        kind, before = self._kinds[self._kind_of[number]], self.num_open[number]
+        self.num_open[number] = before + change
+        kind.take(number, before)
+        kind.put(number, before + change)
 
     def shortest(self, first: int) -> int:
-        """One of those with the fewest: the next from `first` on, and round to it."""
-        alike = self._alike[self._fewest]
-        behind = alike >> first
-        return first + _lowest(behind) if behind else _lowest(alike)
+        """One of the shortest queues: the next from `first` on, and round to it."""
+        if len(self._kinds) == 1:
+            return next(iter(self._kinds.values())).next_of_fewest(first)
+        lengths = {capacity: (kind.fewest + 1) / capacity for capacity, kind in self._kinds.items()}
+        least = min(lengths.values())
+        found = [self._kinds[capacity].next_of_fewest(first) for capacity, length in lengths.items() if length == least]
+        return min(found, key=lambda number: (number - first) % len(self))
+
+
+class _Alike:
+    """Replicas of the same capacity by how many sequences they have: a bit each."""
+
+    def __init__(self) -> None:
+        self._with: dict[int, int] = {}
+        self.fewest = 0
+        """That any of them has, once it has one."""
+
+    def put(self, number: int, count: int) -> None:
+        if not self._with or count < self.fewest:
+            self.fewest = count
+        self._with[count] = self._with.get(count, 0) | 1 << number
+
+    def take(self, number: int, count: int) -> None:
+        self._with[count] ^= 1 << number
+        if not self._with[count]:
+            del self._with[count]
+            if count == self.fewest and self._with:
+                self.fewest = min(self._with)
+
+    def next_of_fewest(self, first: int) -> int:
+        """The next from `first` on, and round to it."""
+        bits = self._with[self.fewest]
+        behind = bits >> first
+        return first + _lowest(behind) if behind else _lowest(bits)
 
 
 def _lowest(bits: int) -> int:

@@ -68,6 +68,7 @@ def engine_setup(
         deadline_seconds=deadline_seconds or _deadline(plan),
         timeline=str(timeline) if timeline else None,
         launcher=launcher,
+        capacity=plan.capacity,
     )
 
 

@@ -146,9 +146,11 @@ class ReplicaSet:
 
     def _choose(self) -> EngineClient:
         """By the router, among the replicas that work, or all where none does."""
-        up = [client for client in self._clients if not client.failure and not client.pause and not client.stall]
-        clients = up or [client for client in self._clients if not client.failure] or self._clients
-        return clients[self._router.choose(Queues(client.num_sequences for client in clients))]
+        working = [one for one in self._replicas if not one.client.failure]
+        up = [one for one in working if not one.client.pause and not one.client.stall]
+        some = up or working or self._replicas
+        queues = Queues((one.client.num_sequences for one in some), [one.setup.capacity for one in some])
+        return some[self._router.choose(queues)].client
 
     def _move(self, failed: EngineClient) -> None:
         """Others go on with the jobs of a replica that has failed, as long as there are others."""

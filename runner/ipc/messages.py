@@ -92,6 +92,8 @@ class EngineSetup(Message, frozen=True):
     """File for what runs when."""
     launcher: LauncherSetup | None
     """None where all devices are on this host."""
+    capacity: float | None = None
+    """As the plan says it, for the router of several replicas."""
 
 
 class Sampling(Part, frozen=True):

@@ -15,6 +15,7 @@ Nothing here times a send between stages, nor the host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,14 +94,19 @@ def layer_part(
     missing: list[tuple[int, int]] = []
     for degree in degrees:
         products, logits = layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)
+        mixed, divided = np.zeros(len(table.m)), dict[int, Floats]()
         if experts:
-            products, mixed = _mixture_products(spec, degree, table, experts, sheet)
-        else:
-            mixed = np.zeros(len(table.m))
+            parts = [one for one in dict.fromkeys((1, degree)) if (degree, one) in experts.curves]
+            products = products[:2]  # Of attention: the MLP's are in what is mixed.
+            divided = {one: _mixture(spec, degree, one, table, experts, sheet) for one in parts}
+            mixed = divided.pop(1)
         asked = [*((product, table) for product in products), (logits, head)]
         missing += [product for product, of in asked if product not in missing and not of.measured(*product)]
         shared = sum((table.seconds(n, k) for n, k in products), start=mixed)
         rows += _rest_rows(table.m, spec, degree, sheet, shared)
+        for one, seconds in divided.items():
+            whole = _rest_rows(table.m, spec, degree, sheet, shared - mixed + seconds)
+            rows += [replace(row, expert_parallel_size=one) for row in whole if row.op == "rest"]
         rows += _head_rows(head.m, spec, degree, sheet, head.seconds(*logits))
     return ImportedRows(
         tuple(rows),
@@ -113,21 +119,19 @@ def layer_part(
     )
 
 
-def _mixture_products(
-    spec: ModelSpec, degree: int, table: Gemms, times: ExpertTimes, sheet: Datasheet
-) -> tuple[list[tuple[int, int]], Floats]:
-    """The products that every layer has, and the seconds of the mean layer's MLP: experts, router and shared experts in
-    those that have them, a dense one in the others."""
+def _mixture(spec: ModelSpec, degree: int, parts: int, table: Gemms, times: ExpertTimes, sheet: Datasheet) -> Floats:
+    """Seconds of the mean layer's MLP: experts, in so many parts of whole ones, router and shared experts in those that
+    have them, a dense one in the others."""
     assert spec.experts
-    attention, dense = layer_products(spec, degree)[:2], layer_products(spec, degree)[2:]
-    sparse = times.seconds(degree, table.m)
+    dense = layer_products(spec, degree)[2:]
+    sparse = times.seconds(degree, parts, table.m)
     sparse = sparse + [gemm_seconds(sheet, "bfloat16", m, spec.experts.count, spec.hidden_size) for m in table.m]
     if width := spec.experts.shared_width // degree:
         sparse = sparse + table.seconds(2 * width, spec.hidden_size) + table.seconds(spec.hidden_size, width)
     share = spec.experts.num_layers / spec.num_layers
     if share == 1:
-        return attention, sparse
-    return attention, share * sparse + (1 - share) * sum(table.seconds(n, k) for n, k in dense)
+        return sparse
+    return share * sparse + (1 - share) * sum(table.seconds(n, k) for n, k in dense)
 
 
 def layer_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import pytest
 from exeplan.core.layer_costs import layer_parameters, model_parameters
 from exeplan.core.model import ModelSpec, load_model_spec, model_spec
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.datasheet import load_datasheet
 from exeplan.profiler.datasheets.roofline import gemm_seconds
@@ -350,20 +351,52 @@ def experts_table(path: Path, **changed: object) -> Path:
     return table(path, rows)
 
 
+def seconds_of_experts(tokens: int) -> float:
+    """Of even routing on one GPU, between 1 and 64 tokens."""
+    return 1e-3 * float(np.exp(np.interp(np.log(tokens), np.log([1, 64]), np.log([0.101, 0.164]))))
+
+
 def test_a_mixture_s_experts_come_from_their_table(tmp_path: Path) -> None:
     folder, spec = tables(tmp_path / "tables"), mixture_spec()
     experts_table(folder / "moe_perf.csv")
     found, notes = import_profile([folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3)
     assert found.tensor_parallel_sizes == (1, 2)
-    rest = {(m.tensor_parallel_size, m.num_tokens): m.seconds for m in found.measurements if m.op == "rest"}
+    of_layers = [m for m in found.measurements if m.op == "rest"]
+    rest = {(m.tensor_parallel_size, m.num_tokens): m.seconds for m in of_layers if m.expert_parallel_size == 1}
     for degree in (1, 2):
         products = product_seconds(16, 1536 // degree, 1024) + product_seconds(16, 1024, 1024 // degree)
         router = gemm_seconds(SHEET, "bfloat16", 16, 16, 1024)
-        between = 1.5e-3 * np.exp(np.interp(np.log(16), np.log([1, 64]), np.log([0.101, 0.164]))) / degree
+        between = 1.5 * seconds_of_experts(16) / degree
         expected = products + router + between + layer_seconds(SHEET, spec, 16, degree)
         assert rest[degree, 16] == pytest.approx(expected, rel=0.02)
         assert rest[degree, 4096] > 1.5e-3 * (0.1 + 1.024) * 4 / degree, "proportional beyond the table"
     assert any("experts from the table (bfloat16, routing power_law_1.2)" in note for note in notes)
+    # Whole experts on two GPUs, on the one to which most tokens go: in this table four times what half the width takes.
+    whole = {m.num_tokens: m.seconds for m in of_layers if m.expert_parallel_size == 2}
+    assert whole[16] - rest[2, 16] == pytest.approx(1.5 * seconds_of_experts(16) * (2 - 1 / 2), rel=1e-3)
+    assert found.expert_shardings == (Sharding(2, expert_parallel_size=2),)
+
+
+def test_a_mixture_s_routing_is_chosen_among_those_of_the_table(tmp_path: Path) -> None:
+    folder, spec = tables(tmp_path / "tables"), mixture_spec()
+    experts_table(folder / "moe_perf.csv")
+
+    def imported(routing: str | None) -> dict[tuple[int, int, int], float]:
+        profile, _ = import_profile(
+            [folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3, routing=routing
+        )
+        rows = (m for m in profile.measurements if m.op == "rest")
+        return {(m.tensor_parallel_size, m.expert_parallel_size, m.num_tokens): m.seconds for m in rows}
+
+    even, uneven = imported("even"), imported("power_law_1.2")
+    assert uneven == imported(None)
+    for degree in (1, 2):
+        more = uneven[degree, degree, 16] - even[degree, degree, 16]
+        assert more == pytest.approx(0.5 * degree * seconds_of_experts(16), rel=1e-3)
+    with pytest.raises(InputError, match=r"timed with routing balanced, power_law_1[.]2, not power_law_1[.]01"):
+        imported("power_law_1.01")
+    with pytest.raises(InputError, match=r"routing is even or power_law_<exponent>, .*found 'zipf'"):
+        imported("zipf")
 
 
 def test_a_mixture_without_its_experts_or_with_others_is_refused(tmp_path: Path) -> None:

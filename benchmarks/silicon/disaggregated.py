@@ -95,7 +95,8 @@ def main() -> None:
     errors = {name: round(fmean(values), 1) for name, values in groups.items()}
     for name, error in errors.items():
         print(f"mean absolute error of TPOT, {name}: {error} %, {len(groups[name])} runs")
-    print(f"median over {len(errors)} deployments: {median(errors.values()):.1f} %; {num_others} other rows: copies, or not known")
+    print(f"median over {len(errors)} deployments: {median(errors.values()):.1f} %")
+    print(f"{num_others} other rows are copies, or speculative, or nothing says that they are not")
     record = {"rows": found, "errors": errors, "median_tpot_percent": median(errors.values()), "others": num_others}
     print(f"record: {write_record('silicon-disaggregated', record)}")
 

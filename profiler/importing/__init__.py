@@ -118,7 +118,7 @@ def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> Non
     quantized = dtype == aiconfigurator.FP8 and set(formats) == {"aiconfigurator"}
     if dtype not in aiconfigurator.TWO_BYTES and not quantized:
         raise InputError(f"{' and '.join(formats)} tables time 2-byte elements, not {dtype}; take bfloat16 or float16")
-    if spec.latent or (spec.experts and "vidur" in formats):
+    if (spec.latent or spec.experts) and "vidur" in formats:
         what = "latent attention" if spec.latent else "experts"
         raise InputError(
             f"{' and '.join(formats)} tables are not read for {what}, which {spec.name} has; use a datasheet, or a "
@@ -155,7 +155,12 @@ def _combined(
     kernels += [k for t in _of(tables, "heads") for k in aiconfigurator.attention_kernels(t, dtype)]
     links = vidur.links_part(_of(tables, "collective", "tokens_collective", "send", "tokens_send"))
     links += aiconfigurator.all_reduce_part(_of(tables, "all_reduce", "nccl"))
-    part = _first([own, *map(without_spikes, (hosts, layer, attention_rows(kernels, spec, degrees), links))])
+    attention = attention_rows(kernels, spec, degrees)
+    if spec.latent:  # Tables by heads time keys and values of each head.
+        attention = aiconfigurator.latent_part(
+            _of(tables, "latent"), _of(tables, "latent_module"), spec, degrees, dtype
+        )
+    part = _first([own, *map(without_spikes, (hosts, layer, attention, links))])
     part += _copied(part.rows, degrees)
     if not any(row.op == "send" for row in part.rows):
         note = (
@@ -182,6 +187,8 @@ def _layers(
     if spec.experts:
         times = expert_times(_of(tables, "experts"), spec, spec.experts, dtype, routing)
         degrees = [degree for degree in degrees if (degree, 1) in times.curves]
+    if spec.latent:
+        degrees = aiconfigurator.latent_degrees(_of(tables, "latent"), spec, degrees) or degrees
     return aiconfigurator.layer_part(table, head, spec, degrees, sheet=sheet, experts=times)
 
 

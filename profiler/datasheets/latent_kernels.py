@@ -9,6 +9,8 @@ of more work was disturbed, and counts as that one. None is below what the devic
 Not here: which device has which table (`plans/devices`), and the store of a new token's vector (`datasheet.py`).
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -25,7 +27,6 @@ from exeplan.profiler.datasheets.roofline import Datasheet, latent_decode_second
 
 _PHASES = ("decode", "prefill")
 _DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", FP8: FP8}
-_FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,28 @@ class Grid:
     seconds: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A grid without gaps, as plain numbers: a profile asks for thousands of points, one at a time."""
+
+    num_seqs: tuple[float, ...]
+    tokens: tuple[float, ...]
+    logs: tuple[tuple[float, ...], ...]
+    """Of the seconds at [num_seqs, tokens]."""
+
+    def at(self, num_seqs: float, tokens: float) -> float:
+        """Seconds within the grid: linear in the logarithms of all three."""
+        (i, u), (j, v) = _cell(self.num_seqs, num_seqs), _cell(self.tokens, tokens)
+        low, high = ((1 - v) * row[j] + v * row[j + 1] for row in self.logs[i : i + 2])
+        return math.exp((1 - u) * low + u * high)
+
+
+def _cell(axis: tuple[float, ...], value: float) -> tuple[int, float]:
+    """The point below, and how far it is on the way to the next one."""
+    below = min(bisect_right(axis, value) - 1, len(axis) - 2)
+    return below, math.log(value / axis[below]) / math.log(axis[below + 1] / axis[below])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentKernels:
     """A table: grids by phase and dtype, each by query heads."""
@@ -68,15 +91,15 @@ def latent_attention_seconds(sheet: Datasheet, kernel: Kernel, *, heads: int, nu
     """Of one layer for `num_seqs` sequences of `tokens` each, by the sheet's table where it has such kernels."""
     if not sheet.latent_kernels or not load_latent_kernels(sheet.latent_kernels).times(kernel):
         return roofline_seconds(sheet, kernel, heads=heads, num_seqs=num_seqs, tokens=tokens)
-    measured = _whole_grid(sheet, kernel, heads)
+    curves = _whole_curves(sheet, kernel, heads)
     near = {
-        "num_seqs": float(np.clip(num_seqs, measured.num_seqs[0], measured.num_seqs[-1])),
-        "tokens": float(np.clip(tokens, measured.tokens[0], measured.tokens[-1])),
+        "num_seqs": min(max(num_seqs, curves.num_seqs[0]), curves.num_seqs[-1]),
+        "tokens": min(max(tokens, curves.tokens[0]), curves.tokens[-1]),
     }
     # Below the first point times hardly fall any more.
     work = {"num_seqs": max(num_seqs, near["num_seqs"]), "tokens": max(tokens, near["tokens"])}
     beyond = roofline_seconds(sheet, kernel, heads=heads, **work) / roofline_seconds(sheet, kernel, heads=heads, **near)
-    took = _interpolated(measured, **near) * beyond
+    took = curves.at(**near) * beyond
     return max(took, least_seconds(sheet, kernel, heads=heads, num_seqs=num_seqs, tokens=tokens))
 
 
@@ -139,7 +162,7 @@ def _grid(rows: Mapping[Any, str], tokens: str) -> Grid:
 
 
 @lru_cache(256)
-def _whole_grid(sheet: Datasheet, kernel: Kernel, heads: int) -> Grid:
+def _whole_curves(sheet: Datasheet, kernel: Kernel, heads: int) -> Curves:
     """The table's grid of the nearest number of heads, for these heads, filled up and rising."""
     by_heads = load_latent_kernels(sheet.latent_kernels).grids[kernel.phase, _DTYPES[kernel.dtype]]
     near = min(by_heads, key=lambda count: abs(np.log(count / heads)))
@@ -157,7 +180,9 @@ def _whole_grid(sheet: Datasheet, kernel: Kernel, heads: int) -> Grid:
     ratio = _undisturbed(grid.seconds) / roofline
     for column in range(1, ratio.shape[1]):
         ratio[:, column] = np.where(np.isnan(ratio[:, column]), ratio[:, column - 1], ratio[:, column])
-    return Grid(grid.num_seqs, grid.tokens, _rising(ratio * (roofline if near == heads else by_sheet(heads))))
+    seconds = _rising(ratio * (roofline if near == heads else by_sheet(heads)))
+    logs = tuple(map(tuple, np.log(seconds).tolist()))
+    return Curves(tuple(grid.num_seqs.tolist()), tuple(grid.tokens.tolist()), logs)
 
 
 def _undisturbed(seconds: Floats) -> Floats:
@@ -169,17 +194,3 @@ def _undisturbed(seconds: Floats) -> Floats:
 
 def _rising(seconds: Floats) -> Floats:
     return np.maximum.accumulate(np.maximum.accumulate(seconds, axis=0), axis=1)
-
-
-def _interpolated(grid: Grid, num_seqs: float, tokens: float) -> float:
-    """Within the grid: linear in the logarithms of all three."""
-    i, u = _cell(grid.num_seqs, num_seqs)
-    j, v = _cell(grid.tokens, tokens)
-    corners = np.log(grid.seconds[i : i + 2, j : j + 2])
-    return float(np.exp(np.array([1 - u, u]) @ corners @ np.array([1 - v, v])))
-
-
-def _cell(axis: Floats, value: float) -> tuple[int, float]:
-    """The point below, and how far it is on the way to the next one."""
-    below = min(int(np.searchsorted(axis, value, side="right")) - 1, len(axis) - _FEWEST)
-    return below, float(np.log(value / axis[below]) / np.log(axis[below + 1] / axis[below]))

@@ -341,8 +341,8 @@ MUTANTS = (
     ),
     Mutant(
         "exeplan/scheduling/router.py",
-        "min([*replicas[turn:], *replicas[:turn]], key=num_open)",
-        "min(replicas, key=num_open)",
+        "return queues.shortest(turn)",
+        "return queues.shortest(0)",
         "of equally short queues the first one gets every request",
         (ROUTED,),
     ),

@@ -178,7 +178,10 @@ class ReplicaSet:
         switched: list[PlanSwitched] = []
         if self.failure:
             raise EngineError(self.failure)
-        wanted = list(zip(self._replicas, setups, strict=True))
+        wanted = [
+            (replica, with_fields(setup, ray=replica.setup.ray, timeline=replica.setup.timeline))
+            for replica, setup in zip(self._replicas, setups, strict=True)
+        ]
         differs = [replica.setup != setup for replica, setup in wanted]
         for number, (replica, setup) in enumerate(wanted):
             if replica.client.failure or (any(differs) and not differs[number]):

@@ -76,6 +76,14 @@ class LauncherSetup(Part, frozen=True):
     num_devices: int
 
 
+class RaySetup(Part, frozen=True):
+    """Where Ray places the workers of one pipeline."""
+
+    address: str
+    """Of the cluster, `auto` for the one that this host is part of."""
+    replica: int
+
+
 class EngineSetup(Message, frozen=True):
     """Everything that an engine must know of its plan: the first command to an engine process."""
 
@@ -91,7 +99,8 @@ class EngineSetup(Message, frozen=True):
     timeline: str | None
     """File for what runs when."""
     launcher: LauncherSetup | None
-    """None where all devices are on this host."""
+    ray: RaySetup | None
+    """Both None where all devices are on this host."""
 
 
 class Sampling(Part, frozen=True):

@@ -31,6 +31,8 @@ def worker_resources(device: str, num_threads: int) -> dict[str, float]:
 def bundles(placement: Placement, worker: Resources, nodes: Sequence[Resources]) -> tuple[Bundle, ...]:
     """The bundles of all stages on a cluster of nodes with these resources.
 
+    A stage's ranks are on one node where any has room for them.
+
     Raises InputError where the whole cluster, with nothing else on it, has no room for all workers.
     """
     room = [_room(node, worker) for node in nodes]
@@ -40,7 +42,7 @@ def bundles(placement: Placement, worker: Resources, nodes: Sequence[Resources])
             f"the plan needs {_amount(worker, num_workers)}, the Ray cluster's nodes have room for {sum(room)} of its "
             f"{num_workers} workers: {'; '.join(_shown(node, worker) for node in nodes)}"
         )
-    widest = max(room)
+    widest = max(room, default=0)
     return tuple(
         Bundle(part, {name: amount * len(part) for name, amount in worker.items()})
         for stage in placement

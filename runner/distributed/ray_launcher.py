@@ -2,21 +2,23 @@
 
 A placement group a pipeline has a bundle for each stage (`ray_bundles.py`). Ray starts, shows and ends the agents, and
 carries what is asked of them between passes; a pass goes over a connection of the engine's to each worker, and tensors
-from worker to worker. A tether to each agent says within two seconds that its node is lost. Then all agents are placed
-anew before the next generation of workers, where the cluster has room by then.
+from worker to worker. A tether to each agent says within two seconds that its node is lost; Ray learns it later. All
+agents are placed anew before the next generation of workers then, as soon as the cluster has room.
 When this process ends, Ray ends its agents and frees the group.
 Not here: what a worker does (`worker.py`), and whether to start another generation.
 """
 
 import contextlib
+import io
 import itertools
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +46,12 @@ START_SECONDS = 120.0
 ROOM_SECONDS = 120.0
 """How long the first start waits for a cluster that has room, but not now."""
 _CALL_SECONDS = 30.0
+_PROBE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 10.0
 """Between two lines of a log while there is no room."""
+_SILENT_SECONDS = 30.0
+"""How long nothing is placed on a node that has fallen silent; Ray gives it up within that time by its defaults."""
 _numbers = itertools.count(1)
 
 
@@ -70,7 +75,9 @@ class RayLauncher:
         self._group: PlacementGroup | None = None
         self._placement: Placement | None = None
         self._agents: dict[int, _Agent] = {}
-        self._placed_before = False
+        self._silent: dict[str, float] = {}
+        """Until when nodes are left out that have fallen silent: Ray may take them for healthy."""
+        self._placed_before = setup.started
 
     def prepare(self, placement: Placement) -> None:
         """Places agents where there are none for this placement, or one of them is gone."""
@@ -110,6 +117,8 @@ class RayLauncher:
 
     def _release(self) -> None:
         for agent in self._agents.values():
+            if agent.silent:
+                self._silent[str(agent.address.host)] = time.monotonic() + _SILENT_SECONDS
             agent.release()
         self._agents, self._placement = {}, None
         self._free_group()
@@ -122,17 +131,17 @@ class RayLauncher:
         """
         began, said, reserved = time.monotonic(), 0.0, None
         while True:
+            self._silent = {node: until for node, until in self._silent.items() if until > time.monotonic()}
             try:
-                wanted = bundles(placement, self._worker, _nodes())
+                wanted = bundles(placement, self._worker, _nodes(self._silent))
             except InputError as error:
                 if not self._placed_before:
                     raise
                 problem = str(error)
                 time.sleep(_LOOK_SECONDS)
             else:
-                if wanted != reserved:
-                    self._reserve(wanted)
-                    reserved = wanted
+                if reserved != (reserved := (wanted, frozenset(self._silent))):
+                    self._reserve(*reserved)
                 assert self._group is not None
                 if self._group.wait(_LOOK_SECONDS):
                     return wanted
@@ -146,12 +155,18 @@ class RayLauncher:
             if waited > said + _SAY_SECONDS:
                 log.warning("waiting for the Ray cluster: %s", problem)
                 said = waited
-            self._on_progress(f"waiting for the Ray cluster: {problem}", 0.0)
+            self._on_progress(f"waiting for the Ray cluster for {waited:.0f} s: {problem}", 0.0)
 
-    def _reserve(self, wanted: Sequence[Bundle]) -> None:
+    def _reserve(self, wanted: Sequence[Bundle], silent: Collection[str]) -> None:
+        """Asks for the bundles, on other nodes than the silent ones."""
         self._free_group()
-        name = f"exeplan-replica-{self._setup.replica}"
-        self._group = placement_group([bundle.resources for bundle in wanted], strategy="PACK", name=name)
+        elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(silent))})"}
+        self._group = placement_group(
+            [bundle.resources for bundle in wanted],
+            strategy="PACK",
+            name=f"exeplan-replica-{self._setup.replica}",
+            bundle_label_selector=[elsewhere] * len(wanted) if silent else None,
+        )
 
     def _free_group(self) -> None:
         if self._group is not None:
@@ -207,6 +222,11 @@ class _Agent:
         self.address = DeviceAddress(
             host=node.node, address=node.address, local_device=0, model_directory=node.model_directory
         )
+
+    @property
+    def silent(self) -> bool:
+        """Whether its node acknowledges nothing any more."""
+        return self._tether is not None and self._tether.silent
 
     def located(self) -> DeviceAddress:
         """With the clock as it is now. Raises ChildProcessError where the agent is gone."""
@@ -308,13 +328,40 @@ def _get(reference: Any, seconds: float, what: str) -> Any:
         raise ChildProcessError(f"{what} is gone ({type(error).__name__})") from None
 
 
-def _nodes() -> list[dict[str, float]]:
-    """The resources of the nodes that Ray knows to be there."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def _nodes(without: Collection[str]) -> list[dict[str, float]]:
+    """The resources of the nodes that Ray takes for healthy, without some of them."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without]
+
+
+class _Dropped(io.TextIOBase):
+    """Standard output of an engine that is a driver of Ray's: Ray prints there what is in its own logs, too, and the
+    server's is for one line."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _check_address(address: str) -> None:
+    """Raises InputError for what is no address of a cluster, and where nothing answers: Ray would try for long."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise InputError(f"--ray must be HOST:PORT of a Ray cluster, or auto for this host's, found '{address}'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"no Ray cluster answers at {address} ({error}); `ray start --head` on that host starts one"
+        ) from None
 
 
 def _connect(address: str) -> None:
     """Raises InputError where there is no cluster, or this host is none of its nodes."""
+    _check_address(address)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -325,5 +372,6 @@ def _connect(address: str) -> None:
             "`ray start --address HOST:PORT` adds a host to it"
         ) from None
     finally:
+        sys.stdout = _Dropped()
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
+from msgspec.structs import replace
+
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.job import EngineError, Job, job_of
 from exeplan.runner.engine_process.link import EngineLink, engine_forks
@@ -177,7 +179,7 @@ class EngineClient:
         except OSError as error:
             raise EngineError(str(error)) from None
         started = time.monotonic()
-        link.send(self._setup)
+        link.send(self._setup if self._supervising is None else _again(self._setup))
         event = await self._until_loaded(link)
         if not isinstance(event, EngineReady):
             await link.end()
@@ -273,10 +275,11 @@ class EngineClient:
         return tuple(self._jobs.values())
 
     def hand_over(self, job: Job, other: "EngineClient") -> None:
-        """Another client goes on with a job of this one, which has failed."""
-        del self._jobs[job.job_id]
-        self.num_waiting -= len(job.waiting)
+        """Another client goes on with a job of this one, which has failed or is paused."""
         job.count_crash()
+        lost = [event for event in job.lost(time.perf_counter()) if self._deliver(event)]
+        self.on_step(lost, self.stats)
+        self.release(job)
         other._take_over(job)
 
     def _take_over(self, job: Job) -> None:
@@ -499,3 +502,8 @@ class EngineClient:
             job.fail(EngineError("the answer was not read as fast as it was generated, and is given up", status=408))
             self.release(job)
         return True
+
+
+def _again(setup: EngineSetup) -> EngineSetup:
+    """The setup for an engine that replaces another: nodes may have been lost with it, and come back."""
+    return replace(setup, ray=replace(setup.ray, started=True)) if setup.ray else setup

@@ -82,6 +82,8 @@ class RaySetup(Part, frozen=True):
     address: str
     """Of the cluster, `auto` for the one that this host is part of."""
     replica: int
+    started: bool = False
+    """Whether the pipeline has run before: it waits for room without limit then."""
 
 
 class EngineSetup(Message, frozen=True):

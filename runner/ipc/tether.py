@@ -7,6 +7,7 @@ Not here: what follows from a loss.
 """
 
 import contextlib
+import errno
 import socket
 import struct
 import threading
@@ -18,6 +19,7 @@ BEAT_SECONDS = 0.3
 _LOST_SECONDS = 1.5
 _READINGS = 32
 _CLOCK = struct.Struct("!d")
+_SILENCE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 
 class Tether:
@@ -25,6 +27,8 @@ class Tether:
 
     def __init__(self, connection: socket.socket, on_end: Callable[[], None]) -> None:
         self._connection, self._on_end = connection, on_end
+        self.silent = False
+        """Whether the other host acknowledged nothing any more; otherwise the connection was closed, here or there."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _LOST_SECONDS))
         self._readings: deque[tuple[float, float]] = deque(maxlen=_READINGS)
         """How long an answer took, and how far the clock here was ahead."""
@@ -46,8 +50,10 @@ class Tether:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             self._beat()
+        except OSError as error:
+            self.silent = error.errno in _SILENCE
         self._connection.close()
         self._answered.set()
         self._on_end()

@@ -8,7 +8,7 @@ next one gets all jobs again with the tokens that they have, so that none is los
 waiting, and what comes meanwhile waits as well unless loading takes long. A request that was running at `MAX_CRASHES`
 such ends is given up, as `Engine.restart` does after crashes of workers; so is one that the engine was just adding, and
 then only that one. Engines that end one after another before they ran a batch are a failure. So is the end of one with
-workers on several hosts: these end with it, and torchrun starts no others.
+workers that torchrun has started: these end with it, and torchrun starts no others.
 
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).

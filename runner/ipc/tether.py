@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 BEAT_SECONDS = 0.3
-_LOST_SECONDS = 1.5
+_LOST_SECONDS = 1.2
 _READINGS = 32
 _CLOCK = struct.Struct("!d")
 _SILENCE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}

@@ -23,8 +23,8 @@ from ..processes import PATIENCE, descendants, eventually, is_alive
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'exeplan[ray]'")
 CLUSTER = Path(__file__).with_name("ray_cluster.py")
-NUM_REQUESTS, NUM_TOKENS = 6, 400
-BEGUN_SECONDS = 0.3
+NUM_REQUESTS, NUM_TOKENS = 6, 150
+BEGUN_SECONDS = 0.2
 """Requests have begun by then, and have not ended: a token takes some milliseconds."""
 SINGLE = "schedule: {policy: orca, max_num_seqs: 4, micro_batches: 1}\nplacement: [{devices: [0], layers: [0, 6]}]\n"
 PLANS = {

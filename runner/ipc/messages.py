@@ -2,7 +2,7 @@
 
     front end    <-> engine process   EngineCommand,  EngineEvent    a socket pair
     front end    <-> reader           ReaderCommand,  ReaderAnswer   a socket pair
-    engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP, after the key challenge, elsewhere
+    engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP (key challenge) elsewhere
     engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
     front end, engine <-> fork server ForkCommand,    ForkReply      a socket pair each

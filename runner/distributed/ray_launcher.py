@@ -77,7 +77,8 @@ class RayLauncher:
         self._agents: dict[int, _Agent] = {}
         self._silent: dict[str, float] = {}
         """Until when nodes are left out that have fallen silent: Ray may take them for healthy."""
-        self._placed_before = setup.started
+        self._ran: Placement | None = None
+        """The placement that had room last."""
 
     def prepare(self, placement: Placement) -> None:
         """Places agents where there are none for this placement, or one of them is gone."""
@@ -90,7 +91,7 @@ class RayLauncher:
         except BaseException:
             self._release()
             raise
-        self._placement, self._placed_before = placement, True
+        self._placement = self._ran = placement
         log.info("replica %d: workers on %s", self._setup.replica, ", ".join(self._node_names()))
 
     def locate(self, device: int) -> DeviceAddress:
@@ -126,16 +127,17 @@ class RayLauncher:
     def _await_room(self, placement: Placement) -> tuple[Bundle, ...]:
         """Reserves what the placement needs, in `_group`.
 
-        The first time it waits `ROOM_SECONDS`, and raises InputError then, as at once for what the cluster will never
-        have room for. After a loss it waits until there is room: a node may come back.
+        What has run before it waits for without limit: a lost node may come back. For another placement it waits
+        `ROOM_SECONDS`, and raises InputError then, as at once for what the cluster will never have room for.
         """
+        patient = placement == self._ran if self._ran else self._setup.started
         began, said, reserved = time.monotonic(), 0.0, None
         while True:
             self._silent = {node: until for node, until in self._silent.items() if until > time.monotonic()}
             try:
                 wanted = bundles(placement, self._worker, _nodes(self._silent))
             except InputError as error:
-                if not self._placed_before:
+                if not patient:
                     raise
                 problem = str(error)
                 time.sleep(_LOOK_SECONDS)
@@ -147,7 +149,7 @@ class RayLauncher:
                     return wanted
                 problem = f"no room now for {sum(len(bundle.devices) for bundle in wanted)} workers"
             waited = time.monotonic() - began
-            if waited > ROOM_SECONDS and not self._placed_before:
+            if waited > ROOM_SECONDS and not patient:
                 raise InputError(
                     f"the Ray cluster had {problem} of replica {self._setup.replica} for {ROOM_SECONDS:g} s; "
                     "`ray status` says what has taken its resources"
@@ -218,7 +220,7 @@ class _Agent:
         with Door(engine) as door:
             tied = self.begin("tie", engine, door.port, door.token)
             _get(tied, _CALL_SECONDS, f"the agent of device {device}")
-            self._tether = Tether(door.admit(_CALL_SECONDS), self._leave)
+            self._tether = Tether(_admitted(door), self._leave)
         self.address = DeviceAddress(
             host=node.node, address=node.address, local_device=0, model_directory=node.model_directory
         )
@@ -243,6 +245,14 @@ class _Agent:
     def ask(self, method: str, *arguments: Any) -> Any:
         """The result of a method. Raises ChildProcessError where it does not come."""
         return _get(self.begin(method, *arguments), _CALL_SECONDS, f"the agent on {self.address.address or 'a node'}")
+
+    def await_result(self, reference: Any) -> None:
+        """Until a call has ended well. Raises ChildProcessError where it has not, also as soon as the agent is gone."""
+        deadline = time.monotonic() + START_SECONDS
+        while not ray.wait([reference], timeout=_LOOK_SECONDS)[0] and time.monotonic() < deadline:
+            if self.gone:
+                raise ChildProcessError(f"the node at {self.address.address} is lost")
+        _get(reference, _LOOK_SECONDS, f"the agent on {self.address.address}")
 
     def tell(self, method: str) -> None:
         """An agent that is gone raises nothing here: `gone` says it."""
@@ -287,11 +297,8 @@ class _RayWorker:
 
     def connect(self) -> socket.socket:
         with self._door:
-            _get(self._started, START_SECONDS, f"the agent on {self._agent.address.address}")
-            try:
-                connection = self._door.admit(_CALL_SECONDS)
-            except TimeoutError as error:
-                raise ChildProcessError(str(error)) from None
+            self._agent.await_result(self._started)
+            connection = _admitted(self._door)
         self._agent.worker_connected(connection)
         return connection
 
@@ -307,6 +314,14 @@ def _actor(*, name: str, worker: dict[str, float], place: PlacementGroupScheduli
     """An agent that Ray starts, but does not start again: this process places another one then."""
     options = {"num_cpus": worker.get("CPU", 0.0), "num_gpus": worker.get("GPU", 0.0)}
     return ray.remote(NodeAgent).options(name=name, scheduling_strategy=place, max_restarts=0, **options).remote()
+
+
+def _admitted(door: Door) -> socket.socket:
+    """The connection of an agent that has dialled. Raises ChildProcessError where there is none."""
+    try:
+        return door.admit(_CALL_SECONDS)
+    except TimeoutError as error:
+        raise ChildProcessError(str(error)) from None
 
 
 def _get(reference: Any, seconds: float, what: str) -> Any:

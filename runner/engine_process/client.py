@@ -378,7 +378,8 @@ class EngineClient:
             return LOAD_SECONDS
         num_devices = sum(stage.tensor_parallel_size for stage in self._setup.placement)
         # An engine with workers notices by itself that one of them hangs, after the deadline.
-        return self._setup.deadline_seconds * (1 if num_devices == 1 else 2) + WATCH_SECONDS
+        alone = num_devices == 1 and not self._setup.ray
+        return self._setup.deadline_seconds * (1 if alone else 2) + WATCH_SECONDS
 
     async def _read_on(self) -> _End:
         assert self._link

@@ -181,6 +181,25 @@ def test_two_nodes_give_the_tokens_of_one_host(
     eventually(lambda: not any(map(is_alive, agents)))
 
 
+def refusal(folder: Path, plan: str, address: str) -> str:
+    """The sentence with which it ends."""
+    file = folder / "plan.yaml"
+    file.write_text(f"model: demo\nkv_cache_tokens: 8192\n{plan}")
+    command = [sys.executable, "-m", "exeplan", "serve", file, "--weights", "dummy", "--port", "0", "--ray", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_plan_that_the_cluster_will_never_have_room_for_is_refused(tmp_path: Path, cluster: Cluster) -> None:
+    layers = ", ".join(f"{{devices: [{stage}], layers: [{stage}, {stage + 1}]}}" for stage in range(6))
+    plan = f"schedule: {{policy: orca, max_num_seqs: 6, micro_batches: 6}}\nplacement: [{layers}]\n"
+    assert refusal(tmp_path, plan, cluster.address) == (
+        "exeplan serve: the plan needs 6 x 1 CPU, the Ray cluster's nodes have room for 2 of its 6 workers: "
+        "1 CPU; 1 CPU"
+    )
+
+
 @pytest.mark.parametrize("name", ["tp", "pp"])
 def test_a_lost_node_is_noticed_and_requests_go_on_from_their_tokens_on_another(
     name: str, tmp_path: Path, cluster: Cluster, expected: list[list[str]]
@@ -209,25 +228,6 @@ def test_requests_of_a_replica_that_has_no_room_any_more_go_on_on_another(
         assert server.tokens() == expected
         assert server.stop() == 0
     eventually(lambda: not cluster.agents())
-
-
-def refusal(folder: Path, plan: str, address: str) -> str:
-    """The sentence with which it ends."""
-    file = folder / "plan.yaml"
-    file.write_text(f"model: demo\nkv_cache_tokens: 8192\n{plan}")
-    command = [sys.executable, "-m", "exeplan", "serve", file, "--weights", "dummy", "--port", "0", "--ray", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    return done.stderr.splitlines()[-1]
-
-
-def test_a_plan_that_the_cluster_will_never_have_room_for_is_refused(tmp_path: Path, cluster: Cluster) -> None:
-    layers = ", ".join(f"{{devices: [{stage}], layers: [{stage}, {stage + 1}]}}" for stage in range(6))
-    plan = f"schedule: {{policy: orca, max_num_seqs: 6, micro_batches: 6}}\nplacement: [{layers}]\n"
-    assert refusal(tmp_path, plan, cluster.address) == (
-        "exeplan serve: the plan needs 6 x 1 CPU, the Ray cluster's nodes have room for 2 of its 6 workers: "
-        "1 CPU; 1 CPU"
-    )
 
 
 @pytest.mark.parametrize(

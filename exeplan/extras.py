@@ -14,6 +14,7 @@ EXTRA_OF = {
     **dict.fromkeys(("matplotlib", "optuna", "pandas"), "analysis"),
     "huggingface_hub": "hub",
     "pyarrow": "parquet",
+    "ray": "ray",
     **dict.fromkeys(
         (
             "aiohttp",

@@ -16,6 +16,7 @@ REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request
 _ENVIRONMENT = "EXEPLAN_LOG"
 """Passes the server's options to the engine process: FORMAT,LEVEL."""
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD |= {"_ray_timestamp_ns"}  # Ray, once imported, adds it to every record.
 
 
 def configure(log_format: str, level: str) -> None:

@@ -20,4 +20,6 @@ POSITION = 70
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
     require("serving", *SERVING)
+    if args.ray:
+        require("--ray", "ray")
     return run_server(args)

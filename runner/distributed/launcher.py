@@ -1,4 +1,5 @@
-"""Launcher: what starts the workers of a plan. LocalLauncher starts them on this host, RemoteLauncher on several.
+"""Launcher: what starts the workers of a plan. LocalLauncher starts them on this host, RayLauncher on the nodes of a
+Ray cluster, RemoteLauncher on hosts that torchrun has started.
 
 Workers are forked from a process that has imported torch once (`exeplan.runner.ipc.fork_server`), so that a new
 generation starts within a fraction of a second.
@@ -9,6 +10,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from exeplan.core.schedule import Placement
 from exeplan.runner.ipc.fork_server import ForkChannel, ForkServer
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ _forks: ForkChannel | ForkServer | None = None
 class DeviceAddress:
     """Where one device is."""
 
-    host: int
+    host: int | str
     """Equal for devices that can share memory."""
     address: str
     """The address of its host among the hosts of the plan: its worker listens on no other one."""
@@ -59,8 +61,8 @@ class Launcher(Protocol):
     address: str
     """Where the engine's host listens for the others."""
 
-    def prepare(self) -> None:
-        """Before a generation: waits until every host has connected. Raises InputError when one does not."""
+    def prepare(self, placement: Placement) -> None:
+        """Before a generation for this placement: waits for the hosts. Raises InputError where that is of no use."""
 
     def locate(self, device: int) -> DeviceAddress: ...
 
@@ -87,7 +89,7 @@ class LocalLauncher:
     def __init__(self) -> None:
         self._buffers: list[SharedBuffer] = []
 
-    def prepare(self) -> None:
+    def prepare(self, placement: Placement) -> None:
         """There is no other host."""
 
     def locate(self, device: int) -> DeviceAddress:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from dataclasses import replace
 
+from exeplan.core.schedule import Placement
 from exeplan.errors import InputError
 from exeplan.runner.distributed.launcher import DeviceAddress, LocalLauncher, WorkerHandle, disconnect
 from exeplan.runner.distributed.node_agent import START_SECONDS
@@ -69,7 +70,7 @@ class RemoteLauncher:
         self._mismatch: str | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def prepare(self) -> None:
+    def prepare(self, placement: Placement) -> None:
         self._await_all()
         for device, agent in sorted(self._agents.items()):
             if agent.gone:

@@ -8,7 +8,7 @@ next one gets all jobs again with the tokens that they have, so that none is los
 waiting, and what comes meanwhile waits as well unless loading takes long. A request that was running at `MAX_CRASHES`
 such ends is given up, as `Engine.restart` does after crashes of workers; so is one that the engine was just adding, and
 then only that one. Engines that end one after another before they ran a batch are a failure. So is the end of one with
-workers on several hosts: these end with it, and torchrun starts no others.
+workers that torchrun has started: these end with it, and torchrun starts no others.
 
 Not here: the sequences of one request (`job.py`), the process and its connection (`link.py`), and what forks it
 (`exeplan.runner.ipc.fork_server`).
@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
+
+from msgspec.structs import replace
 
 from exeplan.errors import InputError
 from exeplan.runner.engine_process.job import EngineError, Job, job_of
@@ -177,7 +179,7 @@ class EngineClient:
         except OSError as error:
             raise EngineError(str(error)) from None
         started = time.monotonic()
-        link.send(self._setup)
+        link.send(self._setup if self._supervising is None else _again(self._setup))
         event = await self._until_loaded(link)
         if not isinstance(event, EngineReady):
             await link.end()
@@ -273,10 +275,11 @@ class EngineClient:
         return tuple(self._jobs.values())
 
     def hand_over(self, job: Job, other: "EngineClient") -> None:
-        """Another client goes on with a job of this one, which has failed."""
-        del self._jobs[job.job_id]
-        self.num_waiting -= len(job.waiting)
+        """Another client goes on with a job of this one, which has failed or is paused."""
         job.count_crash()
+        lost = [event for event in job.lost(time.perf_counter()) if self._deliver(event)]
+        self.on_step(lost, self.stats)
+        self.release(job)
         other._take_over(job)
 
     def _take_over(self, job: Job) -> None:
@@ -375,7 +378,8 @@ class EngineClient:
             return LOAD_SECONDS
         num_devices = sum(stage.tensor_parallel_size for stage in self._setup.placement)
         # An engine with workers notices by itself that one of them hangs, after the deadline.
-        return self._setup.deadline_seconds * (1 if num_devices == 1 else 2) + WATCH_SECONDS
+        alone = num_devices == 1 and not self._setup.ray
+        return self._setup.deadline_seconds * (1 if alone else 2) + WATCH_SECONDS
 
     async def _read_on(self) -> _End:
         assert self._link
@@ -499,3 +503,8 @@ class EngineClient:
             job.fail(EngineError("the answer was not read as fast as it was generated, and is given up", status=408))
             self.release(job)
         return True
+
+
+def _again(setup: EngineSetup) -> EngineSetup:
+    """The setup for an engine that replaces another: nodes may have been lost with it, and come back."""
+    return replace(setup, ray=replace(setup.ray, started=True)) if setup.ray else setup

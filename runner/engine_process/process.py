@@ -160,13 +160,14 @@ def _serve(inbox: _Inbox, send: Callable[[EngineEvent], None]) -> NoReturn:
     from exeplan.runner.engine_process.build import build_engine, build_executor, open_launcher
 
     setup = inbox.take_setup()
-    if launcher := open_launcher(setup):
+    tell = _LoadingReporter(send).tell
+    if launcher := open_launcher(setup, tell):
         inbox.leave = launcher.close
 
     def on_loss() -> None:
         inbox.put(WorkersLost())
 
-    engine = build_engine(setup, launcher=launcher, on_loss=on_loss, on_progress=_LoadingReporter(send).tell)
+    engine = build_engine(setup, launcher=launcher, on_loss=on_loss, on_progress=tell)
     build = partial(build_executor, launcher=launcher, on_loss=on_loss)
     inbox.wake = engine.wake
     send(EngineReady(num_blocks=engine.num_blocks))

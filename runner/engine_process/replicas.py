@@ -2,10 +2,10 @@
 
 A request goes to one replica, with all its sequences, by the plan's router; a replica that restarts its workers or has
 failed gets none while another is up. What a replica had when it failed goes on on the others, with its tokens so far.
+So does what one on other hosts had that has been paused for `MOVE_SECONDS`: to find room for its workers may take long.
 The set has failed when all replicas have.
 
-Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and replicas on other
-hosts.
+Not here: one engine process (`client.py`), the router's law (`exeplan/scheduling/router.py`), and where workers are.
 """
 
 import asyncio
@@ -21,10 +21,14 @@ from exeplan.errors import InputError
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import engine_forks
+from exeplan.runner.ipc.child_process import WATCH_SECONDS
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
 from exeplan.scheduling.router import Queues, Router
 
 log = logging.getLogger(__name__)
+MOVE_SECONDS = 0.5
+"""A pause of a replica on other hosts after which its requests go on elsewhere. Most workers that only crashed are back
+by then."""
 
 OnStep = Callable[[list[Event], Stats], None]
 
@@ -54,6 +58,8 @@ class ReplicaSet:
         self.failure: str | None = None
         self.ended = asyncio.Event()
         self._watching = [asyncio.create_task(self._watch(number)) for number in range(len(setups))]
+        if any(setup.ray for setup in setups):
+            self._watching.append(asyncio.create_task(self._relieve()))
 
     async def until_ready(self) -> None:
         """Starts an engine for each replica; they load at the same time. Raises what the first that fails raises."""
@@ -144,11 +150,15 @@ class ReplicaSet:
         if client := self._jobs.pop(job.job_id, None):
             client.release(job)
 
+    @property
+    def _up(self) -> list[_Replica]:
+        """Those that work."""
+        clients = ((one, one.client) for one in self._replicas)
+        return [one for one, client in clients if not client.failure and not client.pause and not client.stall]
+
     def _choose(self) -> EngineClient:
         """By the router, among the replicas that work, or all where none does."""
-        working = [one for one in self._replicas if not one.client.failure]
-        up = [one for one in working if not one.client.pause and not one.client.stall]
-        some = up or working or self._replicas
+        some = self._up or [one for one in self._replicas if not one.client.failure] or self._replicas
         queues = Queues((one.client.num_sequences for one in some), [one.setup.capacity for one in some])
         return some[self._router.choose(queues)].client
 
@@ -159,6 +169,17 @@ class ReplicaSet:
         for job in failed.jobs:
             self._jobs[job.job_id] = other = self._choose()
             failed.hand_over(job, other)
+
+    async def _relieve(self) -> None:
+        """Moves the jobs of replicas on other hosts that are paused for long, as long as others work."""
+        paused: dict[EngineClient, float] = {}
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            for client in (replica.client for replica in self._replicas if replica.setup.ray):
+                paused[client] = paused.get(client, 0.0) + WATCH_SECONDS if client.pause else 0.0
+                if paused[client] > MOVE_SECONDS and client.num_jobs and self._up:
+                    log.warning("%d requests of a paused replica go on on others: %s", client.num_jobs, client.pause)
+                    self._move(client)
 
     async def length_stats(self) -> LengthStatsReport:
         """Lengths of the requests of all replicas that work; raises EngineError when none does."""
@@ -180,7 +201,10 @@ class ReplicaSet:
         switched: list[PlanSwitched] = []
         if self.failure:
             raise EngineError(self.failure)
-        wanted = list(zip(self._replicas, setups, strict=True))
+        wanted = [
+            (replica, with_fields(setup, ray=replica.setup.ray, timeline=replica.setup.timeline))
+            for replica, setup in zip(self._replicas, setups, strict=True)
+        ]
         differs = [replica.setup != setup for replica, setup in wanted]
         for number, (replica, setup) in enumerate(wanted):
             if replica.client.failure or (any(differs) and not differs[number]):

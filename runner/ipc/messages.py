@@ -2,7 +2,7 @@
 
     front end    <-> engine process   EngineCommand,  EngineEvent    a socket pair
     front end    <-> reader           ReaderCommand,  ReaderAnswer   a socket pair
-    engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP to a worker on another host
+    engine       <-> worker           WorkerCommand,  WorkerEvent    a socket pair; TCP (key challenge) elsewhere
     engine       <-> node agent       AgentCommand,   AgentEvent     TCP, after the key challenge (`handshake.py`)
     replanner    <-> advisor          AdvisorRequest, AdvisorReply   two pipes
     front end, engine <-> fork server ForkCommand,    ForkReply      a socket pair each
@@ -76,6 +76,16 @@ class LauncherSetup(Part, frozen=True):
     num_devices: int
 
 
+class RaySetup(Part, frozen=True):
+    """Where Ray places the workers of one pipeline."""
+
+    address: str
+    """Of the cluster, `auto` for the one that this host is part of."""
+    replica: int
+    started: bool = False
+    """Whether the pipeline has run before: it waits for room without limit then."""
+
+
 class EngineSetup(Message, frozen=True):
     """Everything that an engine must know of its plan: the first command to an engine process."""
 
@@ -91,7 +101,8 @@ class EngineSetup(Message, frozen=True):
     timeline: str | None
     """File for what runs when."""
     launcher: LauncherSetup | None
-    """None where all devices are on this host."""
+    ray: RaySetup | None
+    """Both None where all devices are on this host."""
     capacity: float | None = None
     """As the plan says it, for the router of several replicas."""
 

@@ -17,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free port")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run the plan's workers on the nodes of this Ray cluster (HOST:PORT), or of the one that this host is in "
+        "(auto); default: on this host",
+    )
     parser.add_argument("--api-key", metavar="KEY", help="required from clients (default: $EXEPLAN_API_KEY, or none)")
     parser.add_argument(
         "--api-keys",
@@ -130,6 +136,7 @@ def run_server(args: argparse.Namespace, launcher: "LauncherSetup | None" = None
         timeline=args.timeline,
         deadline_seconds=seconds(args.deadline, "--deadline") if args.deadline else None,
         launcher=launcher,
+        ray=args.ray,
         plan_file=args.plan,
         model_dir=args.model_dir,
         replan=args.replan,

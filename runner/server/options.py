@@ -50,6 +50,8 @@ class ServeOptions:
     """A batch that takes longer on any stage means a hanging worker; None derives it from the plan."""
     launcher: LauncherSetup | None = None
     """The plan's hosts as `python -m exeplan.runner` knows them; None where all devices are on this host."""
+    ray: str | None = None
+    """The address of a Ray cluster whose nodes have the plan's devices, or `auto`; None for this host."""
     plan_file: Path | None = None
     model_dir: str | None = None
     """Where the model of `plan_file` is, if not where it says."""

@@ -25,7 +25,7 @@ from exeplan.runner.engine_process.build import engine_setup
 from exeplan.runner.engine_process.client import EngineClient
 from exeplan.runner.engine_process.job import EngineError
 from exeplan.runner.engine_process.replicas import ReplicaSet
-from exeplan.runner.ipc.messages import EngineSetup
+from exeplan.runner.ipc.messages import EngineSetup, RaySetup
 from exeplan.runner.replan.replanner import Replanner
 from exeplan.runner.server.admission import Admission, default_max_queue
 from exeplan.runner.server.api_keys import ApiKeys
@@ -133,12 +133,14 @@ def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | 
     assert plan.router is not None
     if plan.more_replicas and any(group.capacity is None for group in plan.groups):
         log.warning("the plan's replicas differ and do not all have a capacity: the router takes them for equally fast")
-    setups = [_own_timeline(setup(one), number) for number, one in enumerate(single_plans(plan))]
+    setups = [_own(setup(one), number) for number, one in enumerate(single_plans(plan))]
     return ReplicaSet(setups, plan.router)
 
 
-def _own_timeline(setup: EngineSetup, number: int) -> EngineSetup:
-    """A replica's setup with a timeline of its own: `run.json` becomes `run-0.json`."""
+def _own(setup: EngineSetup, number: int) -> EngineSetup:
+    """A replica's setup with its number and a timeline of its own: `run.json` becomes `run-0.json`."""
+    if setup.ray:
+        setup = with_fields(setup, ray=with_fields(setup.ray, replica=number))
     if setup.timeline is None:
         return setup
     path = Path(setup.timeline)
@@ -176,4 +178,5 @@ def _setup(plan: Plan, *, spec: ModelSpec, options: ServeOptions) -> EngineSetup
         timeline=options.timeline,
         deadline_seconds=options.deadline_seconds,
         launcher=options.launcher,
+        ray=RaySetup(address=options.ray, replica=0) if options.ray else None,
     )

@@ -159,7 +159,7 @@ def test_another_plan_is_refused_on_both_sides(tmp_path, plan, process, listen):
     agent, launcher = process(1, path=other), listen(plan)
     sentence = "host 1 has another plan, model or exeplan than host 0; give all hosts the same"
     with pytest.raises(InputError, match=sentence):
-        launcher.prepare()
+        launcher.prepare(PIPELINE)
     assert agent.communicate(timeout=PATIENCE) == ("", f"exeplan.runner: {sentence}\n")
     assert agent.returncode == 2
 
@@ -177,7 +177,7 @@ def test_strangers_who_say_nothing_keep_no_host_out(plan, process, listen, port)
         for _ in range(40):
             strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
         process(1)
-        launcher.prepare()
+        launcher.prepare(PIPELINE)
     assert launcher.locate(1).host == 1
 
 
@@ -209,7 +209,7 @@ def test_a_host_with_the_key_that_sends_something_else_is_disconnected_and_leave
 def test_the_clock_of_another_host_is_read(plan, process, listen):
     process(1, before=LATER)
     launcher = listen(plan)
-    launcher.prepare()
+    launcher.prepare(PIPELINE)
     # As exactly as the fastest of a few pings tells it.
     assert launcher.locate(1).clock_offset == pytest.approx(-1000, abs=20)
     assert launcher.locate(0).clock_offset == 0
@@ -219,7 +219,7 @@ def test_the_clock_of_another_host_is_read(plan, process, listen):
 def test_a_node_agent_without_its_torchrun_ends(plan, process, listen, number):
     """A shell stands for torchrun, which passes signals on only while it lives."""
     torchrun, launcher = process(1, before=["sh", "-c", '"$@"; true', "torchrun"]), listen(plan)
-    launcher.prepare()
+    launcher.prepare(PIPELINE)
     family = descendants(torchrun.pid)
     os.kill(torchrun.pid, number)
     eventually(lambda: not any(map(is_alive, family)))

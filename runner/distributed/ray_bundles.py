@@ -1,0 +1,66 @@
+"""Bundles: what a pipeline asks of a Ray cluster, as pure functions.
+
+A bundle lies on one node. A stage is one, so that its tensor-parallel ranks are next to each other; one that no node
+has room for is divided into as few as possible.
+Not here: Ray itself (`ray_launcher.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from exeplan.core.schedule import Placement
+from exeplan.errors import InputError
+
+Resources = Mapping[str, float]
+"""Amounts by Ray's names: CPU, GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Devices of the plan that are to be on one node, and what they take together."""
+
+    devices: tuple[int, ...]
+    resources: dict[str, float]
+
+
+def worker_resources(device: str, num_threads: int) -> dict[str, float]:
+    """What the worker of one device takes: a GPU, or the cores of its threads."""
+    return {"GPU": 1.0} if device == "cuda" else {"CPU": float(num_threads)}
+
+
+def bundles(placement: Placement, worker: Resources, nodes: Sequence[Resources]) -> tuple[Bundle, ...]:
+    """The bundles of all stages on a cluster of nodes with these resources.
+
+    A stage's ranks are on one node where any has room for them.
+
+    Raises InputError where the whole cluster, with nothing else on it, has no room for all workers.
+    """
+    room = [_room(node, worker) for node in nodes]
+    num_workers = sum(stage.tensor_parallel_size for stage in placement)
+    if sum(room) < num_workers:
+        raise InputError(
+            f"the plan needs {_amount(worker, num_workers)}, the Ray cluster's nodes have room for {sum(room)} of its "
+            f"{num_workers} workers: {'; '.join(_shown(node, worker) for node in nodes)}"
+        )
+    widest = max(room, default=0)
+    return tuple(
+        Bundle(part, {name: amount * len(part) for name, amount in worker.items()})
+        for stage in placement
+        for part in _parts(stage.devices, widest)
+    )
+
+
+def _parts(devices: Sequence[int], widest: int) -> list[tuple[int, ...]]:
+    return [tuple(devices[at : at + widest]) for at in range(0, len(devices), widest)]
+
+
+def _room(node: Resources, worker: Resources) -> int:
+    return min(int(node.get(name, 0.0) // amount) for name, amount in worker.items())
+
+
+def _amount(worker: Resources, count: int) -> str:
+    return ", ".join(f"{count} x {amount:g} {name}" for name, amount in worker.items())
+
+
+def _shown(node: Resources, worker: Resources) -> str:
+    return ", ".join(f"{node.get(name, 0.0):g} {name}" for name in worker)

@@ -1,0 +1,392 @@
+"""RayLauncher: the engine's side of several hosts: Ray places an agent for each device (`ray_agent.py`).
+
+A placement group a pipeline has a bundle for each stage (`ray_bundles.py`). Ray starts, shows and ends the agents, and
+carries what is asked of them between passes; a pass goes over a connection of the engine's to each worker, and tensors
+from worker to worker. A tether to each agent says within two seconds that its node is lost; Ray learns it later. All
+agents are placed anew before the next generation of workers then, as soon as the cluster has room.
+When this process ends, Ray ends its agents and frees the group.
+Not here: what a worker does (`worker.py`), and whether to start another generation.
+"""
+
+import contextlib
+import io
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from exeplan.core.schedule import Placement
+from exeplan.errors import InputError
+from exeplan.progress import OnProgress, no_progress
+from exeplan.runner.distributed.launcher import DeviceAddress, WorkerHandle, disconnect
+from exeplan.runner.distributed.ray_agent import ModelOfPlan, NodeAgent, NodeFound
+from exeplan.runner.distributed.ray_bundles import Bundle, bundles, worker_resources
+from exeplan.runner.ipc.door import Door
+from exeplan.runner.ipc.messages import EngineOptions, RaySetup
+from exeplan.runner.ipc.tether import Tether
+from exeplan.version import __version__
+
+log = logging.getLogger(__name__)
+NAMESPACE = "exeplan"
+START_SECONDS = 120.0
+"""How long an agent may take to start: its node may have to read torch from a disk first."""
+ROOM_SECONDS = 120.0
+"""How long the first start waits for a cluster that has room, but not now."""
+_CALL_SECONDS = 30.0
+_PROBE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+_SAY_SECONDS = 10.0
+"""Between two lines of a log while there is no room."""
+_SILENT_SECONDS = 30.0
+"""How long nothing is placed on a node that has fallen silent; Ray gives it up within that time by its defaults."""
+_numbers = itertools.count(1)
+
+
+class RayLauncher:
+    """Starts the workers of one pipeline on the nodes of a Ray cluster."""
+
+    def __init__(
+        self,
+        setup: RaySetup,
+        model: ModelOfPlan,
+        options: EngineOptions,
+        num_threads: int,
+        *,
+        on_progress: OnProgress = no_progress,
+    ) -> None:
+        """Connects to the cluster. Raises InputError where there is none, or this host is none of its nodes."""
+        self._setup, self._model, self._on_progress = setup, model, on_progress
+        self._worker = worker_resources(options.device, num_threads)
+        _connect(setup.address)
+        self.address: str = ray.util.get_node_ip_address()
+        self._group: PlacementGroup | None = None
+        self._placement: Placement | None = None
+        self._agents: dict[int, _Agent] = {}
+        self._silent: dict[str, float] = {}
+        """Until when nodes are left out that have fallen silent: Ray may take them for healthy."""
+        self._ran: Placement | None = None
+        """The placement that had room last."""
+
+    def prepare(self, placement: Placement) -> None:
+        """Places agents where there are none for this placement, or one of them is gone."""
+        if placement == self._placement and not any(agent.gone for agent in self._agents.values()):
+            return
+        self._release()
+        wanted = self._await_room(placement)
+        try:
+            self._agents = self._place(wanted)
+        except BaseException:
+            self._release()
+            raise
+        self._placement = self._ran = placement
+        log.info("replica %d: workers on %s", self._setup.replica, ", ".join(self._node_names()))
+
+    def locate(self, device: int) -> DeviceAddress:
+        return self._agents[device].located()
+
+    def start(self, device: int, generation: int) -> WorkerHandle:
+        return _RayWorker(self._agents[device], self.address)
+
+    def share(self, device: int, num_bytes: int) -> str | None:
+        return self._agents[device].ask("share", num_bytes)
+
+    def unshare(self) -> None:
+        for agent in self._agents.values():
+            agent.tell("unshare")
+
+    def close(self) -> None:
+        for agent in list(self._agents.values()):
+            agent.release()
+
+    def _node_names(self) -> list[str]:
+        """Addresses, with the beginning of Ray's id, as a host may have several nodes."""
+        addresses = [agent.address for agent in self._agents.values()]
+        return list(dict.fromkeys(f"{one.address} ({str(one.host)[:8]})" for one in addresses))
+
+    def _release(self) -> None:
+        for agent in self._agents.values():
+            if agent.silent:
+                self._silent[str(agent.address.host)] = time.monotonic() + _SILENT_SECONDS
+            agent.release()
+        self._agents, self._placement = {}, None
+        self._free_group()
+
+    def _await_room(self, placement: Placement) -> tuple[Bundle, ...]:
+        """Reserves what the placement needs, in `_group`.
+
+        What has run before it waits for without limit: a lost node may come back. For another placement it waits
+        `ROOM_SECONDS`, and raises InputError then, as at once for what the cluster will never have room for.
+        """
+        patient = placement == self._ran if self._ran else self._setup.started
+        began, said, reserved = time.monotonic(), 0.0, None
+        while True:
+            self._silent = {node: until for node, until in self._silent.items() if until > time.monotonic()}
+            try:
+                wanted = bundles(placement, self._worker, _nodes(self._silent))
+            except InputError as error:
+                if not patient:
+                    raise
+                problem = str(error)
+                time.sleep(_LOOK_SECONDS)
+            else:
+                if reserved != (reserved := (wanted, frozenset(self._silent))):
+                    self._reserve(*reserved)
+                assert self._group is not None
+                if self._group.wait(_LOOK_SECONDS):
+                    return wanted
+                problem = f"no room now for {sum(len(bundle.devices) for bundle in wanted)} workers"
+            waited = time.monotonic() - began
+            if waited > ROOM_SECONDS and not patient:
+                raise InputError(
+                    f"the Ray cluster had {problem} of replica {self._setup.replica} for {ROOM_SECONDS:g} s; "
+                    "`ray status` says what has taken its resources"
+                )
+            if waited > said + _SAY_SECONDS:
+                log.warning("waiting for the Ray cluster: %s", problem)
+                said = waited
+            self._on_progress(f"waiting for the Ray cluster for {waited:.0f} s: {problem}", 0.0)
+
+    def _reserve(self, wanted: Sequence[Bundle], silent: Collection[str]) -> None:
+        """Asks for the bundles, on other nodes than the silent ones."""
+        self._free_group()
+        elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(silent))})"}
+        self._group = placement_group(
+            [bundle.resources for bundle in wanted],
+            strategy="PACK",
+            name=f"exeplan-replica-{self._setup.replica}",
+            bundle_label_selector=[elsewhere] * len(wanted) if silent else None,
+        )
+
+    def _free_group(self) -> None:
+        if self._group is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._group)
+            self._group = None
+
+    def _place(self, wanted: Sequence[Bundle]) -> dict[int, "_Agent"]:
+        """Agents of all devices. Raises InputError for a node that cannot run one, ChildProcessError for a lost one."""
+        self._on_progress("starting workers on the Ray cluster", 0.0)
+        number = next(_numbers)
+        handles: dict[int, ActorHandle] = {}
+        for index, bundle in enumerate(wanted):
+            for device in bundle.devices:
+                handles[device] = _actor(
+                    name=f"exeplan-replica-{self._setup.replica}-device-{device}-{os.getpid()}-{number}",
+                    worker=self._worker,
+                    place=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                )
+        agents = {device: _Agent(handle) for device, handle in handles.items()}
+        try:
+            found = [agent.begin("look", self._model) for agent in agents.values()]
+            for (device, agent), one in zip(agents.items(), found, strict=True):
+                agent.meet(device, one, self.address)
+        except BaseException:
+            for agent in agents.values():
+                agent.release()
+            raise
+        return agents
+
+
+class _Agent:
+    """The engine's end of one agent."""
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self.gone = False
+        self.address = DeviceAddress(host="", address="", local_device=0)
+        self._handle = handle
+        self._tether: Tether | None = None
+        self._worker: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def meet(self, device: int, found: Any, engine: str) -> None:
+        """Waits until the agent runs and has looked at its node, and ties it to this process."""
+        node = _get(found, START_SECONDS, f"the agent of device {device}")
+        assert isinstance(node, NodeFound)
+        if node.version != __version__:
+            raise InputError(f"a node of the Ray cluster has exeplan {node.version}, this host {__version__}")
+        with Door(engine) as door:
+            tied = self.begin("tie", engine, door.port, door.token)
+            _get(tied, _CALL_SECONDS, f"the agent of device {device}")
+            self._tether = Tether(_admitted(door), self._leave)
+        self.address = DeviceAddress(
+            host=node.node, address=node.address, local_device=0, model_directory=node.model_directory
+        )
+
+    @property
+    def silent(self) -> bool:
+        """Whether its node acknowledges nothing any more."""
+        return self._tether is not None and self._tether.silent
+
+    def located(self) -> DeviceAddress:
+        """With the clock as it is now. Raises ChildProcessError where the agent is gone."""
+        assert self._tether
+        try:
+            return replace(self.address, clock_offset=self._tether.clock_offset(_CALL_SECONDS))
+        except TimeoutError as error:
+            raise self._lost(str(error)) from None
+
+    def begin(self, method: str, *arguments: Any) -> Any:
+        """Calls a method, without waiting for its result."""
+        return getattr(self._handle, method).remote(*arguments)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The result of a method. Raises ChildProcessError where it does not come."""
+        return _get(self.begin(method, *arguments), _CALL_SECONDS, f"the agent on {self.address.address or 'a node'}")
+
+    def await_result(self, reference: Any) -> None:
+        """Until a call has ended well. Raises ChildProcessError where it has not, also as soon as the agent is gone."""
+        deadline = time.monotonic() + START_SECONDS
+        while not ray.wait([reference], timeout=_LOOK_SECONDS)[0] and time.monotonic() < deadline:
+            if self.gone:
+                raise ChildProcessError(f"the node at {self.address.address} is lost")
+        _get(reference, _LOOK_SECONDS, f"the agent on {self.address.address}")
+
+    def tell(self, method: str) -> None:
+        """An agent that is gone raises nothing here: `gone` says it."""
+        if not self.gone:
+            with contextlib.suppress(RayError):
+                self.begin(method)
+
+    def worker_connected(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._worker = connection
+        if self.gone:
+            disconnect(connection)
+
+    def release(self) -> None:
+        """Ends it, and its worker."""
+        if self._tether:
+            self._tether.close()
+        with contextlib.suppress(RayError):
+            ray.kill(self._handle)
+        self._leave()
+
+    def _lost(self, reason: str) -> ChildProcessError:
+        self._leave()
+        return ChildProcessError(f"the node at {self.address.address} is lost: {reason}")
+
+    def _leave(self) -> None:
+        """Without its agent a worker counts as lost, too."""
+        self.gone = True
+        with self._lock:
+            if self._worker is not None:
+                disconnect(self._worker)
+
+
+class _RayWorker:
+    """A worker that an agent forks."""
+
+    pid = None
+
+    def __init__(self, agent: _Agent, engine: str) -> None:
+        self._agent, self._door = agent, Door(engine)
+        self._started = agent.begin("start", engine, self._door.port, self._door.token)
+
+    def connect(self) -> socket.socket:
+        with self._door:
+            self._agent.await_result(self._started)
+            connection = _admitted(self._door)
+        self._agent.worker_connected(connection)
+        return connection
+
+    def kill(self) -> None:
+        self._door.close()
+        self._agent.tell("kill")
+
+    def join(self) -> None:
+        """The agent waits for the worker before it starts another."""
+
+
+def _actor(*, name: str, worker: dict[str, float], place: PlacementGroupSchedulingStrategy) -> Any:
+    """An agent that Ray starts, but does not start again: this process places another one then."""
+    options = {"num_cpus": worker.get("CPU", 0.0), "num_gpus": worker.get("GPU", 0.0)}
+    return ray.remote(NodeAgent).options(name=name, scheduling_strategy=place, max_restarts=0, **options).remote()
+
+
+def _admitted(door: Door) -> socket.socket:
+    """The connection of an agent that has dialled. Raises ChildProcessError where there is none."""
+    try:
+        return door.admit(_CALL_SECONDS)
+    except TimeoutError as error:
+        raise ChildProcessError(str(error)) from None
+
+
+def _get(reference: Any, seconds: float, what: str) -> Any:
+    """The result of a call. Raises InputError where the call did, ChildProcessError where no result comes."""
+    try:
+        return ray.get(reference, timeout=seconds)
+    except GetTimeoutError:
+        raise ChildProcessError(f"{what} did not answer within {seconds:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, InputError):
+            raise InputError(str(error.cause)) from None
+        raise ChildProcessError(f"{what} failed: {error.cause}") from None
+    except RayError as error:
+        if "No module named 'exeplan" in str(error):
+            raise InputError(
+                "a node of the Ray cluster cannot import exeplan; install it there with the Python that Ray runs: "
+                "pip install 'exeplan[ray]'"
+            ) from None
+        raise ChildProcessError(f"{what} is gone ({type(error).__name__})") from None
+
+
+def _nodes(without: Collection[str]) -> list[dict[str, float]]:
+    """The resources of the nodes that Ray takes for healthy, without some of them."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in without]
+
+
+class _Dropped(io.TextIOBase):
+    """Standard output of an engine that is a driver of Ray's: Ray prints there what is in its own logs, too, and the
+    server's is for one line."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _check_address(address: str) -> None:
+    """Raises InputError for what is no address of a cluster, and where nothing answers: Ray would try for long."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise InputError(f"--ray must be HOST:PORT of a Ray cluster, or auto for this host's, found '{address}'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"no Ray cluster answers at {address} ({error}); `ray start --head` on that host starts one"
+        ) from None
+
+
+def _connect(address: str) -> None:
+    """Raises InputError where there is no cluster, or this host is none of its nodes."""
+    _check_address(address)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise InputError(
+            f"no Ray cluster at '{address}' that this host is part of ({reason}); `ray start --head` starts one, "
+            "`ray start --address HOST:PORT` adds a host to it"
+        ) from None
+    finally:
+        sys.stdout = _Dropped()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

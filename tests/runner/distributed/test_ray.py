@@ -1,0 +1,242 @@
+"""A plan on the nodes of a Ray cluster gives the tokens of one host, and goes on when a node is lost.
+
+The nodes are all on this machine, each with its own raylet (`ray_cluster.py`): between them there is no shared memory.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ..processes import PATIENCE, descendants, eventually, is_alive
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'exeplan[ray]'")
+CLUSTER = Path(__file__).with_name("ray_cluster.py")
+NUM_REQUESTS, NUM_TOKENS = 6, 150
+BEGUN_SECONDS = 0.2
+"""Requests have begun by then, and have not ended: a token takes some milliseconds."""
+SINGLE = "schedule: {policy: orca, max_num_seqs: 4, micro_batches: 1}\nplacement: [{devices: [0], layers: [0, 6]}]\n"
+PLANS = {
+    "pp": "schedule: {policy: orca, max_num_seqs: 4, micro_batches: 2}\n"
+    "placement: [{devices: [0], layers: [0, 2]}, {devices: [1], layers: [2, 6]}]\n",
+    "tp": "schedule: {policy: orca, max_num_seqs: 4, micro_batches: 1}\n"
+    "placement: [{devices: [0, 1], layers: [0, 6]}]\n",
+    "waa": "schedule: {policy: waa-m, decode_batch: 4, prefill_batch: 1}\n"
+    "placement: [{devices: [0], layers: [0, 6], phase: prefill}, {devices: [1], layers: [0, 6], phase: decode}]\n",
+    "replicas": SINGLE + "replicas: [0, 1]\n",
+}
+
+
+class Cluster:
+    """Its nodes have so many CPUs each, and a worker takes one."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, CLUSTER, *map(str, sizes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._num_nodes, self._size = len(sizes), sizes[-1]
+        self.address = self._read()
+
+    def obey(self, command: str) -> None:
+        """`lose N` or `add CPUS`, without waiting until it is done."""
+        assert self._process.stdin
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+
+    def lose(self) -> None:
+        """Kills the processes of the node that was added last."""
+        self.obey(f"lose {self._num_nodes - 1}")
+
+    def add(self) -> None:
+        """Another node of the same size."""
+        self.obey(f"add {self._size}")
+        self._num_nodes += 1
+
+    def agents(self) -> list[int]:
+        found = descendants(self._process.pid)
+        return [pid for pid in found if "NodeAgent" in Path(f"/proc/{pid}/comm").read_text()]
+
+    def _read(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        assert line, "the cluster did not start"
+        return line.strip()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=PATIENCE)
+
+
+class Server:
+    """`exeplan serve` of the demo model with random weights."""
+
+    def __init__(self, folder: Path, plan: str, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
+        file = folder / "plan.yaml"
+        file.write_text(f"model: demo\nkv_cache_tokens: 8192\n{plan}")
+        self._log = folder / "log"
+        with self._log.open("w") as log:
+            command = [
+                sys.executable,
+                "-m",
+                "exeplan",
+                "serve",
+                str(file),
+                "--weights",
+                "dummy",
+                "--port",
+                "0",
+                *options,
+            ]
+            self.process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+        eventually(lambda: "\nserving" in self.log or self.process.poll() is not None)
+        self.url = self._url()
+
+    def _url(self) -> str:
+        found = re.search(r"^serving .* at (http\S+)$", self.log, re.MULTILINE)
+        assert found, self.log
+        return found[1]
+
+    @property
+    def log(self) -> str:
+        return f"\n{self._log.read_text()}"
+
+    def tokens(self, meanwhile: Callable[[], None] = lambda: None) -> list[list[str]]:
+        """What it answers to several requests at once; `meanwhile` is called once they have begun."""
+        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+            answers = threads.map(self._complete, range(NUM_REQUESTS))
+            time.sleep(BEGUN_SECONDS)
+            meanwhile()
+            return list(answers)
+
+    def _complete(self, index: int) -> list[str]:
+        prompt = [(7 * index + 31 * n * n) % 2000 for n in range(5 + 9 * index)]
+        body = {"prompt": prompt, "max_tokens": NUM_TOKENS + index, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as reply:
+            return json.load(reply)["choices"][0]["logprobs"]["tokens"]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, plan: str, *options: str) -> Iterator[Server]:
+    server = Server(folder, plan, *options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@contextlib.contextmanager
+def nodes(*sizes: int) -> Iterator[Cluster]:
+    cluster = Cluster(*sizes)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The tokens of one host without Ray."""
+    with serving(tmp_path_factory.mktemp("single"), SINGLE) as server:
+        return server.tokens()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Of two nodes with room for one worker each, so that two workers are never on one."""
+    with nodes(1, 1) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_two_nodes_give_the_tokens_of_one_host(
+    name: str, tmp_path: Path, cluster: Cluster, expected: list[list[str]]
+) -> None:
+    with serving(tmp_path, PLANS[name], "--ray", cluster.address) as server:
+        assert server.tokens() == expected
+        agents = cluster.agents()
+        assert len(agents) == 2
+        assert server.stop() == 0
+    eventually(lambda: not any(map(is_alive, agents)))
+
+
+def refusal(folder: Path, plan: str, address: str) -> str:
+    """The sentence with which it ends."""
+    file = folder / "plan.yaml"
+    file.write_text(f"model: demo\nkv_cache_tokens: 8192\n{plan}")
+    command = [sys.executable, "-m", "exeplan", "serve", file, "--weights", "dummy", "--port", "0", "--ray", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_plan_that_the_cluster_will_never_have_room_for_is_refused(tmp_path: Path, cluster: Cluster) -> None:
+    layers = ", ".join(f"{{devices: [{stage}], layers: [{stage}, {stage + 1}]}}" for stage in range(6))
+    plan = f"schedule: {{policy: orca, max_num_seqs: 6, micro_batches: 6}}\nplacement: [{layers}]\n"
+    assert refusal(tmp_path, plan, cluster.address) == (
+        "exeplan serve: the plan needs 6 x 1 CPU, the Ray cluster's nodes have room for 2 of its 6 workers: "
+        "1 CPU; 1 CPU"
+    )
+
+
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_a_lost_node_is_noticed_and_requests_go_on_from_their_tokens_on_another(
+    name: str, tmp_path: Path, cluster: Cluster, expected: list[list[str]]
+) -> None:
+    def lose_one() -> None:
+        cluster.lose()
+        eventually(lambda: "starting all workers again" in server.log)
+        cluster.add()
+
+    with serving(tmp_path, PLANS[name], "--ray", cluster.address) as server:
+        assert server.tokens(lose_one) == expected
+        assert server.log.count("workers on ") == 2
+        assert server.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+def test_requests_of_a_replica_that_has_no_room_any_more_go_on_on_another(
+    tmp_path: Path, cluster: Cluster, expected: list[list[str]]
+) -> None:
+    with serving(tmp_path, PLANS["replicas"], "--ray", cluster.address) as server:
+        assert server.tokens(cluster.lose) == expected
+        assert "requests of a paused replica go on on others" in server.log
+        assert server.log.count("workers on ") == 2
+        cluster.add()
+        eventually(lambda: server.log.count("workers on ") == 3)
+        assert server.tokens() == expected
+        assert server.stop() == 0
+    eventually(lambda: not cluster.agents())
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"),
+        ("ray://127.0.0.1:10001", "--ray must be HOST:PORT of a Ray cluster, or auto for this host's, found 'ray://"),
+        ("head", "--ray must be HOST:PORT of a Ray cluster, or auto for this host's, found 'head'"),
+    ],
+)
+def test_an_address_without_a_cluster_is_refused(tmp_path: Path, address: str, sentence: str) -> None:
+    assert refusal(tmp_path, SINGLE, address).startswith(f"exeplan serve: {sentence}")

@@ -132,12 +132,14 @@ def datasheet_profile(
     tensor_parallel_sizes: Sequence[int] | None = None,
     constants: Mapping[str, Quantity] | None = None,
     engine: File | None = None,
+    routing: str = "even",
 ) -> Profile:
     """A profile without a device: times from a roofline of its datasheet (`plans/devices`, or a YAML file).
 
     `cluster` gives the links, `constants` replaces constants of the datasheet, such as {"gemm_efficiency": 0.6}, and
     `engine` (`plans/engines`, or a YAML file) adds what a serving engine takes besides its kernels; times of a shipped
-    one are corrected by measured serving runs (`plans/calibration`).
+    one are corrected by measured serving runs (`plans/calibration`). `routing` of a mixture's experts is `even`, or
+    uneven as `power_law_1.2` (`exeplan/core/uneven_routing.py`).
     """
     sheet = load_datasheet(fspath(device), {key: str(value) for key, value in (constants or {}).items()})
     if cluster is not None:
@@ -147,7 +149,15 @@ def datasheet_profile(
         stored = spec.quantization.planned_dtype if spec.quantization else None
         dtype = stored or ("bfloat16" if sheet.kind == "cuda" else "float32")
     sizes = tuple(sorted(set(tensor_parallel_sizes))) if tensor_parallel_sizes is not None else None
-    times = partial(profile_from_datasheet, spec, sheet, dtype=dtype, kv_dtype=kv_dtype, tensor_parallel_sizes=sizes)
+    times = partial(
+        profile_from_datasheet,
+        spec,
+        sheet,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        tensor_parallel_sizes=sizes,
+        routing=routing,
+    )
     if engine is None:
         return times()
     name, constants_of_engine = fspath(engine), load_engine(fspath(engine))

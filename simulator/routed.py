@@ -11,6 +11,8 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from exeplan.core.metrics import Requests
 from exeplan.core.schedule import Schedule
 from exeplan.core.token_times import TokenTimes
 from exeplan.errors import InputError
-from exeplan.scheduling.router import Router
+from exeplan.scheduling.router import Queues, Router
 from exeplan.simulator.cost import CostModel
 from exeplan.simulator.lockstep import Row
 from exeplan.simulator.replay import Clients, EngineReplay, Stream
@@ -36,6 +38,8 @@ class Replica:
     cost: CostModel
     num_blocks: int
     """Of its KV cache."""
+    capacity: float | None = None
+    """As the plan says it (`ReplicaGroup`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,13 +87,14 @@ def routed_replay(
         raise InputError("a replay needs at least one request")
     clients = None if concurrency is None else Clients(concurrency, think_seconds, seed)
     stream = Stream(input_tokens, output_tokens, arrivals, deadlines, weights, clients)
-    inboxes = [_Inbox(stream) for _ in replicas]
+    queues = Queues([0] * len(replicas), [replica.capacity for replica in replicas])
+    inboxes = [_Inbox(stream, partial(queues.add, number)) for number in range(len(replicas))]
     engines = [
         EngineReplay(one.schedule, one.cost, inbox, num_blocks=one.num_blocks, record_passes=record_passes)
         for one, inbox in zip(replicas, inboxes, strict=True)
     ]
     stream.check(min((engine.scheduler for engine in engines), key=lambda scheduler: scheduler.num_blocks))
-    chosen = _run(stream, inboxes, engines, Router(router).choose)
+    chosen = _run(stream, inboxes, engines, partial(Router(router).choose, queues))
     runs = tuple(engine.run() for engine in engines)
     places = [np.frombuffer(inbox.numbers, dtype=np.int64) for inbox in inboxes]
     return RoutedRun(requests=_merged([run.requests for run in runs], places), chosen=chosen, replicas=runs)
@@ -98,13 +103,12 @@ def routed_replay(
 class _Inbox:
     """The requests that went to one replica, which numbers them from 0."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self.expire = stream, stream.expire
+    def __init__(self, stream: Stream, opened: Callable[[int], None]) -> None:
+        """Calls `opened` with how many more requests are not over, or less."""
+        self._stream, self.expire, self._opened = stream, stream.expire, opened
         self.numbers = array("q")
         """In the stream."""
         self.coming = math.inf
-        self.num_open = 0
-        """Requests that are not over."""
         self._num_arrived = 0
 
     @property
@@ -113,7 +117,7 @@ class _Inbox:
 
     def put(self, number: int, now: float) -> None:
         self.numbers.append(number)
-        self.num_open += 1
+        self._opened(1)
         self.coming = now
 
     def arrive(self, now: float) -> tuple[int, float]:
@@ -125,41 +129,64 @@ class _Inbox:
         return self._stream.row_of(self.numbers[number], number)
 
     def answered(self, now: float, count: int) -> None:
-        self.num_open -= count
+        self._opened(-count)
         self._stream.answered(now, count)
 
     def ended(self, log: RunLog) -> Requests:
         return self._stream.ended_of(np.array(self.numbers, dtype=np.int64), log)
 
 
-_Choose = Callable[[Sequence[int], Callable[[int], int]], int]
-
-
-def _run(stream: Stream, inboxes: Sequence[_Inbox], engines: Sequence[EngineReplay], choose: _Choose) -> Ints:
+def _run(stream: Stream, inboxes: Sequence[_Inbox], engines: Sequence[EngineReplay], choose: Callable[[], int]) -> Ints:
     """From the first arrival to the last token. Returns to which replica each request went."""
-    every, chosen = range(len(engines)), array("q")
-
-    def num_open(number: int) -> int:
-        return inboxes[number].num_open
-
+    due, chosen = _Due(engines), array("q")
     while True:
         now = stream.coming
         if stream.clients is not None:  # An answer on any replica may make a request come.
-            now = min(now, *(engine.next for engine in engines))
-        for engine in engines:
-            if engine.next <= now:
-                engine.advance(now)
+            now = min(now, due.first())
+        awake = due.until(now)
+        for number in awake:
+            engines[number].advance(now)
         if now == math.inf:
             return np.frombuffer(chosen, dtype=np.int64)
         while stream.coming <= now:
-            number = choose(every, num_open)
+            number = choose()
             chosen.append(number)
             inboxes[number].put(stream.take(), now)
             engines[number].log.add(1)
             engines[number].interrupt(now)
-        for engine in engines:
-            if engine.next <= now:
-                engine.begin(now)
+            awake.append(number)
+        for number in sorted(set(awake)):
+            if engines[number].next <= now:
+                engines[number].begin(now)
+            due.put(number)
+
+
+class _Due:
+    """When something happens next on which engine."""
+
+    def __init__(self, engines: Sequence[EngineReplay]) -> None:
+        self._engines = engines
+        self._heap: list[tuple[float, int]] = []
+        """Also of engines of which that has changed since."""
+
+    def put(self, number: int) -> None:
+        """An engine's next event is known."""
+        if self._engines[number].next < math.inf:
+            heappush(self._heap, (self._engines[number].next, number))
+
+    def first(self) -> float:
+        """Infinity where nothing is to happen."""
+        heap = self._heap
+        while heap and heap[0][0] != self._engines[heap[0][1]].next:
+            heappop(heap)
+        return heap[0][0] if heap else math.inf
+
+    def until(self, now: float) -> list[int]:
+        """Takes the engines on which something happens by now."""
+        found = []
+        while self.first() <= now and self._heap:
+            found.append(heappop(self._heap)[1])
+        return sorted(set(found))
 
 
 def _merged(parts: Sequence[Requests], places: Sequence[Ints]) -> Requests:

@@ -79,7 +79,8 @@ class Timings:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.rows = _times(corrected_rows(profile), profile.calibration)
-        overheads = [m for m in self.rows if m.op == "overhead"]
+        every = profile.pass_seconds * profile.calibration
+        overheads = [replace(m, seconds=m.seconds + every) for m in self.rows if m.op == "overhead"]
         self.overhead = curve_of([m for m in overheads if m.phase != "prefill"], "num_seqs")
         self.prefill_overhead = curve_of([m for m in overheads if m.phase != "decode"], "num_seqs")
         controls = [m for m in self.rows if m.op == "control"]

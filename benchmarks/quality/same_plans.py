@@ -488,10 +488,10 @@ def _between(rng: random.Random, low: float, high: float) -> float:
 
 
 def unused(found: Sequence[Problem], tree: Path = ROOT) -> list[str]:
-    """Files under plans/ that no problem names, but errors and calibrations, which belong to a device or an engine."""
+    """Files under plans/ that no problem names, but those that belong to a device or an engine."""
     words = set(re.split(r"[\s/]+", " ".join(command for problem in found for command in problem.commands)))
     every = sorted((tree / "plans").glob("*/*.yaml"))
-    files = [file for file in every if file.parent.name not in ("errors", "calibration")]
+    files = [file for file in every if file.parent.name not in ("errors", "calibration", "kernels")]
     return [str(file.relative_to(tree)) for file in files if not {file.stem, f"{file.stem}.json"} & words]
 
 

@@ -8,12 +8,11 @@ tables of dense kernels, and exchanges with experts to tables of TensorRT-LLM's;
 dense models. Experts lie as the run placed them, and all are as likely; `E2E % cut by width` is of the same runs with
 every expert cut over all GPUs. With attention data parallelism each rank admits as many prompts as an engine without.
 
-Every deployment is its own row; those said to be of several hosts are left out. Of these 36, 21 have the figures of a
-run on 8 GPUs to the last digit or are the 64-GPU runs of that series, and 15 have another run's names in their ids
-(`tp4_ep4`, where the columns say 16 GPUs) and its figures, of another day, to a median of 0.5 %: their columns are
-taken to be wrong. TensorRT-LLM's runs of DeepSeek with expert parallelism take less time a token in long answers than
-in short ones (7.1 and 8.6 ms with 4 clients), as if they decoded speculatively, and their prompts may wait until every
-rank has one; neither is known, and neither is predicted. Writes records/silicon-experts.json.
+TensorRT-LLM's runs of DeepSeek-R1 lie as their search space says, and those that decode speculatively are left out
+(`rows.py`). Every deployment is its own row; those said to be of several hosts are left out: 15 of them have another
+run's names in their ids (`tp4_ep4`, where the columns say 16 GPUs) and its figures, of another day, to a median of
+0.5 %: their columns are taken to be wrong. TensorRT-LLM's prompts may wait until every rank has one, which is not
+predicted. Writes records/silicon-experts.json.
 """
 
 import argparse

@@ -2,6 +2,12 @@
 
 A run: `concurrency` clients send prompts of one length, all answers have one length; each client sends its next request
 when it has its answer. TTFT is measured from the sending, so that waiting counts; both means are over all requests.
+
+TensorRT-LLM's runs of DeepSeek-R1 on H200s are of two search spaces of InferenceMAX (SemiAnalysisAI/InferenceX at
+1cb92d2, Apache-2.0: dsr1-fp8-h200-trt and dsr1-fp8-h200-trt-mtp), whose loads tell them apart. The runs with
+`moe_ep_size` 8 have the loads of the latter, which decodes speculatively, how well is not said: left out. Those with 1
+have the loads of the former, state no version, and are older than that column: its scripts have always divided whole
+experts among the 8 GPUs, and at 8192/1024 with 64 clients the requests too. They are placed so.
 """
 
 import csv
@@ -31,6 +37,7 @@ DEVICES = {"h100_sxm": "h100-80gb", "h200_sxm": "h200-141gb", "a100_sxm": "a100-
 _RANDOM = {(1024, 1024), (1024, 8192), (8192, 1024)}
 """Prompt and answer of the runs whose lengths are drawn, from 80 % of these on, so that requests do not end together:
 the three shapes of SemiAnalysis' InferenceMAX (--random-range-ratio 0.8), whose runs are named by their date."""
+_R1_GPUS = 8
 _SHAPES = {"deepseek-r1": "deepseek-v3"}
 """Models that have the sizes of a shipped one."""
 
@@ -78,7 +85,20 @@ def read_rows(path: Path, *, with_ranks: bool = False) -> tuple[list[Row], int]:
 
 def _is_plain(line: dict[str, str]) -> bool:
     alike = float(line["pp_size"] or 0) == 1
-    return line["mode"] == "agg" and line["system"] in DEVICES and alike and line["precision"] in _DTYPES
+    known = line["mode"] == "agg" and line["system"] in DEVICES and alike and line["precision"] in _DTYPES
+    return known and not (_is_r1_on_trtllm(line) and _degree(line, "moe_ep_size") > 1)
+
+
+def _is_r1_on_trtllm(line: dict[str, str]) -> bool:
+    """Whose columns do not say what its runs were."""
+    return (line["backend"], line["system"], line["model_path"].split("/")[-1]) == ("trtllm", "h200_sxm", "DeepSeek-R1")
+
+
+def _sharding(line: dict[str, str]) -> Sharding:
+    if _is_r1_on_trtllm(line):
+        ranks = line["isl"] == "8192" and _degree(line, "batch_size") == _R1_GPUS * 8
+        return Sharding(1 if ranks else _R1_GPUS, _R1_GPUS if ranks else 1, _R1_GPUS)
+    return Sharding(*(_degree(line, name) for name in ("tp_size", "attention_dp_size", "moe_ep_size")))
 
 
 def _degree(line: dict[str, str], name: str) -> int:
@@ -93,7 +113,7 @@ def _model(path: str) -> str | None:
 
 
 def _row(model: str, line: dict[str, str]) -> Row:
-    lengths = int(float(line["isl"])), int(float(line["osl"]))
+    lengths, sharding = (int(float(line["isl"])), int(float(line["osl"]))), _sharding(line)
     return Row(
         engine=line["backend"],
         version=line["backend_version"],
@@ -106,9 +126,9 @@ def _row(model: str, line: dict[str, str]) -> Row:
         least_share=0.8 if lengths in _RANDOM and line.get("id", "")[:2] == "20" else 1.0,
         # Of one rank, the file says.
         concurrency=int(float(line["batch_size"])) * _degree(line, "attention_dp_size"),
-        data_parallel_size=_degree(line, "attention_dp_size"),
-        expert_parallel_size=_degree(line, "moe_ep_size"),
-        tensor_parallel_size=int(float(line["tp_size"])),
+        data_parallel_size=sharding.data_parallel_size,
+        expert_parallel_size=sharding.expert_parallel_size,
+        tensor_parallel_size=sharding.tensor_parallel_size,
         ttft=float(line["silicon_ttft_ms"]) / 1e3,
         tpot=float(line["silicon_tpot_ms"]) / 1e3,
     )

@@ -288,6 +288,7 @@ def _replicas(plan: "Plan", profile: "Profile", spec: "ModelSpec") -> "list[Repl
             schedule=one.schedule,
             cost=CostModel(profile, one.placement, cluster),
             num_blocks=engine_blocks(one, spec),
+            capacity=one.capacity,
         )
         for one in single_plans(plan)
     ]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from exeplan.core.model import ModelSpec
     from exeplan.core.profile import Profile
+    from exeplan.profiler.datasheets.engine_constants import EngineConstants
 
 POSITION = 10
 
@@ -54,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     derived.add_argument("--model", dest="of_model", metavar="MODEL", help="the model that imported times are of")
     derived.add_argument("--format", choices=("auto", "csv", "vidur", "aiconfigurator"), help="of imported files")
     derived.add_argument("--overhead", metavar="TIME", help="host time of an iteration, where imported files have none")
+    derived.add_argument(
+        "--routing",
+        metavar="R",
+        help="of tokens to experts: even, or power_law_1.2 (default: even; imported: uneven)",
+    )
     derived.add_argument("--engine", metavar="NAME", help="add a serving engine's own times (plans/engines, YAML file)")
     engine = parser.add_argument_group("on a serving engine that is installed here: --engine vllm, without --datasheet")
     engine.add_argument(
@@ -80,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.datasheet:
         _refuse(args, "engine_python", needed="--engine vllm without --datasheet: a datasheet needs no engine")
         return _derive(args)
-    _refuse(args, "set", "cluster", "tensor_parallel_sizes", needed="--datasheet NAME")
+    _refuse(args, "set", "cluster", "tensor_parallel_sizes", "routing", needed="--datasheet NAME")
     return _measure_engine(args) if args.engine else _measure(args)
 
 
@@ -205,7 +211,10 @@ def _derive(args: argparse.Namespace) -> int:
         tensor_parallel_sizes=_sizes(args.tensor_parallel_sizes),
         constants=_overrides(args.set or ()),
         engine=args.engine,
+        routing=args.routing or "even",
     )
+    if profile.correction and profile.source.find(" routing ") > 0:
+        note(["the correction by measured serving runs was found with even routing, and may count some of it twice"])
     _write(profile, args.output)
     return 0
 
@@ -263,12 +272,22 @@ def _import(args: argparse.Namespace) -> int:
         format=args.format or "auto",
         overhead_seconds=overhead,
         dtype=args.dtype if args.dtype != "auto" else "bfloat16",
+        routing=args.routing,
     )
     for remark in remarks:
         print(remark)
-    profile = with_engine(profile, engine) if engine else profile
+    profile = with_engine(_run_by(profile, engine), engine) if engine else profile
     _write(_only(profile, sizes) if sizes else profile, args.output)
     return 0
+
+
+def _run_by(profile: "Profile", engine: "EngineConstants") -> "Profile":
+    """Without the layouts of a mixture that the engine does not run."""
+    from exeplan.profiler.datasheets.engine_constants import expert_shardings
+
+    run = expert_shardings(engine, profile.model, profile.tensor_parallel_sizes)
+    left = set(profile.expert_shardings) - set(run)
+    return replace(profile, measurements=tuple(row for row in profile.measurements if row.sharding not in left))
 
 
 def _only(profile: "Profile", sizes: Sequence[int]) -> "Profile":

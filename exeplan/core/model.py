@@ -362,7 +362,8 @@ def _remarks(spec: ModelSpec) -> Iterator[str]:
     if spec.experts:
         yield (
             f"{spec.experts.num_layers} of {spec.num_layers} layers of '{spec.name}' send each token to "
-            f"{spec.experts.per_token} of {spec.experts.count} experts; a datasheet takes all experts to be as likely"
+            f"{spec.experts.per_token} of {spec.experts.count} experts; a datasheet takes all experts to be "
+            "as likely, unless --routing says otherwise"
         )
     if spec.quantization:
         yield f"the weights of '{spec.name}' are quantized ({spec.quantization})"

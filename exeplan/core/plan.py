@@ -74,6 +74,8 @@ class Plan:
     """Compute threads on a CPU."""
     kv_cache_tokens: int | None = None
     """Of each replica of the first group."""
+    capacity: float | None = None
+    """Requests/s of each replica of the first group with its batches full; None where all replicas are alike."""
     gpu_memory_utilization: float | None = None
     """The share of a GPU's memory that may be in use, where it is not the usual one."""
     max_seqs: int | None = None
@@ -101,6 +103,7 @@ class Plan:
             placement=self.placement,
             first_devices=self.replicas,
             kv_cache_tokens=self.kv_cache_tokens,
+            capacity=self.capacity,
         )
         return (first, *self.more_replicas)
 
@@ -122,6 +125,7 @@ def single_plans(plan: Plan) -> tuple[Plan, ...]:
             schedule=group.schedule,
             placement=placement,
             kv_cache_tokens=group.kv_cache_tokens,
+            capacity=group.capacity,
             replicas=(0,),
             more_replicas=(),
             router=None,
@@ -142,6 +146,7 @@ def group_plans(plan: Plan) -> tuple[Plan, ...]:
             schedule=group.schedule,
             placement=group.placement,
             kv_cache_tokens=group.kv_cache_tokens,
+            capacity=None,
             replicas=group.first_devices,
             more_replicas=(),
             router=plan.router if group.num_replicas > 1 else None,
@@ -154,13 +159,21 @@ def group_plans(plan: Plan) -> tuple[Plan, ...]:
 
 def with_group(plan: Plan, number: int, found: Plan) -> Plan:
     """The plan with another schedule and placement for the replicas of one group, those of a plan of that group."""
+    capacity = found.estimate.throughput / found.num_replicas if found.estimate and plan.more_replicas else None
     if number == 0:
-        return replace(plan, schedule=found.schedule, placement=found.placement, kv_cache_tokens=found.kv_cache_tokens)
+        return replace(
+            plan,
+            schedule=found.schedule,
+            placement=found.placement,
+            kv_cache_tokens=found.kv_cache_tokens,
+            capacity=capacity,
+        )
     group = replace(
         plan.more_replicas[number - 1],
         schedule=found.schedule,
         placement=found.placement,
         kv_cache_tokens=found.kv_cache_tokens,
+        capacity=capacity,
     )
     return replace(plan, more_replicas=(*plan.more_replicas[: number - 1], group, *plan.more_replicas[number:]))
 
@@ -198,13 +211,18 @@ def schedule_json(schedule: Schedule) -> dict[str, Any]:
     return {"policy": schedule.policy, **order, **schedule.variables}
 
 
+_OF_A_GROUP = ("kv_cache_tokens", "capacity")
+"""What a group of replicas may have, by the name that it has in a plan."""
+
+
 def _group_json(group: ReplicaGroup) -> dict[str, Any]:
     body = {
         "schedule": schedule_json(group.schedule),
         "placement": [stage_json(stage) for stage in group.placement],
         "replicas": list(group.first_devices),
     }
-    return body if group.kv_cache_tokens is None else {**body, "kv_cache_tokens": group.kv_cache_tokens}
+    more = {name: getattr(group, name) for name in _OF_A_GROUP if getattr(group, name) is not None}
+    return body | more
 
 
 def bound_json(bound: Bound) -> dict[str, Any]:
@@ -275,6 +293,7 @@ def _check_values(body: Mapping[str, Any]) -> None:
     if "arrival_rate" in body:
         check_rate(body["arrival_rate"])
     check_types(body, Plan)
+    _check_capacity(body)
     for name in ("dtype", "kv_dtype"):
         if body.get(name, "float32") not in DTYPE_BYTES:
             raise InputError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, found '{body[name]}'")
@@ -288,6 +307,11 @@ def _check_values(body: Mapping[str, Any]) -> None:
         raise InputError("arrival_rate and trace_arrivals exclude each other; leave one out")
 
 
+def _check_capacity(body: Mapping[str, Any]) -> None:
+    if body.get("capacity") is not None and not 0 < body["capacity"] < math.inf:
+        raise InputError(f"capacity must be a positive number of requests a second, found {body['capacity']!r}")
+
+
 def _first_devices(body: Any) -> tuple[int, ...]:
     if not _counts(body) or len(set(body)) < len(body):
         raise InputError(f"replicas must list the first device of each, such as [0, 8], found {body!r}")
@@ -295,17 +319,19 @@ def _first_devices(body: Any) -> tuple[int, ...]:
 
 
 def _more_replicas(body: Any, folder: Path | None) -> tuple[ReplicaGroup, ...]:
-    needed, known = {"schedule", "placement", "replicas"}, {"schedule", "placement", "replicas", "kv_cache_tokens"}
+    needed = {"schedule", "placement", "replicas"}
+    known = {*needed, *_OF_A_GROUP}
     if not isinstance(body, list) or not all(isinstance(g, Mapping) and needed <= set(g) <= known for g in body):
         raise InputError(f"more_replicas must list groups of {', '.join(sorted(known))}, found {body!r}")
     for group in body:
-        check_types({name: group[name] for name in ("kv_cache_tokens",) if name in group}, Plan)
+        check_types({name: group[name] for name in _OF_A_GROUP if name in group}, Plan)
+        _check_capacity(group)
     return tuple(
         ReplicaGroup(
             schedule=schedule_from(group["schedule"], folder),
             placement=placement_from(group["placement"]),
             first_devices=_first_devices(group["replicas"]),
-            kv_cache_tokens=group.get("kv_cache_tokens"),
+            **{name: group.get(name) for name in _OF_A_GROUP},
         )
         for group in body
     )

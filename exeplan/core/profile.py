@@ -160,6 +160,8 @@ class Profile:
     """Whole steps of the engine over the sum of their parts, both measured in the same minutes; scales predictions."""
     prefill_calibration: float = 1.0
     """The same of what prefills add to their passes, over that; 1 where the steps do not show that they differ."""
+    pass_seconds: float = 0.0
+    """What a step takes beside its parts, whatever it computes, before `calibration`; 0 where the steps show none."""
     calibration_error: float = 0.0
     """The standard error of `calibration`, relative."""
     reference_passes: tuple[ReferencePass, ...] = field(default=(), repr=False)
@@ -212,11 +214,12 @@ class Profile:
         body += [self.kv_dtype] if self.kv_dtype else []
         body += [self.layer_weight_bytes] if self.layer_weight_bytes else []
         body += [self.prefill_calibration] if self.prefill_calibration != 1.0 else []
+        body += [f"{self.pass_seconds} a pass"] if self.pass_seconds else []
         body += [asdict(self.correction)] if self.correction else []
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
-_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "calibration_error", "speed_spread")
+_OPTIONAL = ("layer_weight_bytes", "prefill_calibration", "pass_seconds", "calibration_error", "speed_spread")
 _OBJECTS = ("model", "device", "measurements", "reference", "reference_passes", "correction")
 _PROFILE_DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
@@ -326,7 +329,7 @@ def _check_reference_passes(profile: Profile, path: Path) -> None:
             raise InputError(f"{path}: reference pass {index} has seconds {one.seconds!r}, not a positive number")
         if isinstance(one.error, bool) or not isinstance(one.error, int | float) or not one.error >= 0:
             raise InputError(f"{path}: reference pass {index} has the error {one.error!r}, not a number of at least 0")
-    for name in ("speed_spread", "calibration_error"):
+    for name in ("speed_spread", "calibration_error", "pass_seconds"):
         value = getattr(profile, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise InputError(f"{path}: {name} must be a number of at least 0, found {value!r}")

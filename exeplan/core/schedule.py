@@ -125,6 +125,8 @@ class ReplicaGroup:
     """The first device of each replica."""
     kv_cache_tokens: int | None = None
     """Of each replica."""
+    capacity: float | None = None
+    """Requests/s of each replica with its batches full; by it the router weighs queues. None where all are alike."""
 
     @property
     def num_replicas(self) -> int:

@@ -4,16 +4,17 @@
 gemm_efficiency=0.6` overrides one; the formulas are in `roofline.py`. A layer is cut as Megatron cuts it: heads, MLP,
 each expert's width and the vocabulary are shared by the tensor parallel group; key/value heads are too, and are
 replicated where there are fewer of them than devices, as latent vectors are on all. A pass of T tokens reads
-E (1 - (1 - k/E)^T) of E experts, k a token, all as likely. With expert parallelism experts are whole, and the busiest
-device's are timed (`core/sparse_layers.py`). No communication is in a layer's rows. Not here: whether a plan fits the
-memory.
+E (1 - (1 - k/E)^T) of E experts, k a token, all as likely unless routing is said to be uneven. With expert parallelism
+experts are whole, and the busiest device's are timed (`core/sparse_layers.py`, `core/uneven_routing.py`). Latent
+attention is as measured where the sheet names a table of such kernels (`latent_kernels.py`), unless a constant of
+attention's roofline is overridden. No communication is in a layer's rows. Not here: whether a plan fits the memory.
 
 `workspace_bytes` is the sheet's `runtime_memory`, the activations of a pass of 8192 tokens (residual stream, norm, and
 the wider of queries/keys/values and MLP) and float32 logits of 256 rows.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from math import inf
@@ -26,8 +27,10 @@ from exeplan.core.model import DTYPE_BYTES, ModelSpec
 from exeplan.core.profile import LINKS, Device, Measurement, Profile
 from exeplan.core.schedule import Sharding
 from exeplan.core.sparse_layers import Experts, LatentAttention
+from exeplan.core.uneven_routing import EVEN, busiest_part, routing_exponent
 from exeplan.errors import InputError
 from exeplan.files import read_yaml, shipped, shipped_names
+from exeplan.profiler.datasheets.latent_kernels import Kernel, latent_attention_seconds, load_latent_kernels
 from exeplan.profiler.datasheets.roofline import (
     POWER,
     RATE,
@@ -42,7 +45,6 @@ from exeplan.profiler.datasheets.roofline import (
     elementwise_seconds,
     gemm_seconds,
     grouped_gemm_seconds,
-    latent_decode_seconds,
     prefill_attention_seconds,
 )
 from exeplan.units import num_bytes, seconds
@@ -76,7 +78,7 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
     body, changes = read_yaml(path), dict(overrides or {})
     for constant in changes:
         _check_known(constant, path.stem)
-    constants = {str(key): value for key, value in body.items() if key != "kind"}
+    constants = {str(key): value for key, value in body.items() if key not in ("kind", "latent_kernels")}
     for constant in constants:
         _check_known(constant, path.stem)
     if body.get("kind") not in _KINDS:
@@ -89,8 +91,14 @@ def load_datasheet(name: str, overrides: Mapping[str, str] | None = None) -> Dat
         name=path.stem,
         kind=body["kind"],
         changes=tuple(f"{constant}={value}" for constant, value in changes.items()),
+        latent_kernels="" if _changes_attention(changes) else str(body.get("latent_kernels", "")),
         **values,
     )
+
+
+def _changes_attention(changes: Iterable[str]) -> bool:
+    """Whether a constant of the roofline of attention is among them, which measured kernels do not follow."""
+    return any(name in ("memory_bandwidth", "bfloat16_flops") or "_attention_" in name for name in changes)
 
 
 def with_links(sheet: Datasheet, cluster: Cluster) -> Datasheet:
@@ -119,12 +127,13 @@ def profile_from_datasheet(
     tensor_parallel_sizes: Sequence[int] | None = None,
     shardings: Sequence[Sharding] = (),
     passes_over: str = "own",
+    routing: str = EVEN,
 ) -> Profile:
     """Rows of every operation at every tensor parallel size: those given, or those of 1, 2, 4, 8 that share the heads.
 
     `shardings` are further ones, with expert parallelism or attention data parallelism, of a mixture of experts, whose
     tensor parallel sizes are among them. Where all tokens are on every device, small kernels of the experts pass over
-    the rows of its `own` experts, or of `all`.
+    the rows of its `own` experts, or of `all`. `routing` is `even`, or how uneven a mixture's is (`uneven_routing.py`).
 
     `dtype` is of the layers' weights: with fp8 the rest is in bfloat16. `kv_dtype` is of keys and values, `dtype` where
     it is None. Raises InputError when a given size does not divide the heads, the device has no such dtype, or the
@@ -135,11 +144,16 @@ def profile_from_datasheet(
             f"'{spec.name}' is quantized ({spec.quantization}), whose products are measured (`exeplan profile MODEL`) "
             "and neither derived from a datasheet nor imported; its unquantized checkpoint has the same sizes"
         )
+    exponent = routing_exponent(routing)
+    if exponent and not spec.experts:
+        raise InputError(f"routing '{routing}' is of mixtures of experts, and {spec.name} is none")
     sizes = _sizes(spec, tensor_parallel_sizes)
-    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size)]
+    rows = [row for size in sizes for row in _layer_rows(spec, sheet, dtype, kv_dtype or dtype, size, exponent)]
     if spec.experts:
-        rows += _expert_rows(spec, spec.experts, sheet, dtype, shardings, all_rows=passes_over == "all")
+        all_rows = passes_over == "all"
+        rows += _expert_rows(spec, spec.experts, sheet, dtype, shardings, all_rows=all_rows, exponent=exponent)
     around = embedding_parameters(spec) * (1 if spec.tied_head else 2)
+    more = (*_measured(spec, sheet, dtype, kv_dtype or dtype), *([f"routing {routing}"] if exponent else []))
     return Profile(
         model=spec,
         dtype=dtype,
@@ -155,11 +169,13 @@ def profile_from_datasheet(
         + around * DTYPE_BYTES[between_layers(dtype)],
         workspace_bytes=_workspace_bytes(spec, sheet, dtype),
         measurements=(*rows, *_overhead_rows(sheet), *_link_rows(sheet, sizes)),
-        source=f"datasheet {', '.join((sheet.name, *sheet.changes))}",
+        source=f"datasheet {', '.join((sheet.name, *sheet.changes, *more))}",
     )
 
 
-def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int) -> Iterator[Measurement]:
+def _layer_rows(
+    spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, size: int, exponent: float
+) -> Iterator[Measurement]:
     row, between = partial(Measurement, tensor_parallel_size=size), between_layers(dtype)
     for n in _NUM_SEQS:
         for tokens in _grid(_context(spec)):
@@ -171,7 +187,7 @@ def _layer_rows(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str, si
         yield row(op="head", num_seqs=n, seconds=_head(spec, sheet, between, size, n))
     for tokens in _grid(MAX_TOKENS):
         for phase in ("prefill", "decode") if spec.is_encoder_decoder else ("",):
-            took = _rest(spec, sheet, dtype, size, tokens, phase)
+            took = _rest(spec, sheet, dtype, size, tokens, phase, exponent=exponent)
             yield row(op="rest", phase=phase, num_tokens=tokens, seconds=took)
         moved = 2 * tokens * spec.hidden_size * DTYPE_BYTES[between]
         yield row(op="embed", num_tokens=tokens, seconds=elementwise_seconds(sheet, moved))
@@ -185,6 +201,7 @@ def _expert_rows(
     shardings: Sequence[Sharding],
     *,
     all_rows: bool,
+    exponent: float,
 ) -> Iterator[Measurement]:
     """What further layouts take: a layer's products where all tokens are on every device; where ranks attend for their
     own requests, those of a rank's tokens, those of the experts, and the exchanges between them."""
@@ -194,10 +211,10 @@ def _expert_rows(
         for tokens in _grid(MAX_TOKENS):
             if one.data_parallel_size == 1:
                 size, parts = one.tensor_parallel_size, one.expert_parallel_size
-                took = _rest(spec, sheet, dtype, size, tokens, "", parts=parts, all_rows=all_rows)
+                took = _rest(spec, sheet, dtype, size, tokens, "", parts=parts, all_rows=all_rows, exponent=exponent)
                 yield row(op="rest", num_tokens=tokens, seconds=took)
             else:
-                took = routed_seconds(experts, spec.hidden_size, sheet, dtype, one, tokens)
+                took = routed_seconds(experts, spec.hidden_size, sheet, dtype, one, tokens, exponent=exponent)
                 yield row(op="experts", num_tokens=tokens, seconds=share * took)
     ranks = [one for one in shardings if one.data_parallel_size > 1]
     for size in sorted({one.tensor_parallel_size for one in ranks}):
@@ -233,7 +250,11 @@ def _prefill_attention(
 ) -> float:
     """With the store of the prompt's keys and values: an encoder layer's share of the decoder's cross cache."""
     stored = num_seqs * tokens * _kv_bytes(spec, kv_dtype, size) * _cross_share(spec)
-    heads, latent = spec.num_heads // size, spec.latent
+    heads = spec.num_heads // size
+    if spec.latent:
+        kernel = Kernel(phase="prefill", latent=spec.latent, compute_dtype=dtype, dtype=kv_dtype)
+        took = latent_attention_seconds(sheet, kernel, heads=heads, num_seqs=num_seqs, tokens=tokens)
+        return elementwise_seconds(sheet, 2 * stored) + took
     attend = partial(
         prefill_attention_seconds,
         sheet,
@@ -241,8 +262,8 @@ def _prefill_attention(
         num_seqs=num_seqs,
         tokens=tokens,
         heads=heads,
-        kv_heads=heads if latent else _kv_heads(spec, size),
-        head_dim=(spec.head_dim + latent.value_dim) / 2 if latent else spec.head_dim,
+        kv_heads=_kv_heads(spec, size),
+        head_dim=spec.head_dim,
         causal=not spec.is_encoder_decoder,
     )
     return elementwise_seconds(sheet, 2 * stored) + _mean(spec, lambda window: attend(window=window))
@@ -251,16 +272,10 @@ def _prefill_attention(
 def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, num_seqs: int, context: int) -> float:
     """Self attention, and cross attention where there is one: two kernels that share the context between them."""
     stored = elementwise_seconds(sheet, 2 * num_seqs * _kv_bytes(spec, dtype, size))
-    if latent := spec.latent:
-        return stored + latent_decode_seconds(
-            sheet,
-            dtype,
-            num_seqs=num_seqs,
-            context_tokens=num_seqs * context,
-            heads=spec.num_heads // size,
-            rank=latent.kv_rank,
-            rope_dim=latent.rope_dim,
-        )
+    if spec.latent:
+        kernel = Kernel(phase="decode", latent=spec.latent, compute_dtype=between_layers(dtype), dtype=dtype)
+        heads = spec.num_heads // size
+        return stored + latent_attention_seconds(sheet, kernel, heads=heads, num_seqs=num_seqs, tokens=context)
     kernels = 2 if spec.is_encoder_decoder else 1
 
     def attend(window: int | None) -> float:
@@ -274,6 +289,16 @@ def _decode_attention(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, 
         )
 
     return kernels * _mean(spec, attend) + stored
+
+
+def _measured(spec: ModelSpec, sheet: Datasheet, dtype: str, kv_dtype: str) -> Iterator[str]:
+    """What of the profile is not by the roofline, for its source."""
+    if spec.latent and sheet.latent_kernels:
+        kernels = load_latent_kernels(sheet.latent_kernels)
+        if kernels.times(
+            Kernel(phase="decode", latent=spec.latent, compute_dtype=between_layers(dtype), dtype=kv_dtype)
+        ):
+            yield f"latent attention as {kernels.source}"
 
 
 def _mean(spec: ModelSpec, seconds: Callable[[int | None], float]) -> float:
@@ -293,6 +318,7 @@ def _rest(
     *,
     parts: int = 1,
     all_rows: bool = False,
+    exponent: float = 0.0,
 ) -> float:
     """A layer but its attention: matrix products, two norms with the residual, rotation or bias, and activation.
 
@@ -302,7 +328,9 @@ def _rest(
     routed = 0.0
     if spec.experts:
         sharding = Sharding(size, expert_parallel_size=parts)
-        routed = routed_seconds(spec.experts, spec.hidden_size, sheet, dtype, sharding, tokens, all_rows=all_rows)
+        routed = routed_seconds(
+            spec.experts, spec.hidden_size, sheet, dtype, sharding, tokens, all_rows=all_rows, exponent=exponent
+        )
     return _dense(spec, sheet, dtype, size, tokens, phase, routed=routed)
 
 
@@ -313,7 +341,7 @@ def _dense(
     norms, element = 3 if phase == "decode" else 2, tokens * DTYPE_BYTES[between_layers(dtype)]
     took = norms * elementwise_seconds(sheet, 4 * spec.hidden_size * element)
     if spec.latent:
-        took += _latent_projections(spec, spec.latent, sheet, dtype, size, tokens)
+        took += latent_projection_seconds(spec, spec.latent, sheet, dtype, size, tokens)
     else:
         took += _projections(spec, sheet, dtype, size, tokens, phase)
     mlp = partial(_mlp, spec, sheet, dtype, tokens)
@@ -338,7 +366,7 @@ def _projections(spec: ModelSpec, sheet: Datasheet, dtype: str, size: int, token
     return took + elementwise_seconds(sheet, 2 * (queries + keys / 2) * tokens * DTYPE_BYTES[between_layers(dtype)])
 
 
-def _latent_projections(
+def latent_projection_seconds(
     spec: ModelSpec, latent: LatentAttention, sheet: Datasheet, dtype: str, size: int, tokens: int
 ) -> float:
     """Down to the latent vectors on every device, up to its own heads; absorbed, keys and values take as many
@@ -368,12 +396,13 @@ def routed_seconds(
     tokens: int,
     *,
     all_rows: bool = False,
+    exponent: float = 0.0,
 ) -> float:
     """Router and experts on the device with the most rows, of the tokens of all ranks; a kernel gathers the rows by
-    expert, and one sums them: its own, or those of experts elsewhere too."""
+    expert, and one sums them: its own, or those of experts elsewhere too. `exponent` is that of uneven routing."""
     parts = sharding.expert_parallel_size
-    rows, inner = experts.busiest_rows(tokens, parts), -(-experts.width * parts // sharding.num_devices)
-    touched = experts.busiest_touched(tokens, parts)
+    inner = -(-experts.width * parts // sharding.num_devices)
+    rows, touched = busiest_part(experts, tokens, parts, exponent)
     product = partial(grouped_gemm_seconds, sheet, dtype, rows, num_groups=touched)
     own = tokens / sharding.data_parallel_size
     took = gemm_seconds(sheet, between_layers(dtype), own, experts.count, hidden)

@@ -50,6 +50,8 @@ class Datasheet:
     """`cpu` or `cuda`."""
     changes: tuple[str, ...] = ()
     """What was overridden, as `gemm_efficiency=0.6`."""
+    latent_kernels: str = ""
+    """Of `plans/kernels`: measured latent attention (`latent_kernels.py`), '' where the roofline says it."""
     memory: float = _constant(SIZE)
     memory_bandwidth: float = _constant(SIZE)
     float32_flops: float = _constant(RATE)
@@ -158,7 +160,7 @@ def prefill_attention_seconds(
     sheet: Datasheet,
     dtype: str,
     *,
-    num_seqs: int,
+    num_seqs: float,
     tokens: float,
     heads: int,
     kv_heads: int,
@@ -190,7 +192,7 @@ def decode_attention_seconds(
 
 
 def latent_decode_seconds(
-    sheet: Datasheet, dtype: str, *, num_seqs: int, context_tokens: float, heads: int, rank: int, rope_dim: int
+    sheet: Datasheet, dtype: str, *, num_seqs: float, context_tokens: float, heads: int, rank: int, rope_dim: int
 ) -> float:
     """One query token a sequence over the latent vectors of all sequences, the projections of keys and values absorbed:
     each head multiplies with `rank + rope_dim` values of a token for its score, and with `rank` for its output. `dtype`

@@ -55,12 +55,14 @@ def import_profile(
     format: str = "auto",
     overhead_seconds: float | None = None,
     dtype: str = "bfloat16",
+    routing: str | None = None,
 ) -> tuple[Profile, tuple[str, ...]]:
     """The profile of a model's layers on a device from tables, files or folders, and sentences to print.
 
     `device` names a datasheet, whose peaks bound every believable row. `overhead_seconds` is the host time of an
-    iteration and stands in front of what the tables say. Raises InputError for a file that is damaged, of another model
-    or another format, for times that fall as the work grows, and where a needed op is missing.
+    iteration and stands in front of what the tables say. `routing` chooses among a table's experts (`experts.py`).
+    Raises InputError for a file that is damaged, of another model or another format, for times that fall as the work
+    grows, and where a needed op is missing.
     """
     sheet, known = _datasheet(device)
     tables, notes = read_tables(paths, device=sheet.name if known else device, format=format)
@@ -73,7 +75,9 @@ def import_profile(
         if formats != ["csv"]:
             raise InputError(f"{lack}; what {' and '.join(formats)} tables do not time follows from it")
         notes.append(f"{lack}: its memory counts as that of {_STAND_IN}, and no row is held against its peaks")
-    part = ImportedRows(notes=tuple(notes)) + _combined(tables, spec, sheet, overhead_seconds, dtype)
+    if routing is not None and (not spec.experts or formats == ["csv"]):
+        raise InputError(f"routing '{routing}' chooses among tables of experts, which are not imported here")
+    part = ImportedRows(notes=tuple(notes)) + _combined(tables, spec, sheet, overhead_seconds, dtype, routing)
     _check_complete(part.rows, spec, paths)
     described = _described(spec, sheet, dtype)
     findings = lint(part.rows, spec, dtype, described.device if known else None)
@@ -114,7 +118,7 @@ def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> Non
     quantized = dtype == aiconfigurator.FP8 and set(formats) == {"aiconfigurator"}
     if dtype not in aiconfigurator.TWO_BYTES and not quantized:
         raise InputError(f"{' and '.join(formats)} tables time 2-byte elements, not {dtype}; take bfloat16 or float16")
-    if spec.latent or (spec.experts and "vidur" in formats):
+    if (spec.latent or spec.experts) and "vidur" in formats:
         what = "latent attention" if spec.latent else "experts"
         raise InputError(
             f"{' and '.join(formats)} tables are not read for {what}, which {spec.name} has; use a datasheet, or a "
@@ -128,12 +132,17 @@ def _check_supported(formats: Sequence[str], spec: ModelSpec, dtype: str) -> Non
 
 
 def _combined(
-    tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, overhead_seconds: float | None, dtype: str
+    tables: Sequence[Table],
+    spec: ModelSpec,
+    sheet: Datasheet,
+    overhead_seconds: float | None,
+    dtype: str,
+    routing: str | None,
 ) -> ImportedRows:
     """Rows of all tables; of an op, phase and degree only those of the first source that has it."""
     own = sum((ImportedRows(*read_csv(table.path)) for table in tables if table.kind == "csv"), start=ImportedRows())
     refuse_falls(own.rows)
-    layer = _layers(tables, spec, sheet, dtype)
+    layer = _layers(tables, spec, sheet, dtype, routing)
     degrees = sorted({row.tensor_parallel_size for row in (own + layer).rows if row.op == "rest"}) or [1]
     hosts = (
         _overheads(tables, spec, sheet, degrees, overhead_seconds) if layer.rows or overhead_seconds else ImportedRows()
@@ -146,7 +155,12 @@ def _combined(
     kernels += [k for t in _of(tables, "heads") for k in aiconfigurator.attention_kernels(t, dtype)]
     links = vidur.links_part(_of(tables, "collective", "tokens_collective", "send", "tokens_send"))
     links += aiconfigurator.all_reduce_part(_of(tables, "all_reduce", "nccl"))
-    part = _first([own, *map(without_spikes, (hosts, layer, attention_rows(kernels, spec, degrees), links))])
+    attention = attention_rows(kernels, spec, degrees)
+    if spec.latent:  # Tables by heads time keys and values of each head.
+        attention = aiconfigurator.latent_part(
+            _of(tables, "latent"), _of(tables, "latent_module"), spec, degrees, dtype
+        )
+    part = _first([own, *map(without_spikes, (hosts, layer, attention, links))])
     part += _copied(part.rows, degrees)
     if not any(row.op == "send" for row in part.rows):
         note = (
@@ -156,7 +170,9 @@ def _combined(
     return part
 
 
-def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: str) -> ImportedRows:
+def _layers(
+    tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: str, routing: str | None
+) -> ImportedRows:
     layers, products = _of(tables, "layer"), _of(tables, "gemm")
     if layers:
         return vidur.layer_part(layers, spec, sheet=sheet)
@@ -169,8 +185,10 @@ def _layers(tables: Sequence[Table], spec: ModelSpec, sheet: Datasheet, dtype: s
     head = table_of(dtype="bfloat16") if dtype == aiconfigurator.FP8 else table
     degrees, times = aiconfigurator.possible_degrees(spec), None
     if spec.experts:
-        times = expert_times(_of(tables, "experts"), spec, spec.experts, dtype)
-        degrees = [degree for degree in degrees if degree in times.curves]
+        times = expert_times(_of(tables, "experts"), spec, spec.experts, dtype, routing)
+        degrees = [degree for degree in degrees if (degree, 1) in times.curves]
+    if spec.latent:
+        degrees = aiconfigurator.latent_degrees(_of(tables, "latent"), spec, degrees) or degrees
     return aiconfigurator.layer_part(table, head, spec, degrees, sheet=sheet, experts=times)
 
 
@@ -215,8 +233,8 @@ def _first(parts: Iterable[ImportedRows]) -> ImportedRows:
     rows: list[Measurement] = []
     notes: list[str] = []
     for part in parts:
-        taken = {(row.op, row.phase, row.tensor_parallel_size) for row in rows}
-        kept = [row for row in part.rows if (row.op, row.phase, row.tensor_parallel_size) not in taken]
+        taken = {(row.op, row.phase, row.sharding) for row in rows}
+        kept = [row for row in part.rows if (row.op, row.phase, row.sharding) not in taken]
         displaced = {row.op for row in part.rows} - {row.op for row in kept}
         notes += [note for note in part.notes if note.split(":")[0] not in displaced]
         rows += kept

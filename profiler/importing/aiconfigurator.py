@@ -3,18 +3,22 @@
     gemm         products of m tokens, n outputs and k inputs, out of memory (weights are not in the cache)
     heads        attention of one layer, heads of one GPU. Prefill: whole prompts of `isl` tokens. Decode: `isl` is 1,
                  and `kv_len` (or `step` + 1) counts the new token too
+    latent       latent attention of DeepSeek's sizes, heads of one GPU: its kernel alone. Whole modules, with their
+                 projections, are left aside
     experts      one layer's experts on one GPU (`experts.py`)
     all_reduce   `message_size` counts elements, not bytes; kernels launched one by one (eager) or in a CUDA graph
     nccl         the same by NCCL alone, and other collectives
 
-A layer is the sum of its four products (query-key-value, output, gate and up, down) of the shard, and of the kernels
-that no table times (`pointwise.py`). With dtype fp8 the layer's products are those with scales for blocks of the
-weights (`fp8_block`), or for whole tensors (`fp8`) where the others were timed with their launches, as vLLM's were; the
-KV cache is in fp8, and the output head and what is summed over a group stay in 2 bytes.
+A layer is the sum of its products (query-key-value, output, gate and up, down; with latent attention those down to the
+vectors and up from them) of the shard, and of the kernels that no table times (`pointwise.py`). With dtype fp8 the
+layer's products are those with scales for blocks of the weights (`fp8_block`), or for whole tensors (`fp8`) where the
+others were timed with their launches, as vLLM's were; the KV cache is in fp8, and the output head and what is summed
+over a group stay in 2 bytes.
 Nothing here times a send between stages, nor the host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +44,8 @@ _FP8_BLOCKS, _FP8_TENSORS = ("fp8_block",), ("fp8",)
 _LAUNCHED = 3.0
 """From this ratio between their shortest products on, those with scales for blocks were timed with their launches."""
 _DEGREES = (1, 2, 4, 8)
+_LATENT = (512, 128, 64, 128)
+"""Widths of the latent attention that the tables time: DeepSeek-V2's and later, and Kimi's."""
 _MOST_ROWS = 2048
 """Rows of the output head at most."""
 
@@ -93,19 +99,24 @@ def layer_part(
     missing: list[tuple[int, int]] = []
     for degree in degrees:
         products, logits = layer_products(spec, degree), (-(-spec.vocab_size // degree), spec.hidden_size)
+        mixed, divided = np.zeros(len(table.m)), dict[int, Floats]()
         if experts:
-            products, mixed = _mixture_products(spec, degree, table, experts, sheet)
-        else:
-            mixed = np.zeros(len(table.m))
+            parts = [one for one in dict.fromkeys((1, degree)) if (degree, one) in experts.curves]
+            products = attention_products(spec, degree)  # The MLP's are in what is mixed.
+            divided = {one: _mixture(spec, degree, one, table, experts, sheet) for one in parts}
+            mixed = divided.pop(1)
         asked = [*((product, table) for product in products), (logits, head)]
         missing += [product for product, of in asked if product not in missing and not of.measured(*product)]
         shared = sum((table.seconds(n, k) for n, k in products), start=mixed)
         rows += _rest_rows(table.m, spec, degree, sheet, shared)
+        for one, seconds in divided.items():
+            whole = _rest_rows(table.m, spec, degree, sheet, shared - mixed + seconds)
+            rows += [replace(row, expert_parallel_size=one) for row in whole if row.op == "rest"]
         rows += _head_rows(head.m, spec, degree, sheet, head.seconds(*logits))
     return ImportedRows(
         tuple(rows),
         (
-            "rest: a layer's four products from the table, and its norms, rotary embedding and activation by memory "
+            "rest: a layer's products from the table, and its norms, rotary embedding and activation by memory "
             "bandwidth; head: its product, and sampling by memory bandwidth",
             *((experts.note,) if experts else ()),
             *_interpolated(table, missing),
@@ -113,33 +124,44 @@ def layer_part(
     )
 
 
-def _mixture_products(
-    spec: ModelSpec, degree: int, table: Gemms, times: ExpertTimes, sheet: Datasheet
-) -> tuple[list[tuple[int, int]], Floats]:
-    """The products that every layer has, and the seconds of the mean layer's MLP: experts, router and shared experts in
-    those that have them, a dense one in the others."""
+def _mixture(spec: ModelSpec, degree: int, parts: int, table: Gemms, times: ExpertTimes, sheet: Datasheet) -> Floats:
+    """Seconds of the mean layer's MLP: experts, in so many parts of whole ones, router and shared experts in those that
+    have them, a dense one in the others."""
     assert spec.experts
-    attention, dense = layer_products(spec, degree)[:2], layer_products(spec, degree)[2:]
-    sparse = times.seconds(degree, table.m)
+    dense = mlp_products(spec, degree)
+    sparse = times.seconds(degree, parts, table.m)
     sparse = sparse + [gemm_seconds(sheet, "bfloat16", m, spec.experts.count, spec.hidden_size) for m in table.m]
     if width := spec.experts.shared_width // degree:
         sparse = sparse + table.seconds(2 * width, spec.hidden_size) + table.seconds(spec.hidden_size, width)
     share = spec.experts.num_layers / spec.num_layers
     if share == 1:
-        return attention, sparse
-    return attention, share * sparse + (1 - share) * sum(table.seconds(n, k) for n, k in dense)
+        return sparse
+    return share * sparse + (1 - share) * sum(table.seconds(n, k) for n, k in dense)
 
 
 def layer_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:
-    """(n, k) of one device's query-key-value, output, gate and up, and down projection."""
+    """(n, k) of all products of one device's dense layer."""
+    return [*attention_products(spec, degree), *mlp_products(spec, degree)]
+
+
+def attention_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:
+    """(n, k) of query-key-value and output; of latent attention those down to the vectors, up to queries, up to keys
+    and values (absorbed, as many operations) and of the output."""
     queries, keys, dimension = shard_shape(spec, degree)
-    width = spec.intermediate_size // degree
+    if not (latent := spec.latent):
+        return [((queries + 2 * keys) * dimension, spec.hidden_size), (spec.hidden_size, queries * dimension)]
     return [
-        ((queries + 2 * keys) * dimension, spec.hidden_size),
-        (spec.hidden_size, queries * dimension),
-        ((2 if spec.gated_mlp else 1) * width, spec.hidden_size),
-        (spec.hidden_size, width),
+        ((latent.query_rank or 0) + latent.kept, spec.hidden_size),
+        (queries * dimension, latent.query_rank or spec.hidden_size),
+        (queries * (latent.nope_dim + latent.value_dim), latent.kv_rank),
+        (spec.hidden_size, queries * latent.value_dim),
     ]
+
+
+def mlp_products(spec: ModelSpec, degree: int) -> list[tuple[int, int]]:
+    """(n, k) of a dense layer's gate and up, and down projection."""
+    width = spec.intermediate_size // degree
+    return [((2 if spec.gated_mlp else 1) * width, spec.hidden_size), (spec.hidden_size, width)]
 
 
 def _rest_rows(
@@ -194,6 +216,57 @@ def attention_kernels(table: Table, dtype: str) -> list[Kernels]:
     arrays = (heads, numbers(kept, "batch_size"), tokens, np.zeros(len(tokens)), _MS * numbers(kept, "latency"))
     chosen = tokens > 0
     return [Kernels("decode" if decode else "prefill", *(array[chosen] for array in arrays), notes=())]
+
+
+def latent_part(
+    tables: Iterable[Table], modules: Sequence[Table], spec: ModelSpec, degrees: Sequence[int], dtype: str
+) -> ImportedRows:
+    """`attention` of both phases with the latent vectors in fp8, or in 2 bytes, at the degrees whose heads were timed.
+
+    Raises InputError for a model whose heads are of other widths than those that the tables time.
+    """
+    assert spec.latent
+    part, latent = ImportedRows(), spec.latent
+    sizes = (latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.value_dim)
+    if modules:
+        left = ", ".join(sorted({table.path.name for table in modules}))
+        part += ImportedRows(notes=(f"attention: whole modules of latent attention are left aside ({left})",))
+    for table in tables:
+        if sizes != _LATENT:
+            timed, wanted = ("/".join(map(str, widths)) for widths in (_LATENT, sizes))
+            raise InputError(
+                f"{table.path} times latent attention of {timed} (kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, "
+                f"v_head_dim), {spec.name} has {wanted}"
+            )
+        part += ImportedRows(tuple(_latent_rows(table, spec, degrees, dtype)))
+    return part
+
+
+def latent_degrees(tables: Iterable[Table], spec: ModelSpec, degrees: Sequence[int]) -> list[int]:
+    """Those of the degrees whose heads the tables time."""
+    heads = {int(count) for table in tables for count in numbers(table, "n_q_head")}
+    return [degree for degree in degrees if spec.num_heads // degree in heads]
+
+
+def _latent_rows(table: Table, spec: ModelSpec, degrees: Sequence[int], dtype: str) -> Iterator[Measurement]:
+    kept = _kept(table, "kv_cache_dtype", (FP8,) if dtype == FP8 else TWO_BYTES)
+    frame = kept.frame.assign(
+        heads=numbers(kept, "n_q_head"), num_seqs=numbers(kept, "batch_size"), seconds=_MS * numbers(kept, "latency")
+    )
+    decode = bool((numbers(kept, "isl") == 1).all())
+    frame["tokens"] = numbers(kept, "step" if decode else "isl", positive=False)
+    times = frame[frame["tokens"].between(1, spec.max_context)].groupby(["heads", "num_seqs", "tokens"])["seconds"]
+    for (heads, num_seqs, tokens), seconds in times.median().items():
+        for degree in degrees:
+            if spec.num_heads == degree * heads:
+                yield Measurement(
+                    op="attention",
+                    phase="decode" if decode else "prefill",
+                    num_seqs=int(num_seqs),
+                    tensor_parallel_size=degree,
+                    seconds=rounded(seconds),
+                    **{"context_tokens" if decode else "num_tokens": int(num_seqs * tokens)},
+                )
 
 
 def all_reduce_part(tables: Iterable[Table]) -> ImportedRows:

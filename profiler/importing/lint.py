@@ -185,6 +185,6 @@ def _curves(rows: Iterable[Measurement]) -> Iterator[list[Measurement]]:
     groups: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
     for row in rows:
         fixed = row.num_seqs if row.op == "attention" else 0
-        groups[row.op, row.phase, row.tensor_parallel_size, fixed].append(row)
+        groups[row.op, row.phase, row.sharding, fixed].append(row)
     for group in groups.values():
         yield sorted(group, key=lambda row: tuple(getattr(row, size) for size in _SIZES))

@@ -4,7 +4,7 @@
     layer           vidur    per-operation times of one layer's shard
     attention       vidur    Vidur's attention.csv; `attention_short`: the same with one column of medians
     collective, send, tokens_collective, tokens_send, overheads     vidur    links and host times
-    gemm, heads, experts, all_reduce, nccl                          aiconfigurator
+    gemm, heads, latent, latent_module, experts, all_reduce, nccl   aiconfigurator
 
 A folder stands for all tables under it. Where files of several GPUs lie together, those of the named device are taken.
 """
@@ -39,6 +39,8 @@ _KINDS: dict[str, tuple[str, frozenset[str]]] = {
         ("overheads", "vidur", "sampler_e2e_median prepare_inputs_e2e_median batch_size tensor_parallel_degree"),
         ("gemm", "aiconfigurator", "m n k latency"),
         ("heads", "aiconfigurator", "batch_size isl n_q_head n_kv_head head_dim latency"),
+        ("latent_module", "aiconfigurator", "batch_size isl step n_q_head mla_dtype gemm_type latency"),
+        ("latent", "aiconfigurator", "batch_size isl step n_q_head mla_dtype latency"),
         (
             "experts",
             "aiconfigurator",

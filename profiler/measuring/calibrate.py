@@ -2,7 +2,9 @@
 
 Parts are medians of undisturbed passes of one kind. A run also has slow passes and mixes kinds: a prefill evicts the
 decode rows' keys and values from the cache. Short bursts of real load between the measuring rounds give the mean ratio:
-one factor for all predictions, and one more for what prefills add where the bursts show that it is another.
+one factor for all predictions. Where bursts over few slots and over many show that it is not the same for short and
+long passes, every pass has seconds of its own beside it, and prefills a factor of their own where the bursts show that.
+A burst ends when half of its slots are empty, as those of a plan seldom are.
 """
 
 import math
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from exeplan.arrays import Floats
 from exeplan.core.batch import Batch, SequenceState, num_blocks_for
 from exeplan.core.machine_speed import MEDIAN_ERROR, MachineSpeed
 from exeplan.core.profile import Profile
@@ -22,13 +25,20 @@ from exeplan.runner.compute.sampling import SamplingParams
 from exeplan.runner.engine.engine import Request, StepRecord
 from exeplan.simulator.cost import CostModel
 
-_SLOTS = 16
-_REQUESTS = 32
+FEW_SLOTS = 16
+LATER_REQUESTS = 16
+"""Requests that join when others have left."""
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 192, 128
 _WARM_STEPS = 12
 _MAX_WALL_OVER_CPU = 1.05
 _LEAST_BURSTS, _SURE = 3, 2.5
-"""Bursts, and standard errors from 1, below which prefills have no factor of their own."""
+"""Bursts, and standard errors, below which prefills have no factor of their own."""
+_SURE_OF_PASSES = 1.5
+"""Standard errors for the seconds of a pass, which are never below zero."""
+_APART = 1.5
+"""Times that the longest passes must be as long as the shortest to tell what every pass takes."""
+_BLOCK, _LEAST_BLOCKS = 8, 16
+"""Passes that are timed together for that, as one alone is mostly noise, and how often at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +51,21 @@ class BurstStep:
     """When it began, on the performance counter."""
 
 
-def burst(rig: Rig, *, seed: int, between: Callable[[], None] = lambda: None) -> list[BurstStep]:
+def burst(
+    rig: Rig, *, seed: int, num_slots: int = FEW_SLOTS, between: Callable[[], None] = lambda: None
+) -> list[BurstStep]:
     """A short load of ragged requests that join and leave; the first passes, which warm up, are left out.
 
     Calls `between` before each step. On a CPU with one thread a step that was disturbed by other processes counts with
     its CPU time.
     """
-    rig.probe.use_layers(rig.copies)
-    steps = []
-    with rig.engine(Schedule("orca", {"max_num_seqs": _SLOTS})) as engine:
-        for request in _requests(rig, random.Random(seed)):
+    steps: list[BurstStep] = []
+    requests = _requests(rig, random.Random(seed), num_slots + LATER_REQUESTS)
+    with rig.engine(Schedule("orca", {"max_num_seqs": num_slots})) as engine:
+        for request in requests:
             engine.add(request)
-        while engine.has_work:
+        least = min(num_slots, len(requests)) // 2
+        while engine.has_work and (len(steps) < 2 * _WARM_STEPS or engine.num_waiting + engine.num_running > least):
             between()
             rig.probe.use_layers(rig.copies)
             began = time.perf_counter()
@@ -61,6 +74,8 @@ def burst(rig: Rig, *, seed: int, between: Callable[[], None] = lambda: None) ->
             wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
             disturbed = rig.checks_cpu and wall > _MAX_WALL_OVER_CPU * cpu
             steps += [BurstStep(step, cpu if disturbed else wall, began) for step in engine.last_steps]
+        for request in requests:
+            engine.abort(request.request_id)
     return steps[_WARM_STEPS:]
 
 
@@ -71,6 +86,8 @@ class Calibration:
     factor: float = 1.0
     prefill_factor: float = 1.0
     """On what prefills add to their passes, beside `factor`; 1 unless the bursts show another one (`_SURE`)."""
+    pass_seconds: float = 0.0
+    """That every pass takes beside its parts, before `factor`; 0 unless the bursts show them (`_SURE_OF_PASSES`)."""
     error: float = 0.0
     """The standard error of the factor, relative."""
 
@@ -87,10 +104,14 @@ def calibrate(
         return Calibration()
     models = [_cost(profile, num_layers, prefill_factor=factor) for factor in (1.0, 2.0)]
     found = [_burst_times(steps, speed, models) for steps in bursts]
+    pass_seconds = _pass_seconds(found)
+    found = [times.with_pass_seconds(pass_seconds) for times in found]
     prefill_factor = _prefill_factor(found)
     logs = np.log([times.ratio(prefill_factor) for times in found])
     error = MEDIAN_ERROR * float(logs.std(ddof=1)) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-    return Calibration(factor=math.exp(np.median(logs)), prefill_factor=prefill_factor, error=error)
+    return Calibration(
+        factor=math.exp(np.median(logs)), prefill_factor=prefill_factor, pass_seconds=pass_seconds, error=error
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +120,23 @@ class _BurstTimes:
 
     decode: float
     with_prefills: float
+    num_decode: int
+    num_with_prefills: int
     predicted_decode: float
     predicted: float
     """Of those with prefills."""
     by_prefills: float
     """The part of it on which the prefill factor is."""
+    blocks: Floats
+    """[blocks, 2] The same of consecutive passes that only decode, `_BLOCK` at a time: seconds, predicted."""
+
+    def with_pass_seconds(self, seconds: float) -> "_BurstTimes":
+        """The same where a prediction has these seconds a pass, too."""
+        return replace(
+            self,
+            predicted_decode=self.predicted_decode + self.num_decode * seconds,
+            predicted=self.predicted + self.num_with_prefills * seconds,
+        )
 
     def ratio(self, prefill_factor: float) -> float:
         predicted = self.predicted_decode + self.predicted + (prefill_factor - 1) * self.by_prefills
@@ -124,10 +157,31 @@ def _burst_times(steps: Sequence[BurstStep], speed: MachineSpeed | None, models:
     return _BurstTimes(
         decode=float(seconds[decodes].sum()),
         with_prefills=float(seconds[~decodes].sum()),
+        num_decode=int(decodes.sum()),
+        num_with_prefills=int((~decodes).sum()),
         predicted_decode=float(once[decodes].sum()),
         predicted=float(once[~decodes].sum()),
         by_prefills=float((twice - once)[~decodes].sum()),
+        blocks=_blocks(np.column_stack([seconds, once])[decodes]),
     )
+
+
+def _blocks(passes: Floats) -> Floats:
+    """[blocks, columns] Sums of `_BLOCK` rows; the last ones that fill none are left out."""
+    whole = len(passes) // _BLOCK
+    return passes[: whole * _BLOCK].reshape(whole, _BLOCK, passes.shape[1]).sum(axis=1)
+
+
+def _pass_seconds(bursts: Sequence[_BurstTimes]) -> float:
+    """By how much the ratio of passes that only decode rises with one over their seconds, where it surely does."""
+    seconds, predicted = np.concatenate([times.blocks for times in bursts]).T
+    if len(bursts) < _LEAST_BURSTS or len(predicted) < _LEAST_BLOCKS or predicted.max() < _APART * predicted.min():
+        return 0.0
+    from scipy.stats import linregress
+
+    line = linregress(_BLOCK / predicted, seconds / predicted)
+    sure = line.slope > _SURE_OF_PASSES * line.stderr and line.intercept > 0
+    return float(line.slope / line.intercept) if sure else 0.0
 
 
 def _prefill_factor(bursts: Sequence[_BurstTimes]) -> float:
@@ -143,7 +197,9 @@ def _prefill_factor(bursts: Sequence[_BurstTimes]) -> float:
 def _cost(profile: Profile, num_layers: int, *, prefill_factor: float) -> CostModel:
     encoder_layers = min(num_layers, profile.model.num_encoder_layers)
     model = replace(profile.model, num_layers=num_layers, num_encoder_layers=encoder_layers)
-    return CostModel(replace(profile, model=model, calibration=1.0, prefill_calibration=prefill_factor))
+    return CostModel(
+        replace(profile, model=model, calibration=1.0, prefill_calibration=prefill_factor, pass_seconds=0.0)
+    )
 
 
 def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) -> list[float]:
@@ -154,11 +210,11 @@ def _at_profile_speed(steps: Sequence[BurstStep], speed: MachineSpeed | None) ->
     return [step.seconds / float(factor) for step, factor in zip(steps, slow, strict=True)]
 
 
-def _requests(rig: Rig, draw: random.Random) -> list[Request]:
+def _requests(rig: Rig, draw: random.Random, most: int) -> list[Request]:
     longest, longest_output = min(_LONGEST_PROMPT, rig.longest // 2), min(_LONGEST_OUTPUT, rig.longest // 3)
     fitting = rig.runner.cache.num_blocks // num_blocks_for(longest + longest_output)
     requests = []
-    for index in range(min(_REQUESTS, 2 * fitting)):
+    for index in range(min(most, 2 * fitting)):
         prompt = [draw.randrange(rig.runner.spec.vocab_size) for _ in range(draw.randint(1, longest))]
         sampling = SamplingParams(temperature=0.0, max_tokens=draw.randint(1, longest_output), ignore_eos=True)
         requests.append(Request(request_id=f"burst-{index}", prompt_token_ids=prompt, sampling=sampling))

@@ -15,7 +15,7 @@ from pathlib import Path
 from exeplan.core.machine_speed import MachineSpeed, levelled
 from exeplan.core.model import FP8
 from exeplan.core.profile import COMPUTE_OPS, Measurement, Profile, save_profile
-from exeplan.profiler.measuring.calibrate import BurstStep, burst, calibrate
+from exeplan.profiler.measuring.calibrate import FEW_SLOTS, LATER_REQUESTS, BurstStep, burst, calibrate
 from exeplan.profiler.measuring.device import raise_ceilings, versions
 from exeplan.profiler.measuring.lint import lint
 from exeplan.profiler.measuring.measure import Rig
@@ -122,8 +122,16 @@ class Campaign:
             return
         began = time.monotonic()
         watch = partial(self._watch_speed, _BURST_WATCH_SECONDS)
-        self.bursts.append(burst(self.rig, seed=self.num_rounds, between=watch))
+        self.bursts.append(burst(self.rig, seed=self.num_rounds, num_slots=self._burst_slots(), between=watch))
         self.burst_seconds += time.monotonic() - began
+
+    def _burst_slots(self) -> int:
+        """Few and as many as are measured, in turn; few where many would take too long."""
+        few, many = min(FEW_SLOTS, self.reach.max_seqs), self.reach.max_seqs
+        if len(self.bursts) % 2 == 0:
+            return few
+        forecast = self.burst_seconds / len(self.bursts) * (many + LATER_REQUESTS) / (few + LATER_REQUESTS)
+        return many if forecast < self.goal.budget_seconds * _BURST_SHARE / 2 else few
 
     def _watch_speed(self, every: float = EVERY_SECONDS) -> None:
         if self.reference:
@@ -225,6 +233,7 @@ class Campaign:
                 profile,
                 calibration=round(found.factor, 4),
                 prefill_calibration=round(found.prefill_factor, 4),
+                pass_seconds=float(f"{found.pass_seconds:.4g}"),
                 calibration_error=round(found.error, 4),
             )
         save_profile(profile, self.output)
@@ -245,6 +254,7 @@ class Campaign:
             f"whole steps take {profile.calibration:.3f} times the sum of their parts "
             f"(+-{profile.calibration_error:.1%})"
             + (f", prefills {profile.prefill_calibration:.3f} times" if profile.prefill_calibration != 1 else "")
+            + (f", and {1e3 * profile.pass_seconds:.2f} ms a pass before that" if profile.pass_seconds else "")
         )
         if self.speed and self.speed.samples:
             self.bar.note(

@@ -71,6 +71,7 @@ def engine_setup(
         timeline=str(timeline) if timeline else None,
         launcher=launcher,
         ray=ray,
+        capacity=plan.capacity,
     )
 
 

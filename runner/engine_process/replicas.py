@@ -23,7 +23,7 @@ from exeplan.runner.engine_process.job import EngineError, Job
 from exeplan.runner.engine_process.link import engine_forks
 from exeplan.runner.ipc.child_process import WATCH_SECONDS
 from exeplan.runner.ipc.messages import EngineSetup, Event, LengthStatsReport, Loading, PlanSwitched, Prompt, Stats
-from exeplan.scheduling.router import Router
+from exeplan.scheduling.router import Queues, Router
 
 log = logging.getLogger(__name__)
 MOVE_SECONDS = 0.5
@@ -151,14 +151,17 @@ class ReplicaSet:
             client.release(job)
 
     @property
-    def _up(self) -> list[EngineClient]:
-        """The replicas that work."""
-        return [client for client in self._clients if not client.failure and not client.pause and not client.stall]
+    def _up(self) -> list[_Replica]:
+        """The replicas that work, and run."""
+        clients = ((one, one.client) for one in self._replicas)
+        return [one for one, client in clients if not client.failure and not client.pause and not client.stall]
 
     def _choose(self) -> EngineClient:
         """By the router, among the replicas that work, or all where none does."""
-        clients = self._up or [client for client in self._clients if not client.failure] or self._clients
-        return self._router.choose(clients, lambda client: client.num_sequences)
+        working = [one for one in self._replicas if not one.client.failure]
+        some = self._up or working or self._replicas
+        queues = Queues((one.client.num_sequences for one in some), [one.setup.capacity for one in some])
+        return some[self._router.choose(queues)].client
 
     def _move(self, failed: EngineClient) -> None:
         """Others go on with the jobs of a replica that has failed, as long as there are others."""

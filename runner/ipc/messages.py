@@ -103,6 +103,8 @@ class EngineSetup(Message, frozen=True):
     launcher: LauncherSetup | None
     ray: RaySetup | None
     """Both None where all devices are on this host."""
+    capacity: float | None = None
+    """As the plan says it, for the router of several replicas."""
 
 
 class Sampling(Part, frozen=True):

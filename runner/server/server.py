@@ -131,6 +131,8 @@ def _engine(plan: Plan, setup: Callable[[Plan], EngineSetup]) -> EngineClient | 
     if plan.num_replicas == 1:
         return EngineClient(setup(plan))
     assert plan.router is not None
+    if plan.more_replicas and any(group.capacity is None for group in plan.groups):
+        log.warning("the plan's replicas differ and do not all have a capacity: the router takes them for equally fast")
     setups = [_own(setup(one), number) for number, one in enumerate(single_plans(plan))]
     return ReplicaSet(setups, plan.router)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from exeplan.cli import main
 from exeplan.core.model import load_model_spec
 from exeplan.core.profile import load_profile
-from exeplan.core.schedule import Stage
+from exeplan.core.schedule import Sharding, Stage
 from exeplan.planner.load_problem import load_plan
 from exeplan.runner import models
 from exeplan.runner.compute.shard import Shard
@@ -178,6 +179,30 @@ def test_from_a_quantized_directory_to_an_answer(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=COUNT, do_sample=False, pad_token_id=0
     )[0, len(PROMPT) :]
     assert text == " ".join(f"t{token}" for token in expected.tolist())
+
+
+def test_experts_divided_among_two_workers_from_a_directory_to_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With latent attention, a shared expert, and a layer without experts."""
+    monkeypatch.chdir(tmp_path)
+    expected = save_checkpoint("deepseek_v2", tmp_path / "mixture")
+    measured = ["mixture", "--devices", "2", "-o", "p.json", "--budget", "200ms", "--max-num-seqs", "2"]
+    assert main(["profile", *measured]) == 0
+    assert Sharding(2, expert_parallel_size=2) in load_profile(Path("p.json")).expert_shardings
+    planned = ["--profile", "p.json", "--workload", "fixed:in=5;out=4", "--gpus", "2", "--one-pipeline"]
+    bound = ["--latency-bound", "inf", "--policy", "orca", "--max-num-seqs", "4"]
+    assert main(["optimize", *planned, *bound, "--explain", "-o", "plan.yaml"]) == 0
+    body = yaml.safe_load(Path("plan.yaml").read_text())
+    # Which of the layouts is fastest is up to the machine.
+    whole = {"devices": [0, 1], "tensor_parallel_size": 2, "expert_parallel_size": 2, "layers": [0, 2]}
+    Path("plan.yaml").write_text(yaml.safe_dump({**body, "placement": [whole]}))
+    assert main(["simulate", "plan.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "plan.yaml", "--requests", "6", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passes"]["first_other"] is None
+    with serving(tmp_path / "plan.yaml") as url:
+        assert answered(url, "mixture") == expected
 
 
 def test_a_model_of_the_hub_and_one_that_moved(

@@ -193,7 +193,11 @@ def test_replicas_survive_a_file_and_each_is_a_plan_on_its_own_devices(tmp_path:
     [
         ("replicas: [0, 2]", "replicas: 2", "replicas must list the first device of each, such as [0, 8], found 2"),
         ("replicas: [0, 2]", "replicas: [0, 0]", "replicas must list the first device of each"),
-        ("replicas: [4]", "replica: [4]", "more_replicas must list groups of kv_cache_tokens, placement, replicas"),
+        (
+            "replicas: [4]",
+            "replica: [4]",
+            "more_replicas must list groups of capacity, kv_cache_tokens, placement, replicas",
+        ),
         ("max_num_seqs: 4", "max_num_seqs: 0", "max_num_seqs"),
         ("prefill_batch: 4", "prefill_batch: 0", "prefill_batch"),
         ("replicas: [0, 2]", "replicas: [0, 2]\nrouter: nearest", "router must be one of shortest-queue, round-robin"),

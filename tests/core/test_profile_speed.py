@@ -9,7 +9,7 @@ import pytest
 from exeplan.core.profile import Profile, ReferencePass, load_profile, save_profile
 from exeplan.errors import InputError
 
-WATCHED = {"speed_spread": 0.08, "calibration_error": 0.014, "prefill_calibration": 1.1}
+WATCHED = {"speed_spread": 0.08, "calibration_error": 0.014, "prefill_calibration": 1.1, "pass_seconds": 0.0007}
 PASS = ReferencePass(kind="decode", num_seqs=16, num_tokens=128, num_layers=6, seconds=0.007, error=0.02)
 
 

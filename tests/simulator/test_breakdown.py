@@ -1,11 +1,13 @@
 """The parts of a pass add up to it, and each kind of work takes its measured time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from exeplan.core.cluster import Cluster, Link
 from exeplan.core.model import load_model_spec
-from exeplan.core.profile import Profile
+from exeplan.core.profile import Measurement, Profile
 from exeplan.core.schedule import Schedule, Stage
 from exeplan.profiler.datasheets.datasheet import load_datasheet, profile_from_datasheet
 from exeplan.simulator.breakdown import KINDS, break_down
@@ -58,6 +60,20 @@ def test_one_stage_sends_nothing_and_two_do(profile: Profile) -> None:
     assert one.mean["send"] == one.mean["all_reduce"] == two.mean["all_reduce"] == 0
     assert two.stages[0]["send"] > 0
     assert two.stages[1]["send"] == 0
+
+
+def test_workers_that_slow_each_other_down_do_so_in_every_kind_of_work(profile: Profile) -> None:
+    bursts = tuple(
+        Measurement(op="pass", phase=phase, num_seqs=8, context_tokens=320, seconds=seconds)
+        for phase, seconds in (("alone", 1e-3), ("together", 2e-3))
+    )
+    slowed = replace(profile, measurements=(*profile.measurements, *bursts))
+    (plain, run), (found, longer) = (broken_down(one, RRA, TWO) for one in (profile, slowed))
+    stages = zip(plain.stages, found.stages, strict=True)
+    seconds = [
+        (before["products"] * run.passes[-1].end, after["products"] * longer.passes[-1].end) for before, after in stages
+    ]
+    assert all(after == pytest.approx(2 * before, rel=0.1) for before, after in seconds)
 
 
 def test_every_kind_of_work_takes_what_it_takes_alone(profile: Profile) -> None:

@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -212,6 +214,28 @@ def test_a_burst_is_spread_by_the_shortest_queue_and_waits_where_chance_puts_it(
     shortest, in_turn, by_chance = (longest_wait(router) for router in ROUTERS)
     assert shortest == in_turn < 1e-9
     assert by_chance > alone(replicas[0].schedule, cost, 30, 20) / 2
+
+
+def test_capacities_keep_the_slow_replica_from_having_as_many_as_the_fast_one(profile: Profile) -> None:
+    """Of which one is four times as fast, at 0.8 of what both together serve."""
+    schedule, costs = (
+        Schedule("orca", {"max_num_seqs": 8}),
+        [CostModel(replace(profile, calibration=f)) for f in (4, 1)],
+    )
+    lengths = {"input_tokens": np.full(2000, 30), "output_tokens": np.full(2000, 10)}
+    backlogs = [replay(schedule, cost, num_blocks=1000, **lengths).requests for cost in costs]
+    capacities = [2000 / float(requests.last_tokens.max()) for requests in backlogs]
+    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / (0.8 * sum(capacities)), 2000))
+
+    def late(of_plan: Sequence[float | None]) -> float:
+        replicas = [
+            Replica(schedule=schedule, cost=cost, num_blocks=1000, capacity=capacity)
+            for cost, capacity in zip(costs, of_plan, strict=True)
+        ]
+        run = routed_replay(replicas, "shortest-queue", arrivals=arrivals, **lengths)
+        return float(np.quantile(run.requests.last_tokens - arrivals, 0.99))
+
+    assert late(capacities) < 0.9 * late((None, None))
 
 
 def test_only_the_shortest_queue_gives_a_faster_replica_more(cost: CostModel) -> None:

@@ -558,6 +558,7 @@ class Pipelines:
                     placement=placement,
                     first_devices=devices[key[0]],
                     kv_cache_tokens=kv_cache_tokens(_at(self.parts[key[0]], placement), schedule),
+                    capacity=float(f"{sustained(self.found[key]):.4g}") if len(keys) > 1 else None,
                 )
             )
         return tuple(groups)
@@ -760,6 +761,7 @@ def _plan(problem: Problem, placed: Problem, groups: Sequence[ReplicaGroup], mar
         device=problem.profile.device.kind,
         num_threads=problem.profile.device.num_threads,
         kv_cache_tokens=first.kv_cache_tokens,
+        capacity=first.capacity,
         gpu_memory_utilization=problem.utilization,
         max_seqs=problem.max_seqs,
         model_fingerprint=model.fingerprint,

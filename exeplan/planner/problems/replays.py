@@ -186,7 +186,7 @@ def arrived_estimate(
 def _replica(problem: Problem, group: ReplicaGroup) -> Replica:
     """One of the group, with the KV cache of its plan or the one that it would be planned with."""
     tokens = group.kv_cache_tokens or kv_cache_tokens(problem, group.schedule)
-    return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE)
+    return Replica(schedule=group.schedule, cost=problem.cost, num_blocks=tokens // BLOCK_SIZE, capacity=group.capacity)
 
 
 def _routed_requests(arrivals: Arrivals, groups: Sequence[tuple[Problem, ReplicaGroup]], router: str) -> int:

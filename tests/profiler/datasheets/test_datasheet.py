@@ -138,7 +138,7 @@ def test_a_profile_survives_its_file(name: str, model: str, tmp_path: Path) -> N
     profile = profile_of(model, load_datasheet(name))
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json") == profile
-    assert profile.source == f"datasheet {name}"
+    assert profile.source.split(",")[0] == f"datasheet {name}"
     assert profile.tensor_parallel_sizes == (1, 2, 4, 8)
     assert profile.weight_bytes == 2 * model_parameters(profile.model)
 
@@ -486,3 +486,26 @@ def test_a_layer_s_products_in_fp8_take_their_own_constants_and_experts_do_not()
     assert gemm_seconds(sheet, "bfloat16", *shape) == gemm_seconds(alike, "bfloat16", *shape)
     experts = (grouped_gemm_seconds(one, "fp8", *shape, num_groups=8.0) for one in (sheet, alike))
     assert len(set(experts)) == 1
+
+
+def test_uneven_routing_reads_fewer_experts_and_waits_for_a_busier_device(sheet: Datasheet) -> None:
+    spec, whole = load_model_spec("qwen3-30b-a3b"), Sharding(8, expert_parallel_size=8)
+
+    def profiled(routing: str) -> Profile:
+        given = {"dtype": "bfloat16", "tensor_parallel_sizes": (1, 8), "shardings": (whole,), "routing": routing}
+        return profile_from_datasheet(spec, sheet, **given)
+
+    even, uneven = profiled("even"), profiled("power_law_1.2")
+    assert uneven.source == "datasheet a100-80gb, routing power_law_1.2"
+    seconds = [
+        {m.num_tokens: m.seconds for m in one.measurements if m.op == "rest" and m.sharding == sharding}
+        for sharding in (Sharding(1), whole)
+        for one in (even, uneven)
+    ]
+    alone, alone_uneven, divided, divided_uneven = seconds
+    assert alone_uneven[32] < alone[32]
+    assert divided_uneven[4096] > 1.2 * divided[4096]
+    for curve in seconds:
+        assert [curve[tokens] for tokens in sorted(curve)] == sorted(curve.values())
+    with pytest.raises(InputError, match=r"routing 'power_law_1\.2' is of mixtures of experts, and opt-13b is none"):
+        profile_from_datasheet(load_model_spec("opt-13b"), sheet, dtype="bfloat16", routing="power_law_1.2")

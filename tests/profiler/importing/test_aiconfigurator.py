@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from exeplan.core.layer_costs import layer_parameters, model_parameters
-from exeplan.core.model import ModelSpec, load_model_spec, model_spec
+from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import Measurement, Profile
+from exeplan.core.schedule import Sharding
 from exeplan.errors import InputError
 from exeplan.profiler.datasheets.datasheet import load_datasheet
 from exeplan.profiler.datasheets.roofline import gemm_seconds
-from exeplan.profiler.importing import _check_supported, import_profile
+from exeplan.profiler.importing import import_profile
 from exeplan.profiler.importing.gemm import roofline_seconds
 from exeplan.profiler.importing.pointwise import embed_seconds, layer_seconds, sampling_seconds
 
@@ -350,20 +351,52 @@ def experts_table(path: Path, **changed: object) -> Path:
     return table(path, rows)
 
 
+def seconds_of_experts(tokens: int) -> float:
+    """Of even routing on one GPU, between 1 and 64 tokens."""
+    return 1e-3 * float(np.exp(np.interp(np.log(tokens), np.log([1, 64]), np.log([0.101, 0.164]))))
+
+
 def test_a_mixture_s_experts_come_from_their_table(tmp_path: Path) -> None:
     folder, spec = tables(tmp_path / "tables"), mixture_spec()
     experts_table(folder / "moe_perf.csv")
     found, notes = import_profile([folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3)
     assert found.tensor_parallel_sizes == (1, 2)
-    rest = {(m.tensor_parallel_size, m.num_tokens): m.seconds for m in found.measurements if m.op == "rest"}
+    of_layers = [m for m in found.measurements if m.op == "rest"]
+    rest = {(m.tensor_parallel_size, m.num_tokens): m.seconds for m in of_layers if m.expert_parallel_size == 1}
     for degree in (1, 2):
         products = product_seconds(16, 1536 // degree, 1024) + product_seconds(16, 1024, 1024 // degree)
         router = gemm_seconds(SHEET, "bfloat16", 16, 16, 1024)
-        between = 1.5e-3 * np.exp(np.interp(np.log(16), np.log([1, 64]), np.log([0.101, 0.164]))) / degree
+        between = 1.5 * seconds_of_experts(16) / degree
         expected = products + router + between + layer_seconds(SHEET, spec, 16, degree)
         assert rest[degree, 16] == pytest.approx(expected, rel=0.02)
         assert rest[degree, 4096] > 1.5e-3 * (0.1 + 1.024) * 4 / degree, "proportional beyond the table"
     assert any("experts from the table (bfloat16, routing power_law_1.2)" in note for note in notes)
+    # Whole experts on two GPUs, on the one to which most tokens go: in this table four times what half the width takes.
+    whole = {m.num_tokens: m.seconds for m in of_layers if m.expert_parallel_size == 2}
+    assert whole[16] - rest[2, 16] == pytest.approx(1.5 * seconds_of_experts(16) * (2 - 1 / 2), rel=1e-3)
+    assert found.expert_shardings == (Sharding(2, expert_parallel_size=2),)
+
+
+def test_a_mixture_s_routing_is_chosen_among_those_of_the_table(tmp_path: Path) -> None:
+    folder, spec = tables(tmp_path / "tables"), mixture_spec()
+    experts_table(folder / "moe_perf.csv")
+
+    def imported(routing: str | None) -> dict[tuple[int, int, int], float]:
+        profile, _ = import_profile(
+            [folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3, routing=routing
+        )
+        rows = (m for m in profile.measurements if m.op == "rest")
+        return {(m.tensor_parallel_size, m.expert_parallel_size, m.num_tokens): m.seconds for m in rows}
+
+    even, uneven = imported("even"), imported("power_law_1.2")
+    assert uneven == imported(None)
+    for degree in (1, 2):
+        more = uneven[degree, degree, 16] - even[degree, degree, 16]
+        assert more == pytest.approx(0.5 * degree * seconds_of_experts(16), rel=1e-3)
+    with pytest.raises(InputError, match=r"timed with routing balanced, power_law_1[.]2, not power_law_1[.]01"):
+        imported("power_law_1.01")
+    with pytest.raises(InputError, match=r"routing is even or power_law_<exponent>, .*found 'zipf'"):
+        imported("zipf")
 
 
 def test_a_mixture_without_its_experts_or_with_others_is_refused(tmp_path: Path) -> None:
@@ -382,6 +415,72 @@ def test_a_mixture_without_its_experts_or_with_others_is_refused(tmp_path: Path)
     refused("topk must be a finite number above 0")
 
 
-def test_latent_attention_is_not_imported() -> None:
-    with pytest.raises(InputError, match="not read for latent attention, which deepseek-v2-lite has"):
-        _check_supported(["aiconfigurator"], load_model_spec("deepseek-v2-lite"), "bfloat16")
+def latent_spec(**changed: object) -> ModelSpec:
+    config = {
+        "model_type": "deepseek_v3",
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 256,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "hidden_act": "silu",
+        "vocab_size": 8192,
+        "max_position_embeddings": 4096,
+    }
+    return model_spec({**config, **changed}, name="toy-latent")
+
+
+def latent_tables(folder: Path) -> Path:
+    """Kernels of latent attention beside the other tables, in AIConfigurator's own columns; and a whole module."""
+    tables(folder)
+    kind = {"mla_dtype": "bfloat16", "tp_size": 1}
+    for name, phase, more in (("context_mla", prefill_ms, {}), ("mla_context_module", prefill_ms, {"gemm_type": "x"})):
+        rows = (
+            {**kind, **more, "kv_cache_dtype": dtype, "num_heads": heads, "batch_size": n, "isl": tokens, "step": 0,
+             "latency": slower * phase(heads, n, tokens)}
+            for dtype, slower in (("bfloat16", 1.0), ("fp8", 0.8))
+            for heads in (8, 4)
+            for n in (1, 4)
+            for tokens in (1, 64, 512, 4096, 8192)
+        )  # fmt: skip
+        table(folder / f"{name}_perf.csv", rows)
+    rows = (
+        {**kind, "kv_cache_dtype": "bfloat16", "num_heads": heads, "batch_size": n, "isl": 1, "step": step,
+         "latency": decode_ms(heads, n, step)}
+        for heads in (8, 4)
+        for n in (1, 4)
+        for step in (1, 63, 511, 4095)
+    )  # fmt: skip
+    table(folder / "generation_mla_perf.csv", rows)
+    return folder
+
+
+def test_latent_attention_comes_from_its_kernels_and_its_products(tmp_path: Path) -> None:
+    folder, spec = latent_tables(tmp_path / "tables"), latent_spec()
+    found, notes = import_profile([folder], spec=spec, device="h100-80gb", dtype="bfloat16", overhead_seconds=1e-3)
+    for degree in (1, 2):
+        prefill = row(found, "attention", phase="prefill", num_seqs=4, num_tokens=2048, tensor_parallel_size=degree)
+        assert prefill.seconds == pytest.approx(1e-3 * prefill_ms(8 // degree, 4, 512), rel=1e-5)
+        decode = row(found, "attention", phase="decode", num_seqs=4, context_tokens=2044, tensor_parallel_size=degree)
+        assert decode.seconds == pytest.approx(1e-3 * decode_ms(8 // degree, 4, 511), rel=1e-5)
+        shapes = ((256 + 576, 1024), (1536 // degree, 256), (2048 // degree, 512), (1024, 1024 // degree))
+        products = sum(product_seconds(16, n, k) for n, k in (*shapes, (4096 // degree, 1024), (1024, 2048 // degree)))
+        rest = row(found, "rest", num_tokens=16, tensor_parallel_size=degree)
+        assert rest.seconds == pytest.approx(products + layer_seconds(SHEET, spec, 16, degree), rel=0.03)
+    assert "attention: whole modules of latent attention are left aside (mla_context_module_perf.csv)" in notes
+
+
+def test_latent_attention_of_other_widths_or_heads_is_refused(tmp_path: Path) -> None:
+    folder = latent_tables(tmp_path / "tables")
+
+    def refused(message: str, **changed: object) -> None:
+        with pytest.raises(InputError, match=message):
+            import_profile([folder], spec=latent_spec(**changed), device="h100-80gb", overhead_seconds=1e-3)
+
+    refused("times latent attention of 512/128/64/128 .*, toy-latent has 256/128/64/128", kv_lora_rank=256)
+    refused("no rows of attention prefill, attention decode; add them", num_attention_heads=40, num_key_value_heads=40)

@@ -82,6 +82,40 @@ def test_bursts_that_disagree_give_prefills_no_factor(profile: Profile, cost: Co
     assert calibrate(bursts, profile, num_layers=6).prefill_factor == 1.0
 
 
+def bursts_with(cost: CostModel, *, pass_seconds: float, factor: float) -> list[list[BurstStep]]:
+    """Bursts of few rows and of many, whose passes take these seconds and these times their parts, and 1 % of noise."""
+    noise = np.random.default_rng(0).normal(1.0, 0.01, (4, 32))
+    return [
+        [
+            BurstStep(
+                StepRecord(0.0, 1.0, 0, rows, rows, rows * 100),
+                noise[number, step] * factor * (pass_seconds + decode_seconds(cost, rows, 100)),
+                0.0,
+            )
+            for step in range(32)
+        ]
+        for number, rows in enumerate((4, 64, 4, 64))
+    ]
+
+
+def test_short_passes_that_take_more_over_their_parts_give_every_pass_its_seconds(
+    profile: Profile, cost: CostModel
+) -> None:
+    few, many = (decode_seconds(cost, rows, 100) for rows in (4, 64))
+    own = few / 10
+    found = calibrate(bursts_with(cost, pass_seconds=own, factor=1.05), profile, num_layers=profile.model.num_layers)
+    assert found.pass_seconds == pytest.approx(own, rel=0.15)
+    again = CostModel(replace(profile, calibration=found.factor, pass_seconds=found.pass_seconds))
+    assert decode_seconds(again, 4, 100) == pytest.approx(1.05 * (few + own), rel=0.01)
+    assert decode_seconds(again, 64, 100) == pytest.approx(1.05 * (many + own), rel=0.01)
+
+
+def test_passes_that_are_all_as_slow_have_no_seconds_of_their_own(profile: Profile, cost: CostModel) -> None:
+    found = calibrate(bursts_with(cost, pass_seconds=0.0, factor=1.05), profile, num_layers=profile.model.num_layers)
+    assert found.pass_seconds == 0.0
+    assert found.factor == pytest.approx(1.05, rel=0.01)
+
+
 def test_a_step_counts_with_its_seconds_at_the_speed_of_its_moment(profile: Profile, cost: CostModel) -> None:
     """The second burst ran while the engine was twice as slow."""
     passes = (ReferencePass(kind="decode", num_seqs=1, num_tokens=8, num_layers=6, seconds=0.01),)

@@ -254,12 +254,13 @@ class Machine:
 
     @contextlib.contextmanager
     def use_stream(self, stream: Stream | None) -> Iterator[None]:
-        before = getattr(self.local, "stream", None)
-        self.local.stream = stream if stream is not None else before
+        before = getattr(self.local, "stream", None), self.device()
+        if stream is not None:
+            self.local.stream, self.local.device = stream, stream.device
         try:
             yield
         finally:
-            self.local.stream = before
+            self.local.stream, self.local.device = before
 
     def synchronize(self, device: torch.device | None = None) -> None:
         clock: Clock = {}
@@ -749,7 +750,9 @@ class _Lock:
         self._lock.release()
 
 
-class _Queue:
+class TrackedQueue:
+    """`queue.SimpleQueue`."""
+
     def __init__(self, machine: Machine) -> None:
         self._machine, self._queue = machine, queue.SimpleQueue()
 
@@ -835,7 +838,9 @@ def stand_in(*, num_devices: int = 4, threaded: tuple[Any, ...] = ()) -> Iterato
         patch.setattr(torch, "Generator", Generator)
         patch.setattr("exeplan.runner.compute.model_runner.kernels_for", lambda device, dtype: kernels)
         for module in threaded:
-            patch.setattr(module, "queue", SimpleNamespace(**vars(queue) | {"SimpleQueue": lambda: _Queue(machine)}))
+            patch.setattr(
+                module, "queue", SimpleNamespace(**vars(queue) | {"SimpleQueue": lambda: TrackedQueue(machine)})
+            )
             named = {"Thread": Thread, "Lock": lambda: _Lock(machine)}
             patch.setattr(module, "threading", SimpleNamespace(**vars(threading) | named))
         before = torch._C._only_lift_cpu_tensors()

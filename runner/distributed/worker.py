@@ -214,6 +214,7 @@ class Worker:
             device=device,
             shared=command.links,
             timeout=timeout,
+            encodes=self._spec.is_encoder_decoder,
         )
         self.capacity: KVCapacity | None = None
         if stage.phase != "prefill" and (
@@ -242,8 +243,8 @@ class Worker:
             wire = Wire(seat.rank, gloo, command.links, timeout=timeout)
             if stage.phase == "prefill":
                 self._sender = Sender(self._spec, placement, seat, wire, device)
-                self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
-                self._sender.start(reports.fail)
+                # No rank expects keys and values of the warm-up.
+                self._runner.use_cache(cast(KVCache, PassingCache(device, lambda layer, kv_NMD: None)))
             else:
                 self._receiver = Receiver(self._spec, placement, seat, wire, self._runner)
                 self._receiver.start(self._report_received, reports.fail)
@@ -251,6 +252,9 @@ class Worker:
             schedule = setup.schedule
             rows = -(-most_rows(schedule) // schedule.num_micro_batches)
             warm_up_runner(self._runner, rows, phase=stage.phase)
+        if self._sender:
+            self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
+            self._sender.start(reports.fail)
 
     @torch.inference_mode()
     def take(self, command: WorkerCommand) -> None:

@@ -312,18 +312,16 @@ class Machine:
 
     def launch(self, name: str, run: Callable[[], Any], device: torch.device | None = None) -> Any:
         """Runs it as one kernel on the current stream; within another launch, as a part of that."""
-        with self.lock:
-            if getattr(self.local, "access", None) is not None:
-                return run()
-            out, access = self._accesses(run)
-            graph = getattr(self.local, "graph", None)
-            if graph is not None:
-                made = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, DeviceTensor)]
-                graph.nodes.append((name, run, made))
-            else:
-                self.launches.append(name)
-                self._commit(name, access, self.current_stream(device))
-            return out
+        if getattr(self.local, "access", None) is not None:
+            return run()
+        out, access = self._accesses(run)
+        graph = getattr(self.local, "graph", None)
+        if graph is not None:
+            graph.nodes.append((name, run, _leaves(out)))
+        else:
+            self.launches.append(name)
+            self._commit(name, access, self.current_stream(device))
+        return out
 
     def _accesses(self, run: Callable[[], Any]) -> tuple[Any, Access]:
         self.local.access = access = Access()
@@ -333,46 +331,45 @@ class Machine:
             self.local.access = None
 
     def _commit(self, name: str, access: Access, stream: Stream) -> None:
-        stream.clock = joined(stream.clock, self.known)
-        time = stream.clock.get(stream.number, 0) + 1
-        for memory, cells, write in access.found:
-            if memory.lost_to and not write:
-                raise self._failed(OrderError(f"{name} reads {memory.name}, which {memory.lost_to} overwrote"))
-            if found := memory.conflict(cells, stream.clock, write=write):
-                does = "writes" if write else "reads"
-                raise self._failed(
-                    OrderError(f"{name} on {stream} {does} memory of {memory.name}, which may still be {found}")
-                )
-        stream.clock = {**stream.clock, stream.number: time}
-        for memory, cells, write in access.found:
-            memory.record(cells, stream.number, time, write=write)
+        with self.lock:
+            stream.clock = joined(stream.clock, self.known)
+            time = stream.clock.get(stream.number, 0) + 1
+            for memory, cells, write in access.found:
+                if memory.lost_to and not write:
+                    raise self._failed(OrderError(f"{name} reads {memory.name}, which {memory.lost_to} overwrote"))
+                if found := memory.conflict(cells, stream.clock, write=write):
+                    does = "writes" if write else "reads"
+                    raise self._failed(
+                        OrderError(f"{name} on {stream} {does} memory of {memory.name}, which may still be {found}")
+                    )
+            stream.clock = {**stream.clock, stream.number: time}
+            for memory, cells, write in access.found:
+                memory.record(cells, stream.number, time, write=write)
 
     def note(self, memory: Memory, cells: Any, *, write: bool) -> None:
         self.local.access.found.append((memory, cells, write))
 
     def replay(self, graph: Graph) -> None:
+        stream, clobber = self.current_stream(), Access()
+        self.launches.append("graph")
         with self.lock:
-            stream = self.current_stream()
-            self.launches.append("graph")
-            clobber = Access()
             for ref in self._pools.get(graph.pool, ()):
                 memory = ref()
                 if memory is not None:
                     clobber.found.append((memory, slice(None), True))
                     memory.lost_to = "" if id(memory) in graph.own else "another graph of its pool"
-            self._commit("the replay of a graph", clobber, stream)
-            for name, run, made in graph.nodes:
-                out, access = self._accesses(run)
-                fresh = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, DeviceTensor)]
-                for kept, new in zip(made, fresh, strict=True):
-                    if kept.values is not new.values:
-                        kept.values.copy_(new.values)
-                        access.found = [
-                            (kept.memory if memory is new.memory else memory, cells, write)
-                            for memory, cells, write in access.found
-                        ]
-                        new.memory.home = None
-                self._commit(f"{name} of a graph", access, stream)
+        self._commit("the replay of a graph", clobber, stream)
+        for name, run, made in graph.nodes:
+            out, access = self._accesses(run)
+            for kept, new in zip(made, _leaves(out), strict=True):
+                if kept.values is not new.values:
+                    kept.values.copy_(new.values)
+                    access.found = [
+                        (kept.memory if memory is new.memory else memory, cells, write)
+                        for memory, cells, write in access.found
+                    ]
+                    new.memory.home = None
+            self._commit(f"{name} of a graph", access, stream)
 
     @contextlib.contextmanager
     def capture(self, graph: Graph, pool: object = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
@@ -410,6 +407,10 @@ class Machine:
             elif memory.conflict(slice(None), self.known, write=True):
                 left.append((memory, host, held, name))
         self._sent = left
+
+
+def _leaves(tree: Any) -> list[DeviceTensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, DeviceTensor)]
 
 
 def _bytes(host: Tensor) -> bytes:

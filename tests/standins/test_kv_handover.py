@@ -1,4 +1,4 @@
-"""Keys and values go from one GPU to another while both compute, and no stream uses them too early; faults are found."""
+"""Keys and values go from one GPU to another while both compute, no stream uses them too early; faults are found."""
 
 import queue
 from types import SimpleNamespace
@@ -206,5 +206,5 @@ def test_slots_of_a_row_that_left_are_overwritten_behind_what_was_stored_in_them
 
 def test_slots_that_are_overwritten_too_early_are_found(monkeypatch):
     dropping_without_a_wait(monkeypatch)
-    with pytest.raises(OrderError, match="index_copy_.* may still be written on stream"):
+    with pytest.raises(OrderError, match=r"index_copy_.* may still be written on stream"):
         leave_while_arriving(monkeypatch)

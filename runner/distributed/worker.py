@@ -30,7 +30,7 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import ReferencePass
 from exeplan.errors import InputError
 from exeplan.runner.compute.device import local_device
-from exeplan.runner.compute.device_sampling import sample_on_device
+from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
 from exeplan.runner.compute.encoder import num_encoder_tokens
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
 from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
@@ -310,7 +310,10 @@ class Worker:
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows, masks)
             return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts))
-        picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
+        if self._runner.chosen is not None and all(row.plain for row in rows):  # A graph has chosen them.
+            picked = DeviceSamples(*self._runner.chosen, None)
+        else:
+            picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
         return lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))
 
     def _pass_on(self, number: int, batch: Batch) -> None:

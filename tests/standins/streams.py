@@ -392,21 +392,21 @@ class Machine:
             raise self._failed(OrderError(f"the host {what} {memory.name}, which may still be {found}"))
 
     def sent(self, memory: Memory, host: Tensor) -> None:
-        self._sent.append((memory, host, _bytes(host), memory.name))
+        with self.lock:
+            self._sent.append((memory, host, _bytes(host), memory.name))
 
     def _check_sent(self) -> None:
         """numpy writes without torch: a source of a copy must hold what it held, until a thread knows it complete."""
-        if not self._sent:
-            return
-        left = []
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            now = [_bytes(host) for _, host, _, _ in self._sent]
-        for bytes_now, (memory, host, held, name) in zip(now, self._sent, strict=True):
-            if bytes_now != held:
-                self.errors.append(OrderError(f"the host overwrote {name} while it may still be copied to a device"))
-            elif memory.conflict(slice(None), self.known, write=True):
-                left.append((memory, host, held, name))
-        self._sent = left
+        with self.lock, torch._C.DisableTorchFunction(), _disable_current_modes():
+            for copy in list(self._sent):
+                memory, host, held, name = copy
+                if _bytes(host) != held:
+                    self.errors.append(
+                        OrderError(f"the host overwrote {name} while it may still be copied to a device")
+                    )
+                elif memory.conflict(slice(None), self.known, write=True):
+                    continue
+                self._sent = [other for other in self._sent if other is not copy]
 
 
 def _leaves(tree: Any) -> list[DeviceTensor]:

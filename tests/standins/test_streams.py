@@ -77,6 +77,34 @@ def test_scheduling_one_step_ahead_over_captured_graphs_orders_all_its_accesses(
     assert set(machine.copies) == {"to device", "to host"}  # None by pageable memory, which waits.
 
 
+@pytest.mark.parametrize(("temperature", "copies", "launches"), [(0.0, 1, 6), (0.8, 2, 9)], ids=["greedy", "drawn"])
+def test_a_decode_step_is_one_graph_and_few_copies(temperature, copies, launches):
+    """As many for any batch: the host's copies and launches are what a step costs beside the graph.
+
+    Greedy: one copy to the device, two into the graph's inputs, the graph, tokens and soundness to the host. Drawn: the
+    parameters, the draw, and the tokens kept for the next step. The graph: ten kernels a layer, and 22 around them.
+    """
+    with stand_in() as machine:
+        runner = runner_of()
+        engine = Engine(AsyncExecutor(runner), SCHEDULES["orca"], num_blocks=NUM_BLOCKS)
+        for number in range(MOST_ROWS):
+            sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=9)
+            engine.add(Request(request_id=str(number), prompt_token_ids=[5] * 4, sampling=sampling))
+        for _ in range(3):
+            engine.step()
+        machine.launches.clear()
+        machine.copies.clear()
+        engine.step()
+        kernels = [name for name, *_ in runner.graphs.captured[MOST_ROWS]._graph.nodes]
+        assert Counter(machine.launches)["graph"] == 1
+        assert len(machine.launches) <= launches
+        assert Counter(machine.copies)["to device"] <= copies
+        assert Counter(machine.copies)["to host"] <= 2
+        assert len(kernels) <= 10 * LLAMA_SPEC.num_layers + 22
+        while engine.has_work:
+            engine.step()
+
+
 def reading_tokens_before_they_are_copied(patch):
     original = DeviceSamples.to_host
 
@@ -132,6 +160,33 @@ def one_pinned_buffer_for_all_steps(patch):
     patch.setattr(decode_graphs, "to_device", to_device)
 
 
+def reading_logits_of_another_graph(patch):
+    """Each graph keeps what it computes; the largest was captured first, so that others compute in its memory."""
+    original, first = DecodeGraphs.replay, []
+
+    def replay(self, singles, table_BT, hidden_BE):
+        outputs = original(self, singles, table_BT, hidden_BE)
+        first.append(self.captured[self.sizes[0]].outputs[1])
+        self.captured[self.sizes[-1]].replay()
+        return (outputs[0], first[-1][:1], outputs[2])
+
+    patch.setattr(DecodeGraphs, "replay", replay)
+
+
+def freeing_what_another_stream_reads(patch):
+    """A tensor of the stream of compute goes out of scope while a copy on a side stream may still read it."""
+    original = DeviceSamples.__init__
+
+    def init(self, token_R, sound_R, reported):
+        side, twice_R = torch.cuda.Stream(), token_R * 2
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            twice_R.to("cpu", non_blocking=True)
+        original(self, token_R, sound_R, reported)
+
+    patch.setattr(DeviceSamples, "__init__", init)
+
+
 def capturing_before_the_weights_are_there(patch):
     """The stream that captures does not wait for the one that loaded."""
 
@@ -147,6 +202,8 @@ def capturing_before_the_weights_are_there(patch):
 
 
 FAULTS = {
+    reading_logits_of_another_graph: "which another graph of its pool overwrote",
+    freeing_what_another_stream_reads: "is freed while it may still be read on stream",
     reading_tokens_before_they_are_copied: "the host reads",
     filling_a_graph_on_another_stream: "may still be written on stream",
     overwriting_a_graph_in_flight: "writes memory of .* which may still be read on the default stream",

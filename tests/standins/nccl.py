@@ -230,14 +230,14 @@ def _launched(kind: str, run: Any, x: Tensor) -> None:
 
 
 class ThreadLauncher(LocalLauncher):
-    """Starts workers as threads of this process, which share no memory."""
+    """Starts workers as threads of this process; `apart`: as if each was on a host of its own."""
 
-    def __init__(self, fabric: Fabric, machine: Machine | None = None) -> None:
+    def __init__(self, fabric: Fabric, machine: Machine | None = None, *, apart: bool = False) -> None:
         super().__init__()
-        self._fabric, self._machine = fabric, machine
+        self._fabric, self._machine, self._apart = fabric, machine, apart
 
-    def share(self, device: int, num_bytes: int) -> None:
-        return None
+    def share(self, device: int, num_bytes: int) -> str | None:
+        return None if self._apart else super().share(device, num_bytes)
 
     def start(self, device: int, generation: int) -> WorkerHandle:
         return _ThreadWorker(self._fabric, self._machine)

@@ -785,8 +785,13 @@ def opaque_kernels(machine: Machine) -> Kernels:
 @contextlib.contextmanager
 def known_to_thread(machine: Machine) -> Iterator[None]:
     """Has operations of this thread go to the stand-in."""
-    with _HostReads(machine), _Operations(machine):
-        yield
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its values on the CPU; a thread's own setting.
+    try:
+        with _HostReads(machine), _Operations(machine):
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 @contextlib.contextmanager
@@ -844,11 +849,6 @@ def stand_in(*, num_devices: int = 4, threaded: tuple[Any, ...] = ()) -> Iterato
             )
             named = {"Thread": Thread, "Lock": lambda: _Lock(machine)}
             patch.setattr(module, "threading", SimpleNamespace(**vars(threading) | named))
-        before = torch._C._only_lift_cpu_tensors()
-        torch._C._set_only_lift_cpu_tensors(True)
-        try:
-            with known_to_thread(machine):
-                yield machine
-            machine.check()
-        finally:
-            torch._C._set_only_lift_cpu_tensors(before)
+        with known_to_thread(machine):
+            yield machine
+        machine.check()

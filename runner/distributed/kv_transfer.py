@@ -7,7 +7,7 @@ receives the pieces and stores them in the rows' blocks, while the worker decode
 the rows have blocks, waits in host memory. The scheduler limits how many requests may be in transfer or waiting.
 
 All ends process the pieces of a batch in one order: by the stage that prefills, then layers, sender, receiver. So no
-two of them wait for each other. Between two CPU workers of one host pieces go through shared memory.
+two of them wait for each other. Between two workers of one host pieces go through shared memory.
 
 For encoder-decoder models the encoder's output goes instead: `[N, E]` is far less than keys and values of every decoder
 layer, which the decoding stages compute from it. It waits in host memory until the rows are decoded.

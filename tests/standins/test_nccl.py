@@ -90,7 +90,11 @@ CASES = [("llama", kind) for kind in ("tp2", "tp2-pp2", "waa", "waa-hosts")] + [
 def test_workers_keep_the_rules_and_give_the_tokens_of_one_device(family, kind, monkeypatch):
     spec = SPECS[family]
     alone = InProcessExecutor(ModelRunner(spec, num_blocks=NUM_BLOCKS, dummy_weights=True))
-    found, _ = served(family, kind, monkeypatch)
+    found, fabric = served(family, kind, monkeypatch)
+    ranks = sum(stage.tensor_parallel_size for stage in placements(spec)[kind])
+    assert set(fabric.device_ids) == {torch.device("cuda", rank) for rank in range(ranks)}
+    pairs = [communicator for communicator in fabric.communicators if communicator[0] == "pair"]
+    assert len(pairs) == {("llama", "tp2-pp2"): 2, ("t5", "pp2"): 2}.get((family, kind), 0)  # One a direction.
     assert found == tokens_of(alone, Schedule("orca", {"max_num_seqs": 4}))
 
 

@@ -75,6 +75,7 @@ def recorded(runner: ModelRunner, model: Model, sizes: tuple[int, ...]) -> Decod
         runner.cache,
         runner.kernels,
         runner.shard,
+        vocab_size=runner.spec.vocab_size,
         hidden_size=runner.spec.hidden_size,
         dtype=runner.activation,
         max_num_seqs=sizes[-1],

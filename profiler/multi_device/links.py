@@ -1,8 +1,9 @@
 """Links: all-reduces of a tensor-parallel group and sends to a next stage, timed between real processes.
 
 The processes start and join a group as workers do, and time what workers do: the all-reduces inside a shard's layers,
-which end when the slowest rank arrives, and hidden states that one rank awaits while another computes. A time therefore
-contains the skew between ranks, and means count: the median of gloo's all-reduces is half of their mean.
+which end when the slowest rank arrives (on GPUs those of a captured graph, as decode iterations run them), and hidden
+states that one rank awaits while another computes. A time therefore contains the skew between ranks, and means count:
+the median of gloo's all-reduces is half of their mean.
 Not here: the compute of a shard (`shards.py`), and the engine's part (`control.py`).
 """
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -32,6 +34,7 @@ from exeplan.core.profile import Measurement
 from exeplan.core.schedule import Stage
 from exeplan.profiler.measuring.device import synchronize
 from exeplan.profiler.multi_device.rank_job import RankJob
+from exeplan.runner.compute.graph_capture import CapturedFunction, GraphCapturer
 from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.precision import activation_dtype
 from exeplan.runner.compute.shard import Group, Shard
@@ -46,6 +49,8 @@ _LAYERS = 2
 _ROUNDS = 5
 _LEAST_PASSES, _SENDS = 3, 20
 """Of one size in a round."""
+_CAPTURED_SUMS = 32
+"""Of one graph."""
 _LEAST_OWN_SHARE = 0.95
 """Least share of its core that a rank must have had for a pass to count."""
 _COMPUTE_SECONDS = 1e-3
@@ -169,6 +174,7 @@ def _join(job: RankJob, rank: int, folder: str) -> torch.device:
         rank=rank,
         world_size=job.size,
         timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+        device_id=device if device.type == "cuda" else None,
     )
     return device
 
@@ -204,10 +210,51 @@ class _Timed:
         """Whether other processes used this rank's core in the pass; known only with one thread on a CPU."""
         return self.device.type == "cpu" and torch.get_num_threads() == 1 and self.cpu < _LEAST_OWN_SHARE * self.wall
 
-    def agree(self, *mine: bool) -> list[bool]:
-        """Element by element, whether it is true on any rank."""
-        said = self.group.all_reduce(torch.tensor(mine, dtype=torch.float32, device=self.device))
-        return [value > 0 for value in said.tolist()]
+
+def _agree(group: Group, device: torch.device, *mine: bool) -> list[bool]:
+    """Element by element, whether it is true on any rank."""
+    said = group.all_reduce(torch.tensor(mine, dtype=torch.float32, device=device))
+    return [value > 0 for value in said.tolist()]
+
+
+def captured_sums(job: RankJob, group: Group, device: torch.device) -> list[list[list[float]]]:
+    """The mean all-reduce of each replay of a graph of many, by number of tokens and round.
+
+    Decode iterations on a GPU run them in captured graphs: timed one by one between two synchronizations, each would
+    contain the host's launch and its wait.
+    """
+    size, dtype, capturer = job.spec.hidden_size, activation_dtype(job.dtype), GraphCapturer(device)
+    graphs = []
+    for tokens in job.num_tokens:
+        x_NE = torch.zeros((tokens, size), dtype=dtype, device=device)
+        graphs.append(capturer.capture(partial(_sum_often, group, x_NE)))
+    found: list[list[list[float]]] = [[] for _ in job.num_tokens]
+    each = job.seconds / _ROUNDS / len(job.num_tokens)
+    for _ in range(_ROUNDS):
+        for times, graph in zip(found, graphs, strict=True):
+            times.append(_replay_sums(group, graph, each, device))
+    return found
+
+
+def _sum_often(group: Group, x_NE: Tensor) -> tuple[Tensor, ...]:
+    for _ in range(_CAPTURED_SUMS):
+        group.all_reduce(x_NE)
+    return (x_NE,)
+
+
+def _replay_sums(group: Group, graph: CapturedFunction, seconds: float, device: torch.device) -> list[float]:
+    """All ranks replay as often as the slowest wants; the first replay does not count."""
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # untyped
+    start, kept, late = clock(), list[float](), False
+    while not late or len(kept) < _LEAST_PASSES:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        kept.append(begin.elapsed_time(end) * 1e-3 / _CAPTURED_SUMS)
+        (late,) = _agree(group, device, clock() - start > seconds)
+    return kept
 
 
 def _sums(job: RankJob, rank: int, device: torch.device, buffer: str | None) -> list[list[list[float]]]:
@@ -215,7 +262,10 @@ def _sums(job: RankJob, rank: int, device: torch.device, buffer: str | None) -> 
     layers, encoder_layers = ((0, min(_LAYERS, count)) for count in (spec.num_layers, spec.num_encoder_layers))
     placement = (Stage(devices=tuple(range(job.size)), layers=layers, encoder_layers=encoder_layers),)
     seat = seat_of(placement, rank)
-    group = _Timed(tensor_parallel_group(placement, seat, [buffer], timeout=_TIMEOUT_SECONDS), device)
+    joined = tensor_parallel_group(placement, seat, [buffer], timeout=_TIMEOUT_SECONDS)
+    if device.type == "cuda":
+        return captured_sums(job, joined, device)
+    group = _Timed(joined, device)
     runner = ModelRunner(
         spec,
         shard=Shard(layers=layers, encoder_layers=encoder_layers, first=False, last=False, group=group),
@@ -245,7 +295,7 @@ def _pass_sums(group: _Timed, forward: Callable[[], object], seconds: float) -> 
     while not late or passes < _LEAST_PASSES:
         group.begin()
         forward()
-        late, disturbed = group.agree(clock() - start > seconds, group.disturbed)
+        late, disturbed = _agree(group.group, group.device, clock() - start > seconds, group.disturbed)
         (others if disturbed else kept).append(statistics.fmean(group.seconds))
         passes += 1
     return kept or others

@@ -48,6 +48,7 @@ class DecodeGraphs:
         shard: Shard,
         *,
         hidden_size: int,
+        vocab_size: int,
         dtype: torch.dtype,
         max_num_seqs: int,
         max_num_blocks: int,
@@ -65,6 +66,8 @@ class DecodeGraphs:
         self._fields = to_device(np.repeat(_PADDING[:, None], rows, 1), device)
         self._table_BT = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self._hidden_BE = torch.zeros((0 if shard.first else rows, hidden_size), dtype=dtype, device=device)
+        # In one place for all graphs: logits of its own would take each as much again.
+        self._logits_BV = torch.empty((rows if shard.last else 0, vocab_size), device=device)
         self._capturer = GraphCapturer(device)
         self.captured: dict[int, CapturedFunction] = {}
         """By batch size."""
@@ -132,7 +135,8 @@ class DecodeGraphs:
             hidden_BE = layer(hidden_BE, angles, attend)
         if not self._shard.last:
             return (hidden_BE,)
-        logits_BV = self._model.head(hidden_BE).float().contiguous()
+        logits_BV = self._logits_BV[:size]
+        logits_BV.copy_(self._model.head(hidden_BE))
         token_B, sound_B = self._kernels.most_likely(logits_BV)
         self._prev_token_B[:size].copy_(token_B)
         return logits_BV, token_B, sound_B

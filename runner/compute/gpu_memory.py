@@ -26,10 +26,14 @@ from exeplan.runner.compute.model_runner import ModelRunner
 from exeplan.runner.compute.warm_up import tune_kernels
 
 _LEAST_PASS = 512
-_TUNING_BLOCKS = 2560
+_TUNING_BLOCKS, _LEAST_TUNING_BLOCKS = 2560, 8
+"""Of the cache in which kernels choose their configurations; fewer where they would take more than a share of what the
+weights have left free: passes need some, too."""
+_TUNING_SHARE = 0.5
 _PROMPT = 4096
 _GRAPHS_SHARE = 0.01
-"""Of a GPU's memory, for the CUDA graphs of decode iterations, which are captured after the cache is allocated."""
+"""Of a GPU's memory, for the CUDA graphs of decode iterations without their logits, which are captured after the cache
+is allocated."""
 
 
 class Meter(Protocol):
@@ -46,11 +50,20 @@ def measure_kv_budget(runner: ModelRunner, schedule: Schedule, utilization: floa
     """Gives the runner a KV cache that fills its GPU, where a memory utilization is given."""
     if utilization is None:
         return None
-    share = utilization - _GRAPHS_SHARE
+    share, meter = utilization - _GRAPHS_SHARE, CudaMeter(runner.device)
     # Kernels choose their configurations before passes over contexts of one token could mislead them.
-    runner.use_blocks(_TUNING_BLOCKS)
+    runner.use_blocks(tuning_blocks(runner, meter))
     tune_kernels(runner)
-    return fit_cache(runner, schedule, CudaMeter(runner.device), utilization=share)
+    return fit_cache(runner, schedule, meter, utilization=share)
+
+
+def tuning_blocks(runner: ModelRunner, meter: Meter) -> int:
+    """Blocks of the cache for tuning, equal on all ranks of the stage: their passes are collective ones."""
+    block_bytes, blocks = runner.cache.num_bytes // runner.cache.num_blocks, _TUNING_BLOCKS
+    room = _TUNING_SHARE * meter.memory().free
+    while not _on_all_ranks(runner, blocks * block_bytes <= room) and blocks > _LEAST_TUNING_BLOCKS:
+        blocks //= 2
+    return blocks
 
 
 def fit_cache(runner: ModelRunner, schedule: Schedule, meter: Meter, *, utilization: float) -> KVBudget:
@@ -87,8 +100,8 @@ def _budget_for(
         workspace = meter.workspace(lambda: run_passes(runner, tokens, most_rows(schedule)))
     if workspace is None:
         return None
-    # The workspace excludes the cache that the passes needed.
-    workspace = max(0, workspace - runner.cache.num_bytes)
+    # The workspace excludes the cache that the passes needed; captured iterations keep their logits beside it.
+    workspace = max(0, workspace - runner.cache.num_bytes) + logits_bytes(runner, schedule)
     runner.use_blocks(0)
     memory = meter.memory()
     try:
@@ -98,6 +111,13 @@ def _budget_for(
             raise
         return None
     return KVBudget(number, tokens)
+
+
+def logits_bytes(runner: ModelRunner, schedule: Schedule) -> int:
+    """Of the logits `[B, V]`, float32, which all captured decode iterations of the last stage share."""
+    if runner.kernels is None or not runner.shard.last:
+        return 0
+    return -(-most_rows(schedule) // schedule.num_micro_batches) * runner.spec.vocab_size * 4
 
 
 def run_passes(runner: ModelRunner, num_tokens: int, num_seqs: int) -> None:

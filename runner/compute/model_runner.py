@@ -228,6 +228,7 @@ class ModelRunner:
             self.kernels,
             self.shard,
             hidden_size=self.spec.hidden_size,
+            vocab_size=self.spec.vocab_size,
             dtype=self.activation,
             max_num_seqs=max_num_seqs,
             max_num_blocks=min(num_blocks_for(longest), self.cache.num_blocks),

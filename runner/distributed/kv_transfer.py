@@ -7,7 +7,7 @@ receives the pieces and stores them in the rows' blocks, while the worker decode
 the rows have blocks, waits in host memory. The scheduler limits how many requests may be in transfer or waiting.
 
 All ends process the pieces of a batch in one order: by the stage that prefills, then layers, sender, receiver. So no
-two of them wait for each other. Between two CPU workers of one host pieces go through shared memory.
+two of them wait for each other. Between two workers of one host pieces go through shared memory.
 
 For encoder-decoder models the encoder's output goes instead: `[N, E]` is far less than keys and values of every decoder
 layer, which the decoding stages compute from it. It waits in host memory until the rows are decoded.
@@ -199,11 +199,7 @@ class Sender:
         self._put((0, 0), [encoded_NE])
 
     def _put(self, layers: tuple[int, int], computed: list[Tensor]) -> None:
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has none
-            event.record()
-        self._pieces.put(_Piece(layers, computed, event))
+        self._pieces.put(_Piece(layers, computed, _recorded(self._device)))
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -243,6 +239,8 @@ class _Arriving:
 
     slots: NDArray[np.int64] | None = None
     """Where its tokens go; negative for one that goes nowhere. None until the rows have blocks."""
+    granted: "torch.cuda.Event | None" = None
+    """After the passes that may still use those slots, of rows that have left."""
     held: list[tuple[int, Tensor]] = field(default_factory=list)
     """Pieces that have come before that, by their first layer."""
     complete: bool = False
@@ -283,6 +281,7 @@ class Receiver:
         with self._lock:
             batch = self._arriving[number]
             batch.slots, held = slots, batch.held
+            batch.granted = _recorded(self._device)
             for layer, kv_LNMD in held:
                 self._runner.cache.store_layers(layer, slots, kv_LNMD)
             batch.held = []
@@ -351,6 +350,8 @@ class Receiver:
             if batch.slots is None:
                 batch.held.append((layer, kv_LNMD))
             else:
+                if batch.granted is not None and self._stream is not None:
+                    self._stream.wait_event(batch.granted)
                 self._runner.cache.store_layers(layer, batch.slots, kv_LNMD)
 
     def _empty(self, *shape: int) -> Tensor:
@@ -369,6 +370,15 @@ def _shared_layers(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, i
 
 def _stream(device: torch.device) -> "torch.cuda.Stream | None":
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # has none
+
+
+def _recorded(device: torch.device) -> "torch.cuda.Event | None":
+    """On a GPU, what its current stream has been given so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch has none
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _on_host(

@@ -3,6 +3,11 @@
 All ranks of a stage hold the same hidden states, so rank j of a stage takes them from rank j, modulo the width, of the
 stage before. Sends are asynchronous: a stage continues while the next one is busy; a tensor is kept until it was sent.
 Letters: N tokens of the flat batch, E hidden size.
+
+On GPUs every pair of ranks has a group of its own for each direction. NCCL gives the sends and receives of a group
+between two ranks one communicator, whose operations run one after the other on each of them, and a send ends when the
+other rank has come to its receive: in one group, hidden states and an encoder's output that cross each other would wait
+for one another for ever.
 """
 
 import datetime
@@ -88,8 +93,15 @@ def connect(
     ours.set(f"here-{rank}", "")
     ours.wait([f"here-{other}" for other in range(size)])  # A group would time out on a late peer.
     patience = datetime.timedelta(seconds=timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=ours, rank=rank, world_size=size, timeout=patience)
+    gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpu else "gloo",
+        store=ours,
+        rank=rank,
+        world_size=size,
+        timeout=patience,
+        device_id=device if gpu else None,  # Otherwise NCCL guesses it from the rank.
+    )
 
 
 def tensor_parallel_group(placement: Placement, seat: Seat, buffers: Sequence[str | None], *, timeout: float) -> Group:
@@ -115,6 +127,15 @@ def hidden_pairs(placement: Placement) -> list[tuple[int, int]]:
     return [pair for stage, after in followers if after is not None for pair in sources(ranks[after], ranks[stage])]
 
 
+def encoded_pairs(placement: Placement) -> list[tuple[int, int]]:
+    """(sender, receiver) of all encoder outputs, from the last stage of a phase to its others."""
+    ranks, found = stage_ranks(placement), []
+    for phase in dict.fromkeys(stage.phase for stage in placement):
+        *others, last = (number for number, stage in enumerate(placement) if stage.phase == phase)
+        found += [pair for number in others for pair in sources(ranks[number], ranks[last])]
+    return found
+
+
 class HiddenLinks:
     """The hidden states between neighbouring stages, and from the last encoder stage to all that decode."""
 
@@ -128,8 +149,11 @@ class HiddenLinks:
         device: torch.device,
         shared: Mapping[str, str | None],
         timeout: float,
+        encodes: bool,
     ) -> None:
-        """`shared` names the memory of links between two workers of one host, as `sender-receiver`."""
+        """`shared` names the memory of links between two workers of one host, as `sender-receiver`. `encodes`: the
+        model has an encoder. Every worker makes its links, because every one takes part in making every group.
+        """
         ranks = stage_ranks(placement)
         before, after = neighbours(placement, seat.stage)
         self._source = None if before is None else _source(ranks[seat.stage], ranks[before], seat)
@@ -150,6 +174,11 @@ class HiddenLinks:
             pair: SharedMemoryLink(path, timeout=timeout) for pair, path in links.items() if path and seat.rank in pair
         }
         self._rank = seat.rank
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        """By (sender, receiver); empty where the group of all ranks has a channel for each direction, as gloo's."""
+        if device.type == "cuda":
+            pairs = [*hidden_pairs(placement), *(encoded_pairs(placement) if encodes else ())]
+            self._groups = {pair: dist.new_group(pair) for pair in pairs}
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """Hidden states `[N, E]` from the stage before; None on a first stage."""
@@ -178,13 +207,13 @@ class HiddenLinks:
 
     def _receive(self, source: int, num_tokens: int) -> Tensor:
         hidden_NE = torch.empty((num_tokens, self._size), dtype=self._dtype, device=self._device)
-        dist.recv(hidden_NE, source)
+        dist.recv(hidden_NE, source, group=self._groups.get((source, self._rank)))
         return hidden_NE
 
     def _send(self, hidden_NE: Tensor, targets: Sequence[int]) -> None:
         hidden_NE = hidden_NE.contiguous()
         for target in targets:
-            work = dist.isend(hidden_NE, target)
+            work = dist.isend(hidden_NE, target, group=self._groups.get((self._rank, target)))
             assert work is not None
             self._kept.append((work, hidden_NE))
         while len(self._kept) > _SENDS_KEPT:

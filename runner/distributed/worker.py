@@ -30,7 +30,7 @@ from exeplan.core.model import ModelSpec, model_spec
 from exeplan.core.profile import ReferencePass
 from exeplan.errors import InputError
 from exeplan.runner.compute.device import local_device
-from exeplan.runner.compute.device_sampling import sample_on_device
+from exeplan.runner.compute.device_sampling import DeviceSamples, sample_on_device
 from exeplan.runner.compute.encoder import num_encoder_tokens
 from exeplan.runner.compute.gpu_memory import measure_kv_budget
 from exeplan.runner.compute.kv_budget import most_rows, with_finite_context
@@ -214,6 +214,7 @@ class Worker:
             device=device,
             shared=command.links,
             timeout=timeout,
+            encodes=self._spec.is_encoder_decoder,
         )
         self.capacity: KVCapacity | None = None
         if stage.phase != "prefill" and (
@@ -242,8 +243,8 @@ class Worker:
             wire = Wire(seat.rank, gloo, command.links, timeout=timeout)
             if stage.phase == "prefill":
                 self._sender = Sender(self._spec, placement, seat, wire, device)
-                self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
-                self._sender.start(reports.fail)
+                # No rank expects keys and values of the warm-up.
+                self._runner.use_cache(cast(KVCache, PassingCache(device, lambda layer, kv_NMD: None)))
             else:
                 self._receiver = Receiver(self._spec, placement, seat, wire, self._runner)
                 self._receiver.start(self._report_received, reports.fail)
@@ -251,6 +252,9 @@ class Worker:
             schedule = setup.schedule
             rows = -(-most_rows(schedule) // schedule.num_micro_batches)
             warm_up_runner(self._runner, rows, phase=stage.phase)
+        if self._sender:
+            self._runner.use_cache(cast(KVCache, PassingCache(device, self._sender.put_layer)))
+            self._sender.start(reports.fail)
 
     @torch.inference_mode()
     def take(self, command: WorkerCommand) -> None:
@@ -306,7 +310,10 @@ class Worker:
         if self._runner.kernels is None:
             sampled = sample(logits_RV, rows, masks)
             return lambda: token_messages(with_prompts(dict(zip(names, sampled, strict=True)), prompts))
-        picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
+        if self._runner.chosen is not None and all(row.plain for row in rows):  # A graph has chosen them.
+            picked = DeviceSamples(*self._runner.chosen, None)
+        else:
+            picked = sample_on_device(logits_RV, rows, self._runner.kernels, masks=masks)
         return lambda: token_messages(with_prompts(dict(zip(names, picked.to_host(), strict=True)), prompts))
 
     def _pass_on(self, number: int, batch: Batch) -> None:

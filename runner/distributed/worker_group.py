@@ -187,16 +187,17 @@ class WorkerGroup:
         return paths
 
     def _shared_links(self) -> dict[str, str | None]:
-        """Memory for what two CPU workers on one host send each other, by their ranks."""
+        """Memory for what two workers on one host send each other from host memory, by their ranks: hidden states of
+        CPUs; keys and values of any device, which leave a GPU through pinned memory.
+        """
         from exeplan.runner.distributed.kv_transfer import transfer_pairs
         from exeplan.runner.distributed.links import hidden_pairs
         from exeplan.runner.distributed.shared_link import LINK_BYTES
 
         placement, model = self._setup.placement, self._setup.model
-        devices, pairs = _devices(placement), set[tuple[int, int]]()
+        devices, pairs = _devices(placement), transfer_pairs(model_spec(model.config, name=model.name), placement)
         if self._setup.engine.device == "cpu":
-            spec = model_spec(model.config, name=model.name)
-            pairs = {*hidden_pairs(placement), *transfer_pairs(spec, placement)}
+            pairs |= set(hidden_pairs(placement))
         return {
             f"{sender}-{receiver}": self._launcher.share(devices[sender], LINK_BYTES)
             for sender, receiver in sorted(pairs)

@@ -12,8 +12,9 @@ from exeplan.core.model import load_model_spec
 from exeplan.core.plan import Plan, with_utilization
 from exeplan.core.schedule import Schedule, single_stage
 from exeplan.errors import InputError
+from exeplan.kernels.select import REFERENCE
 from exeplan.policies import pass_limits
-from exeplan.runner.compute.gpu_memory import fit_cache, run_passes
+from exeplan.runner.compute.gpu_memory import fit_cache, logits_bytes, run_passes, tuning_blocks
 from exeplan.runner.compute.kv_budget import (
     GPUMemory,
     KVBudget,
@@ -113,6 +114,20 @@ def test_the_runner_gets_the_cache_that_fits(runner):
     assert budget.pass_tokens == 1024
     assert budget.num_blocks == (gpu.total - 100 * 1024) // block
     assert runner.cache.num_blocks == budget.num_blocks
+
+
+@pytest.mark.parametrize(("room", "blocks"), [(6000, 2560), (5000, 1280), (300, 80), (3, 5)])
+def test_kernels_are_tuned_in_half_of_what_the_weights_leave(runner, room, blocks):
+    """Room in blocks; at least a few are taken, which are refused where even those do not fit."""
+    meter = ToyGpu(runner, total=(room + runner.cache.num_blocks) * runner.cache.num_bytes // runner.cache.num_blocks)
+    assert tuning_blocks(runner, meter) == blocks
+
+
+def test_logits_of_captured_iterations_are_kept_free(runner):
+    assert logits_bytes(runner, ORCA) == 0  # A CPU captures none.
+    paged = ModelRunner(SPEC, num_blocks=1, dummy_weights=True, paged_with=REFERENCE)
+    paged.capture(4)
+    assert logits_bytes(paged, ORCA) == 4 * SPEC.vocab_size * 4 <= paged.graphs._logits_BV.nbytes
 
 
 def test_a_schedule_that_limits_its_passes_is_measured_at_its_limit(runner):

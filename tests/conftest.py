@@ -23,7 +23,7 @@ if find_spec("hypothesis"):  # Tests of a GPU do without.
 
     unhurried = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     # The same cases each time, so that more of them only take longer; `searching` draws others, a hundred each time.
-    settings.register_profile("repeatable", derandomize=True, print_blob=True, max_examples=60, **unhurried)
+    settings.register_profile("repeatable", derandomize=True, print_blob=True, max_examples=40, **unhurried)
     settings.register_profile("searching", **unhurried)
     settings.load_profile("repeatable")  # `--hypothesis-profile searching` tries other cases each time.
 

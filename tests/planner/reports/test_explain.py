@@ -109,7 +109,7 @@ def gains_of(solution: Solution, other: Problem) -> float:
     return max(0.0, throughput(optimize(other, policies=("orca",))) / before - 1)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     gpus=st.sampled_from([1, 2, 3, 4]),
     slack=st.floats(1.05, 6.0),
